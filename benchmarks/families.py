@@ -19,7 +19,7 @@ from benchmarks.common.engines import at_once, dummy, folder_of, random_prompt, 
 from benchmarks.common.options import options
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import QuireError
-from quire.engine.checkpoint.sizes.model_sizes import read_sizes
+from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
 from quire.engine.types import EngineCoreRequest
 from tests.tiny_models import FAMILIES, SHAPE
 
@@ -80,7 +80,7 @@ def main() -> None:
         except QuireError as error:
             print(f"{family}: not made: {error}", flush=True)
             continue
-        sizes[family], keyed[family] = read_sizes(config).active_parameters, config["num_key_value_heads"]
+        sizes[family], keyed[family] = read_model_sizes(config).active_parameters, config["num_key_value_heads"]
     times: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     for turn in range(args.rounds + 1):
         for family, engine in engines.items():

@@ -24,7 +24,7 @@ import torch
 from benchmarks.common.engines import at_once, dummy, folder_of, random_prompt, request
 from benchmarks.common.options import options
 from quire.engine.engine_core import EngineCore, free_engine_memory
-from quire.engine.checkpoint.sizes.model_sizes import read_sizes
+from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
 from quire.engine.types import EngineCoreRequest
 
 LLAMA3_ROPE = {
@@ -153,7 +153,7 @@ def show(what: str, size: str, seconds: float, tokens: int, share: str = "") -> 
 def measure(path: Path, args: argparse.Namespace, copy: float, matmul: float, rows: int, tokens: int) -> dict[str, Any]:
     """Everything of one engine, which is gone afterwards."""
     small = args.device == "cpu"
-    sizes = read_sizes(json.loads((path / "config.json").read_text()))
+    sizes = read_model_sizes(json.loads((path / "config.json").read_text()))
     began = time.perf_counter()
     engine = start(path, args)
     load = time.perf_counter() - began
@@ -168,7 +168,7 @@ def measure(path: Path, args: argparse.Namespace, copy: float, matmul: float, ro
     results: dict[str, Any] = {"backend": engine.info.backend, "load_s": load, "first_token_s": first_token}
     for batch in BATCHES[:2] if small else BATCHES:
         seconds, context = decode(engine, batch, 4 if small else DECODE_STEPS)
-        moved = (sizes.active_parameters + batch * context * sizes.kv_numbers) * BYTES
+        moved = (sizes.active_parameters + batch * context * sizes.kv_values_per_token) * BYTES
         results[f"decode_{batch}"] = {"ms": seconds * 1e3, "share": moved / seconds / copy}
         show("decode", f"{batch} rows", seconds, batch, f"{moved / seconds / copy:.1%} of the copy's bytes")
     for length in PREFILLS[:1] if small else PREFILLS:

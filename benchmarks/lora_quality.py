@@ -18,7 +18,7 @@ import torch
 from benchmarks.common.options import options
 from benchmarks.common.training import Descent
 from quire import LLM, LoRARequest, SamplingParams
-from quire.engine.checkpoint.files import resolve_model
+from quire.engine.checkpoint.model_resolver import resolve_model
 
 
 def prepared(model: str, out: Path) -> Path:

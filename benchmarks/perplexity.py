@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.common.engines import request
 from benchmarks.common.options import options
-from quire.engine.checkpoint.files import resolve_model
+from quire.engine.checkpoint.model_resolver import resolve_model
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.text.tokenizer import Tokenizer

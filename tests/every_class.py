@@ -1,6 +1,6 @@
 """Every causal language model of transformers, tried: a small random one of each is served by an engine and compared
 with transformers' own numbers in float64. `python -m tests.every_class` writes what it found to
-quire/engine/checkpoint/adapted/tried.toml, which the product reads, and to docs/models_table.md.
+quire/engine/checkpoint/transformers_classes/class_support.toml, which the product reads, and to docs/models_table.md.
 
 `python -m tests.every_class NAME ...` tries some and prints what it found.
 """
@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from quire.engine.checkpoint.adapted import first_position
-from quire.engine.checkpoint.config_reader import has_file
+from quire.engine.checkpoint.config_reader import has_quire_family
+from quire.engine.checkpoint.transformers_classes import first_position_id
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import QuireError
@@ -36,7 +36,7 @@ from tests.tiny_classes import KINDS, save_tiny_class
 from tests.tiny_models import VOCAB
 from tests.tree import ROOT
 
-TRIED = ROOT / "quire" / "engine" / "checkpoint" / "adapted" / "tried.toml"
+TRIED = ROOT / "quire" / "engine" / "checkpoint" / "transformers_classes" / "class_support.toml"
 TABLE = ROOT / "docs" / "models_table.md"
 _LENGTHS = (1, 7, 33, 50, 90)
 _ANSWER = 6
@@ -77,7 +77,7 @@ def tried(kind: str, path: Path) -> Outcome:
             return Outcome(kind, "", _STATE)
         return Outcome(kind, "", f"no small model of it could be made to try it ({type(error).__name__})")
     given = read_json_if_present(path / "config.json") or {}
-    by = "quire" if has_file(given) else "transformers"
+    by = "quire" if has_quire_family(given) else "transformers"
     try:
         engine = EngineCore(EngineConfig(model=str(path), model_impl=by, num_kv_blocks=96, max_num_batched_tokens=40))
     except QuireError as error:
@@ -88,7 +88,7 @@ def tried(kind: str, path: Path) -> Outcome:
     )
     with exact_rules(made_by):
         for prompt, answer in zip(_prompts(), answers["together"], strict=True):
-            _compare(kind, prompt, answer, reference.eval(), first_position(given))
+            _compare(kind, prompt, answer, reference.eval(), first_position_id(given))
     apart = answers["together"] == answers["alone"] == answers["again"]
     if engine.info.deterministic and not apart:
         raise Wrong(f"{kind}: its engine says that it is deterministic, and a request's bits depend on others")
@@ -171,7 +171,7 @@ def outcome(kind: str) -> Outcome:
 
 
 def recorded() -> dict[str, Outcome]:
-    """By model_type, what tried.toml says."""
+    """By model_type, what class_support.toml says."""
     content = tomllib.loads(TRIED.read_text(encoding="utf-8"))
     by = dict.fromkeys(content["served"], "transformers") | dict.fromkeys(content["by_files"], "quire")
     reasons = {kind: reason for reason, kinds in content["not_served"].items() for kind in kinds}
@@ -180,7 +180,7 @@ def recorded() -> dict[str, Outcome]:
 
 
 def as_toml(outcomes: Sequence[Outcome]) -> str:
-    """tried.toml."""
+    """class_support.toml."""
     reasons = defaultdict[str, list[str]](list)
     for each in outcomes:
         if not each.by:

@@ -15,10 +15,10 @@ from quire.engine.architecture.moe import MoELayerSpec
 from quire.engine.architecture.recurrent import DeltaNetSpec, Mamba2LayerSpec, MambaLayerSpec, ShortConvSpec
 from quire.engine.architecture.shared_transformer import SharedTransformerSpec
 from quire.engine.architecture.sublayer import SublayerSpec
-from quire.engine.checkpoint.family_spec import read_family_spec
+from quire.engine.checkpoint.family_spec import read_decoder_spec
 from quire.engine.families import find_multimodal_family, multimodal_model_types
 from quire.engine.families.base.encoder_family import EncoderFamily
-from quire.engine.families.base.family import ConfigFamily, Family
+from quire.engine.families.base.family import DecoderFamily, ModelFamily
 from tests import tiny_models
 from tests.tree import ROOT
 
@@ -64,23 +64,23 @@ def main() -> None:
 
 def content() -> str:
     files = [(path, list(_families(path))) for path in sorted(FOLDER.glob("*.py")) if path.name != "__init__.py"]
-    decoders = [_decoder_row(path, families) for path, families in files if isinstance(families[0], Family)]
+    decoders = [_decoder_row(path, families) for path, families in files if isinstance(families[0], DecoderFamily)]
     encoders = [_encoder_row(path, families) for path, families in files if isinstance(families[0], EncoderFamily)]
     return "".join([INTRODUCTION, *decoders, ENCODERS, *encoders])
 
 
-def _families(path: Path) -> Iterator[ConfigFamily]:
+def _families(path: Path) -> Iterator[ModelFamily]:
     """Those that a file describes, in its order."""
     module = import_module(f"quire.engine.families.{path.stem}")
     for node in ast.parse(path.read_text("utf-8")).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             value = getattr(module, node.targets[0].id)
-            if isinstance(value, ConfigFamily):
+            if isinstance(value, ModelFamily):
                 yield value
 
 
-def _decoder_row(path: Path, families: list[ConfigFamily]) -> str:
-    formats = [each.gguf for each in families if isinstance(each, Family) and each.gguf is not None]
+def _decoder_row(path: Path, families: list[ModelFamily]) -> str:
+    formats = [each.gguf for each in families if isinstance(each, DecoderFamily) and each.gguf is not None]
     architectures = dict.fromkeys(f"`{name}`" for each in formats for name in each.architectures)
     cells = [
         _models(path),
@@ -92,7 +92,7 @@ def _decoder_row(path: Path, families: list[ConfigFamily]) -> str:
     return f"| `{path.stem}` | {' | '.join(cells)} |\n"
 
 
-def _encoder_row(path: Path, families: list[ConfigFamily]) -> str:
+def _encoder_row(path: Path, families: list[ModelFamily]) -> str:
     return f"| `{path.stem}` | {' | '.join([_models(path), _names(families), _with_images(families)])} |\n"
 
 
@@ -102,11 +102,11 @@ def _models(path: Path) -> str:
     return text.replace("|", r"\|")
 
 
-def _names(families: list[ConfigFamily]) -> str:
+def _names(families: list[ModelFamily]) -> str:
     return ", ".join(f"`{name}`" for each in families for name in each.model_types)
 
 
-def _with_images(families: list[ConfigFamily]) -> str:
+def _with_images(families: list[ModelFamily]) -> str:
     """What config.json calls whole models whose text part is of one of these families by itself."""
     texts = {name for each in families for name in each.model_types}
     outer = [(name, find_multimodal_family(name)) for name in multimodal_model_types()]
@@ -115,19 +115,19 @@ def _with_images(families: list[ConfigFamily]) -> str:
     return f"[{', '.join(served)}](../images.md)" if served else "-"
 
 
-def _layers(families: list[ConfigFamily]) -> str:
+def _layers(families: list[ModelFamily]) -> str:
     kinds: dict[str, None] = {}
     for each in families:
-        assert isinstance(each, Family)
+        assert isinstance(each, DecoderFamily)
         for spec in _tiny_specs(each):
             kinds |= dict.fromkeys(_sublayers(spec))
     return ", ".join(kinds)
 
 
-def _tiny_specs(family: Family) -> list[DecoderSpec]:
+def _tiny_specs(family: DecoderFamily) -> list[DecoderSpec]:
     """Of the first of the tests' tiny models that is of each type; where there is none, of its base's."""
     configs = {each["model_type"]: tiny_models.SHAPE | each for each in reversed(tiny_models.FAMILIES.values())}
-    specs = [read_family_spec(configs[name]) for name in family.model_types if name in configs]
+    specs = [read_decoder_spec(configs[name]) for name in family.model_types if name in configs]
     if not specs and family.base is not None:
         return _tiny_specs(family.base)
     return [each for each in specs if each is not None]

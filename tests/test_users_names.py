@@ -26,7 +26,7 @@ import quire
 from deploy.ray.call import Call, Head
 from deploy.ray.link import JournalLink
 from deploy.ray.members import LIFE, Question
-from quire.engine.checkpoint.overrides import model_path
+from quire.engine.checkpoint.overrides import resolve_model_with_overrides
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.core.block_pool import block_hash, root_hash
 from quire.engine.core.request_history import TimelinePhase
@@ -122,7 +122,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "quire bench: read of other servers": ("server.cli.bench.serve",),
     "quire quantize: a line of samples": ("server.cli.quantize.calibration",),
     "model's files": (
-        *("engine.families.base.schema.config_schema", "engine.checkpoint.pooling", "engine.checkpoint.safetensors"),
+        *("engine.families.base.schema.config_schema", "engine.checkpoint.pooling", "engine.checkpoint.tensor_headers"),
         *(
             "engine.families.base.schema.config_objects",
             "engine.families.base.schema.quantization_schema",
@@ -222,7 +222,7 @@ def caches(folder: Path, patch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     patch.setenv("XDG_CACHE_HOME", str(folder))
     patch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, stdout=measured))
     read_or_measure_rates()
-    model_path(EngineConfig(model=DEMO_MODEL, hf_overrides={"rope_theta": 1}))
+    resolve_model_with_overrides(EngineConfig(model=DEMO_MODEL, hf_overrides={"rope_theta": 1}))
     files = [*folder.glob("quire/*"), *folder.rglob("config.json")]
     names = [re.sub("[0-9a-f]{16,}", "*", f"CACHE/{path.relative_to(folder)}") for path in files]
     rates_file = folder / "quire" / "rates.json"

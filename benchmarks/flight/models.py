@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.common.engines import at_once, request
 from benchmarks.flight.finding import KERNELS_ALONE, Say, close, tried
-from quire.engine.checkpoint.files import read_model_config
+from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.types import Adapter

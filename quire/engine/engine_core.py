@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from quire.engine.checkpoint.files import stored_at
-from quire.engine.checkpoint.overrides import model_path
+from quire.engine.checkpoint.model_resolver import resolve_weights
+from quire.engine.checkpoint.overrides import resolve_model_with_overrides
 from quire.engine.config import EngineConfig
 from quire.engine.core.drafter import Drafter
 from quire.engine.core.engine_view import take_engine_view
@@ -135,8 +135,8 @@ class EngineCore:
         """Raise ConfigError where an engine of `config` could not load its weights."""
         if config.weights is not None:
             # Against the model's own: the files of the weights before this may be gone by now.
-            model_files = model_path(config)
-            check_weights(self._expected_weights, self._model, stored_at(config), model_files)
+            model_files = resolve_model_with_overrides(config)
+            check_weights(self._expected_weights, self._model, resolve_weights(config), model_files)
 
     @property
     def last_step_record(self) -> StepRecord | None:

@@ -6,7 +6,7 @@ import gc
 
 import zmq
 
-from quire.engine.checkpoint.kv_folder import forget_pages
+from quire.engine.checkpoint.kv_offload_dir import delete_kv_blocks
 from quire.engine.config import EngineConfig, capacity_settings_from_info
 from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.errors import InvalidRequest, QuireError
@@ -145,7 +145,7 @@ def _sleep_then_build_engine(
     while True:
         message = decode_to_engine(socket.recv())
         if isinstance(message, ResetPrefixCache) and config.kv_offload_dir is not None:
-            forget_pages(config.kv_offload_dir)
+            delete_kv_blocks(config.kv_offload_dir)
         if isinstance(message, Load):  # others are of before the sleep
             config = EngineConfig.model_validate_json(message.config)
             try:

@@ -4,7 +4,7 @@ Only regular files of bounded size are read, so that no file makes a start wait 
 against declared types, so that nothing else meets a value of a wrong type. Every error is one line that names the file,
 the field and what is wrong. Symbolic links are followed wherever they lead: the hub's cache is made of them, people
 keep weights on other disks, and a download brings none but the cache's own. Paths inside of files are another matter:
-see `weight_files`.
+see `find_weight_files`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from quire.engine import clock
-from quire.engine.checkpoint.files import adapter_folder, stored_at
+from quire.engine.checkpoint.model_resolver import locate_adapter, resolve_weights
 from quire.engine.errors import AdapterError, ConfigError, InvalidRequest, ModelError, ModelNotFound
 from quire.engine.lora.adapter_files import read_adapter_specs
 from quire.engine.lora.adapter_store import AdapterStore
@@ -195,7 +195,7 @@ def check_local_adapters(config: ServerConfig, modules: ModuleShapes | None) -> 
     configured_adapter_names(config)
     for name, path in map(parse_adapter_option, config.lora_modules):
         try:
-            folder = adapter_folder(path)
+            folder = locate_adapter(path)
             if isinstance(folder, Path) and modules:
                 read_adapter_specs(folder, modules, config.max_lora_rank)
         except (AdapterError, ModelError) as error:
@@ -227,7 +227,7 @@ def open_adapter_registry(
                     os.makedirs(each, mode=0o700, exist_ok=True)
             except OSError as error:
                 raise ConfigError(f"data_dir: {folder}: {error.strerror}", param="data_dir") from None
-        weights = stored_at(config)
+        weights = resolve_weights(config)
         adapter_store = AdapterStore(folder, modules, config.max_lora_rank, embedding=device == "cpu", weights=weights)
         adapters = AdapterRegistry(config, adapter_store, digests_in_use, file)
         adapters.load_initial_adapters(config.lora_modules)

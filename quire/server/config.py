@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from quire.engine.checkpoint.names import hub_name
+from quire.engine.checkpoint.hub_names import parse_hub_name
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.config_types import JsonObject
 from quire.engine.errors import ModelError
@@ -224,8 +224,8 @@ class ServerConfig(EngineConfig):
             return (model_stem(path),)
         if path.is_dir():
             return (_name_from_folder(path.resolve()),)
-        hub = hub_name(self.model)
-        return (self.model if hub is None else hub.shown,)
+        hub = parse_hub_name(self.model)
+        return (self.model if hub is None else hub.display_name,)
 
 
 def _name_from_folder(path: Path) -> str:

@@ -11,7 +11,7 @@ from functools import cached_property
 from starlette.requests import Request
 
 from quire.engine import VERSION, clock
-from quire.engine.checkpoint.pooling import Pooling
+from quire.engine.checkpoint.pooling import PoolingConfig
 from quire.engine.config import EngineConfig
 from quire.engine.errors import InvalidRequest, ModelNotFound
 from quire.engine.images.multimodal_prompt import MultimodalPromptBuilder
@@ -54,7 +54,7 @@ class ServedModelSpec:
     """Most tokens of a prompt and its answer together. Known when the engine has started, as `tasks` are."""
     tasks: tuple[Task, ...] = ("generate",)
     """The kinds of requests that it can answer."""
-    pooling: Pooling | None = None
+    pooling: PoolingConfig | None = None
     """How it makes vectors."""
     multimodal_prompt_builder: MultimodalPromptBuilder | None = None
     """How it reads images; None where requests may not bring any."""

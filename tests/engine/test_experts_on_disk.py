@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from quire.engine.checkpoint.files import read_raw_config
-from quire.engine.checkpoint.safetensors import ROUTED, read_stored_weights
-from quire.engine.checkpoint.sizes.model_sizes import read_sizes
+from quire.engine.checkpoint.model_resolver import read_raw_config
+from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
+from quire.engine.checkpoint.tensor_headers import ROUTED_EXPERT_PATTERN, read_checkpoint_size
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.errors import ConfigError
@@ -182,13 +182,13 @@ def test_a_full_disk_and_a_disk_in_memory_are_named(tmp_path: Path, monkeypatch:
 
 def test_what_must_have_room_in_memory_is_all_else(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", "mixtral")
-    every, rest = (read_stored_weights(path, without=without) for without in (None, ROUTED))
-    sizes = read_sizes(read_raw_config(str(path))[0])
+    every, rest = (read_checkpoint_size(path, excluded_pattern=without) for without in (None, ROUTED_EXPERT_PATTERN))
+    sizes = read_model_sizes(read_raw_config(str(path))[0])
     assert every is not None
     assert rest is not None
-    assert every.floats - rest.floats == sizes.expert_parameters
+    assert every.num_floats - rest.num_floats == sizes.expert_parameters
     packed = write_gguf(path, tmp_path / "model.gguf", lambda _: "F32")
-    assert read_stored_weights(packed, without=ROUTED).floats == rest.floats
+    assert read_checkpoint_size(packed, excluded_pattern=ROUTED_EXPERT_PATTERN).num_floats == rest.num_floats
 
 
 def test_a_model_that_sleeps_has_no_file(tmp_path: Path) -> None:

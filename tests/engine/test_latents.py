@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from quire.engine.checkpoint.files import read_model_config
-from quire.engine.checkpoint.kv_plan import GIB
+from quire.engine.checkpoint.kv_cache_plan import GIB
+from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.config import EngineConfig
 from quire.engine.core.drafter import NullDrafter
 from quire.engine.engine_core import EngineCore

@@ -11,8 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from quire.engine.checkpoint.safetensors import LAYERS, read_stored_weights
-from quire.engine.checkpoint.stages import STREAM_SLOTS, most_kept, most_streamed, spread
+from quire.engine.checkpoint.layer_placement import (
+    STREAMED_LAYER_SLOTS,
+    max_streamed_layers,
+    min_streamed_layers,
+    pick_evenly_spaced_layers,
+)
+from quire.engine.checkpoint.tensor_headers import LAYER_PATTERN, read_checkpoint_size
 from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.errors import ConfigError
 from quire.engine.worker.loading import weight_offload
@@ -47,8 +52,8 @@ def written(way: str, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
 
 def all_but(monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
     """So many layers are kept, whatever they take."""
-    chosen = lambda sizes, _: spread(len(sizes), max(len(sizes) - kept, 0))  # noqa: E731
-    monkeypatch.setattr(weight_offload, "most_kept", chosen)
+    chosen = lambda sizes, _: pick_evenly_spaced_layers(len(sizes), max(len(sizes) - kept, 0))  # noqa: E731
+    monkeypatch.setattr(weight_offload, "min_streamed_layers", chosen)
 
 
 def layers_of(some: EngineCore) -> DiskLayerStreamer:
@@ -70,7 +75,10 @@ def test_it_says_the_same_bit_for_bit(way: str, tmp_path: Path) -> None:
     sizes = layers_of(whole)._layer_bytes
     assert not layers_of(whole).streamed_layers
     assert answers(whole) == expected
-    for count, memory in ((5, STREAM_SLOTS * max(sizes)), (3, sum(sizes[:2]) + STREAM_SLOTS * max(sizes))):
+    for count, memory in (
+        (5, STREAMED_LAYER_SLOTS * max(sizes)),
+        (3, sum(sizes[:2]) + STREAMED_LAYER_SLOTS * max(sizes)),
+    ):
         some = engine(path, **elsewhere, weights_in_memory=(memory + 4096) / 2**30)
         assert len(layers_of(some).streamed_layers) == count
         assert answers(some) == expected
@@ -150,20 +158,20 @@ def test_a_disk_that_fails_ends_the_step_and_is_asked_again(tmp_path: Path, monk
 
 
 def test_which_layers_are_streamed() -> None:
-    assert spread(10, 0) == []
-    assert spread(10, 10) == list(range(10))
-    gaps = {after - before for before, after in pairwise(spread(48, 12))}
+    assert pick_evenly_spaced_layers(10, 0) == []
+    assert pick_evenly_spaced_layers(10, 10) == list(range(10))
+    gaps = {after - before for before, after in pairwise(pick_evenly_spaced_layers(48, 12))}
     assert gaps == {4}
-    assert most_kept([10] * 8, 80) == []
-    assert len(most_kept([10] * 8, 79)) == 3  # five kept and two slots: one fewer would need six and two
-    assert len(most_kept([10] * 8, 20)) == 8
+    assert min_streamed_layers([10] * 8, 80) == []
+    assert len(min_streamed_layers([10] * 8, 79)) == 3  # five kept and two slots: one fewer would need six and two
+    assert len(min_streamed_layers([10] * 8, 20)) == 8
     with pytest.raises(ValueError, match="2 layers have memory at a time, 20 bytes, and 19 are for all"):
-        most_kept([10] * 8, 19)
-    assert len(most_streamed([10] * 8, 39)) == 3
-    assert len(most_streamed([10] * 8, 1000)) == 8
+        min_streamed_layers([10] * 8, 19)
+    assert len(max_streamed_layers([10] * 8, 39)) == 3
+    assert len(max_streamed_layers([10] * 8, 1000)) == 8
     for sizes in ([10] * 8, [10] * 2):
         with pytest.raises(ValueError, match="2 "):
-            most_streamed(sizes, 29)
+            max_streamed_layers(sizes, 29)
 
 
 @pytest.mark.parametrize(
@@ -183,15 +191,15 @@ def test_what_is_refused(settings: dict[str, Any], wrong: str, tmp_path: Path) -
 
 def test_what_must_have_room_in_memory_is_all_else(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", "llama")
-    rest = read_stored_weights(path, without=LAYERS)
+    rest = read_checkpoint_size(path, excluded_pattern=LAYER_PATTERN)
     assert rest is not None
     config = engine(path).executor.model.spec  # type: ignore[attr-defined]
     ends = 1 if config.tie_embeddings else 2
-    assert rest.floats == (ends * config.vocab_size + 1) * config.hidden_size
+    assert rest.num_floats == (ends * config.vocab_size + 1) * config.hidden_size
     packed = write_gguf(path, tmp_path / "model.gguf", lambda _: "F32")
-    found = read_stored_weights(packed, without=LAYERS)
+    found = read_checkpoint_size(packed, excluded_pattern=LAYER_PATTERN)
     assert found is not None
-    assert found.floats == rest.floats
+    assert found.num_floats == rest.num_floats
 
 
 def test_without_a_bound_half_of_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.train_head import story_requests, train_head
-from quire.engine.checkpoint.kv_plan import GIB
+from quire.engine.checkpoint.kv_cache_plan import GIB
 from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
 from quire.engine.core.drafter import Drafter
 from quire.engine.engine_core import EngineCore

@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace as replace_struct
 from transformers import AutoModelForCausalLM
 
-from quire.engine.checkpoint.files import read_model_config
+from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.errors import ConfigError

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from quire.engine.checkpoint.kv_plan import GIB
+from quire.engine.checkpoint.kv_cache_plan import GIB
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.types import EngineCoreRequest

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quire.engine.checkpoint.files import read_model_config
+from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.core.scheduler_output import BlockCopy, NewRequestData, ScheduledRequest, SchedulerOutput
 from quire.engine.engine_core import EngineCore, free_engine_memory

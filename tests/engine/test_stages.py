@@ -16,9 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.kv_cache_spec import PagedState
-from quire.engine.checkpoint.files import read_model_config
-from quire.engine.checkpoint.page_groups import PageGroups, page_groups
-from quire.engine.checkpoint.stages import groups_of_stage, places_of_stages, stage_layers
+from quire.engine.checkpoint.kv_cache_groups import KVCacheGroups, build_kv_cache_groups
+from quire.engine.checkpoint.layer_placement import (
+    layers_per_block_by_stage,
+    split_layers_into_stages,
+    stage_kv_cache_groups,
+)
+from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
 from quire.engine.core.drafter import Drafter
 from quire.engine.core.scheduler_output import SchedulerOutput
@@ -264,7 +268,7 @@ def test_each_stage_holds_its_part(tmp_path: Path) -> None:
     model = read_model_config(path)
     chosen = choose_device_plan(config, model)
     whole = load_model(config, path, model, chosen, lambda: None)
-    stages = stage_layers(7, 3)
+    stages = split_layers_into_stages(7, 3)
     assert [len(each) for each in stages] == [3, 2, 2]
     config = EngineConfig(model=str(path), pipeline_parallel_size=3, **BASE)
     parts = [load_model(config, path, model, chosen, lambda: None, part=ModelPart(stage=stage)) for stage in range(3)]
@@ -286,20 +290,20 @@ def test_each_stage_has_layers_of_every_group(stages: int) -> None:
     """Gemma's: five layers with a window to one without. A stage's pages are smaller by as much as its layers are
     fewer, but for what does not divide."""
     states = [(PagedState(64, None if index % 6 == 5 else 1024),) for index in range(48)]
-    groups = page_groups(states, 32768, 16)
-    assert (groups.places, groups.count) == (8, 6)
-    assert len({*zip(groups.group_of, groups.place_of, strict=True)}) == 48
-    made = [groups_of_stage(groups, layers) for layers in stage_layers(48, stages)]
+    groups = build_kv_cache_groups(states, 32768, 16)
+    assert (groups.layers_per_block, groups.num_groups) == (8, 6)
+    assert len({*zip(groups.group_of_layer, groups.layer_index_in_block, strict=True)}) == 48
+    made = [stage_kv_cache_groups(groups, layers) for layers in split_layers_into_stages(48, stages)]
     for each in made:
-        assert len({*zip(each.group_of, each.place_of, strict=True)}) == len(each.group_of)
+        assert len({*zip(each.group_of_layer, each.layer_index_in_block, strict=True)}) == len(each.group_of_layer)
         assert each.windows == groups.windows
-    assert places_of_stages(groups, stages) == [each.places for each in made]
-    assert max(each.places for each in made) <= -(-groups.places // stages) + 1
+    assert layers_per_block_by_stage(groups, stages) == [each.layers_per_block for each in made]
+    assert max(each.layers_per_block for each in made) <= -(-groups.layers_per_block // stages) + 1
 
 
 def test_what_a_stage_holds_of_groups_that_it_has_no_layer_of() -> None:
-    groups = PageGroups((16, None), (0, 0, 1, 1), (0, 1, 0, 1))
-    assert groups_of_stage(groups, range(2, 4)) == PageGroups((16, None), (1, 1), (0, 1))
+    groups = KVCacheGroups((16, None), (0, 0, 1, 1), (0, 1, 0, 1))
+    assert stage_kv_cache_groups(groups, range(2, 4)) == KVCacheGroups((16, None), (1, 1), (0, 1))
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from quire.engine.architecture.kv_cache_spec import MatrixState
-from quire.engine.checkpoint.kv_plan import GIB
+from quire.engine.checkpoint.kv_cache_plan import GIB
 from quire.engine.config import EngineConfig
 from quire.engine.core.drafter import NullDrafter
 from quire.engine.engine_core import EngineCore

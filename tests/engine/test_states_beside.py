@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from quire import LLM, BeamSearchParams
 from quire import SamplingParams as Params
-from quire.engine.checkpoint.files import read_model_config
+from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.core.block_pool import BlockPool
 from quire.engine.core.scheduler_output import SlotCopy

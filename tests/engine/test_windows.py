@@ -10,10 +10,10 @@ import torch
 
 from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.kv_cache_spec import PagedState
-from quire.engine.checkpoint.files import read_model_config
-from quire.engine.checkpoint.kv_plan import GIB
-from quire.engine.checkpoint.page_groups import PageNeeds, one_group, page_groups
-from quire.engine.checkpoint.sizes.model_sizes import read_sizes
+from quire.engine.checkpoint.kv_cache_groups import KVBlockNeeds, build_kv_cache_groups, single_kv_cache_group
+from quire.engine.checkpoint.kv_cache_plan import GIB
+from quire.engine.checkpoint.model_resolver import read_model_config
+from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.models import decoder_spec
@@ -43,7 +43,7 @@ def four_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 def as_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """What a model gives whose pages are all of all layers, and are kept."""
     with monkeypatch.context() as patch:
-        patch.setattr(loading, "page_groups", lambda states, *_, **__: one_group(len(states)))
+        patch.setattr(loading, "build_kv_cache_groups", lambda states, *_, **__: single_kv_cache_group(len(states)))
         yield patch
 
 
@@ -138,8 +138,8 @@ def test_at_8k_tokens_it_holds_less_than_60_percent(tmp_path: Path, as_one: pyte
 @pytest.mark.parametrize("family", [name for name in FAMILIES if "gemma3-with-images" not in name])
 def test_the_plan_reads_the_windows_that_the_engine_has(family: str, tmp_path: Path) -> None:
     config = read_model_config(save_tiny_model(tmp_path, family))
-    sizes, spec = read_sizes(config.raw), decoder_spec(config)
-    assert list(sizes.layer_states) == spec.layer_cache_specs
+    sizes, spec = read_model_sizes(config.raw), decoder_spec(config)
+    assert list(sizes.layer_cache_specs) == spec.layer_cache_specs
 
 
 @pytest.mark.parametrize(
@@ -158,28 +158,28 @@ def test_groups_have_one_window_and_layers_of_one_place_are_of_different_groups(
     windows: tuple[int | None, ...], longest: int, groups: int, unused: int
 ) -> None:
     states = [(PagedState(64, window),) for window in windows]
-    made = page_groups(states, longest, 16)
-    assert (made.count, made.places * made.count - len(windows)) == (groups, unused)
-    assert len(set(zip(made.group_of, made.place_of, strict=True))) == len(windows)
-    assert set(made.place_of) == set(range(made.places))
-    for window, group in zip(windows, made.group_of, strict=True):
+    made = build_kv_cache_groups(states, longest, 16)
+    assert (made.num_groups, made.layers_per_block * made.num_groups - len(windows)) == (groups, unused)
+    assert len(set(zip(made.group_of_layer, made.layer_index_in_block, strict=True))) == len(windows)
+    assert set(made.layer_index_in_block) == set(range(made.layers_per_block))
+    for window, group in zip(windows, made.group_of_layer, strict=True):
         assert made.windows[group] == window or ((made.windows[group] is None and groups == 1) or window >= longest)
-    assert page_groups(states, longest, 16, keep_all=True) == one_group(len(windows))
+    assert build_kv_cache_groups(states, longest, 16, keep_all_tokens=True) == single_kv_cache_group(len(windows))
     unequal = [*states[1:], (PagedState(128, windows[0]),)]
-    assert page_groups(unequal, longest, 16) == one_group(len(windows))
+    assert build_kv_cache_groups(unequal, longest, 16) == single_kv_cache_group(len(windows))
 
 
 @pytest.mark.parametrize(("window", "at_once"), [(1, 1), (5, 1), (16, 7), (17, 16), (40, 100)])
 def test_no_sequence_needs_more_pages_than_the_plan_says(window: int, at_once: int) -> None:
-    needs = PageNeeds((window, None), 16, at_once)
+    needs = KVBlockNeeds((window, None), 16, at_once)
     for length in range(1, 300):
         held = 0
         for start in range(length):
             last = min(start + at_once, length) - 1
-            held = max(held, last // 16 - needs.first_seen(window, start) + 1)
-        assert held <= needs.most(length) - -(-length // 16) <= -(-length // 16)
-        assert needs.longest(needs.most(length), length) == length
-        assert needs.longest(needs.most(length) - 1, length) < length
+            held = max(held, last // 16 - needs.first_visible_block(window, start) + 1)
+        assert held <= needs.max_blocks(length) - -(-length // 16) <= -(-length // 16)
+        assert needs.max_context_tokens(needs.max_blocks(length), length) == length
+        assert needs.max_context_tokens(needs.max_blocks(length) - 1, length) < length
 
 
 def test_the_plan_is_what_the_engine_allocates(tmp_path: Path) -> None:
@@ -191,5 +191,5 @@ def test_the_plan_is_what_the_engine_allocates(tmp_path: Path) -> None:
     assert made.engine_stats.total_blocks == 3 * made.info.num_blocks
     assert predict_kv_tokens(config, Machine("test", memory=4 * GIB, gpu=False)) == made.info.num_blocks * 16
     assert "windows (3 page tables: 2 of 24 tokens, 1 of all tokens) save" in made.info.arithmetic
-    longest = PageNeeds((24, 24, None), 16, 32)
-    assert made.info.context_pages == longest.most(made.info.max_model_len)
+    longest = KVBlockNeeds((24, 24, None), 16, 32)
+    assert made.info.context_pages == longest.max_blocks(made.info.max_model_len)

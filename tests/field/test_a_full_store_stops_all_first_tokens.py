@@ -56,7 +56,7 @@ def full(tmp_path: Path) -> Iterator[DataDir]:
         data.store.put("attacker", conversation(str(number)))
     for number in range(ROOM):
         data.calls.put("attacker", call(str(number)), LATER + number, "0")
-        data.calls.release_call("attacker", str(number), "0")
+        data.calls.remove_answering_process("attacker", str(number), "0")
     size = data.store.stored_bytes
     data.close()
     data = open_data_dir(tmp_path, size, connect=partial(sqlite3.connect, factory=Transactions))

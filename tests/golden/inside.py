@@ -17,7 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SPEC_READERS = (("quire.engine.checkpoint.files:read_model_config", "quire.engine.models:decoder_spec"),)
+SPEC_READERS = (
+    ("quire.engine.checkpoint.model_resolver:read_model_config", "quire.engine.models:decoder_spec"),
+    ("quire.engine.checkpoint.files:read_model_config", "quire.engine.models:decoder_spec"),
+)
 """Where a tree reads a folder's config and makes its spec of it, the newest first: MODULE:FUNCTION of both. A commit
 that moves them adds a row."""
 PROMPTS = ([5, 9, 40, 77, 12], [7] * 3, [100, 33, 210, 8, 9, 10, 64, 65, 66, 67, 68, 69, 70, 71, 72, 73, 74, 75])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.checkpoint.stages import STREAM_SLOTS, spread
+from quire.engine.checkpoint.layer_placement import STREAMED_LAYER_SLOTS, pick_evenly_spaced_layers
 from quire.kernels.reference import ReferenceBackend
 from quire.kernels.streaming.host_layers import HostLayerStreamer
 
@@ -110,8 +110,8 @@ class Whole:
 
 def loaded(layers: int, streamed: int) -> tuple[HostLayerStreamer, list[Tensor]]:
     """Layers of two tensors each, all numbers of which are the layer's own; and the first tensor of each."""
-    choice = lambda sizes: spread(len(sizes), streamed)  # noqa: E731
-    made = HostLayerStreamer(ReferenceBackend(), torch.device("cuda", 0), choice, STREAM_SLOTS)
+    choice = lambda sizes: pick_evenly_spaced_layers(len(sizes), streamed)  # noqa: E731
+    made = HostLayerStreamer(ReferenceBackend(), torch.device("cuda", 0), choice, STREAMED_LAYER_SLOTS)
     made.set_expected_layer_bytes([1] * layers)
     weights = [torch.full((_SIZE, 3), float(layer)) for layer in range(layers)]
     for layer, weight in enumerate(weights):
@@ -161,7 +161,10 @@ def test_a_pass_leaves_nothing_on_its_way(monkeypatch: pytest.MonkeyPatch) -> No
 def test_linears_that_cannot_be_moved_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     Runtime(monkeypatch)
     made = HostLayerStreamer(
-        ReferenceBackend(), torch.device("cuda", 0), lambda sizes: spread(len(sizes), 3), STREAM_SLOTS
+        ReferenceBackend(),
+        torch.device("cuda", 0),
+        lambda sizes: pick_evenly_spaced_layers(len(sizes), 3),
+        STREAMED_LAYER_SLOTS,
     )
     made.set_expected_layer_bytes([1] * 4)
     for layer in range(4):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from quire.engine.checkpoint.files import read_model_config
+from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.tiers.kv_identity import WeightFiles, model_sample_digest
 from quire.engine.types import EngineInfo

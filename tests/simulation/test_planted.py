@@ -20,8 +20,8 @@ from quire.server import resumption
 from quire.server.generation.request_specs import GenerationSpec
 from quire.server.generation.response_writers.event_ids import EventIdWriter
 from quire.server.generation.sampling_generation import SamplingGeneration
-from quire.server.owner_budget import BytesByOwner
 from quire.server.peers import Peers, RunFromThread
+from quire.server.shared_capacity import BytesByOwner
 from quire.server.store.data_dir import Processes
 from quire.server.store.data_dir_rpc import DATA_DIR_TOPIC
 from quire.server.store.database import Database

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.decoder import DecoderSpec, LayerSpec
-from quire.engine.architecture.encoder import EncoderSpec, EncoderWeightNames, parse_activation
+from quire.engine.architecture.encoder import EncoderSpec, EncoderWeightNames, parse_encoder_activation
 from quire.engine.architecture.mlp import MLPSpec
 from quire.engine.architecture.moe import LatentMoESpec, MoELayerSpec
 from quire.engine.architecture.norm import NormSpec
@@ -37,5 +37,5 @@ __all__ = [
     "SharedTransformerSpec",
     "ShortConvSpec",
     "SublayerSpec",
-    "parse_activation",
+    "parse_encoder_activation",
 ]

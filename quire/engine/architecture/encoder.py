@@ -11,8 +11,8 @@ from quire.engine.architecture.parameter_shapes import ParameterShapes, linear_s
 from quire.engine.architecture.pooler_head import HeadLayerSpec
 from quire.engine.errors import ModelError
 
-Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
-_ACTIVATIONS: dict[str, Activation] = {
+EncoderActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
+_ACTIVATIONS_BY_NAME: dict[str, EncoderActivation] = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -66,7 +66,7 @@ class EncoderSpec:
     """Per layer: keys a query sees on either side of itself; None: all."""
     classifier: Callable[[int, int], Sequence[HeadLayerSpec]]
     """The linears of ForSequenceClassification, by hidden size and number of labels."""
-    activation: Activation
+    activation: EncoderActivation
     positions: int = 0
     """Rows of the table of positions."""
     first_position: int = 0
@@ -87,7 +87,7 @@ class EncoderSpec:
     """The checkpoint's one tensor of both has the gate behind what it gates."""
     pre_norm: bool = False
     """Norms stand before the parts of a layer; the first layer lacks the one before its attention, unless"""
-    first_norm: bool = False
+    has_first_layer_norm: bool = False
     """it has that too."""
     has_rms_norms: bool = False
     """Norms are RMSNorm (Zhang and Sennrich, 2019)."""
@@ -143,7 +143,7 @@ class EncoderSpec:
         for parts, out, size, has_bias in linears:
             modules = [f"{prefix}.{part}" for part in parts]
             shapes |= linear_shapes(modules, out // len(parts), size, bias=self.bias and has_bias)
-        if layer or not self.pre_norm or self.first_norm:
+        if layer or not self.pre_norm or self.has_first_layer_norm:
             shapes |= self._norm_shapes(f"{prefix}.{names.attention_norm}")
         shapes |= self._norm_shapes(f"{prefix}.{names.mlp_norm}")
         shapes |= {f"{prefix}.{scale}": (hidden,) for scale in names.layer_scales or ()}
@@ -154,7 +154,7 @@ class EncoderSpec:
         return norm_shapes({name: self.hidden_size}, norm)
 
 
-def parse_activation(name: str) -> Activation:
-    if name not in _ACTIVATIONS:
+def parse_encoder_activation(name: str) -> EncoderActivation:
+    if name not in _ACTIVATIONS_BY_NAME:
         raise ModelError(f"model: hidden_act {name!r} is not supported")
-    return _ACTIVATIONS[name]
+    return _ACTIVATIONS_BY_NAME[name]

@@ -10,17 +10,22 @@ from quire.engine.architecture.encoder import EncoderSpec
 from quire.engine.architecture.mlp import MLPSpec
 from quire.engine.architecture.moe import MoELayerSpec
 from quire.engine.architecture.shared_transformer import SharedTransformerSpec
-from quire.engine.checkpoint.config_reader import errors_named_as_in_file, has_file, parse_family_config, text_config
+from quire.engine.checkpoint.config_reader import (
+    extract_text_config,
+    has_quire_family,
+    parse_family_config,
+    use_file_names_in_errors,
+)
 from quire.engine.errors import ModelError
-from quire.engine.families import decoder_model_types, find_encoder_family, find_family
+from quire.engine.families import decoder_model_types, find_decoder_family, find_encoder_family
 from quire.engine.families.base.activations import hidden_activation
 from quire.engine.families.base.model_config import ModelConfig
 
 
-def family_decoder_spec(config: ModelConfig) -> DecoderSpec:
+def build_decoder_spec(config: ModelConfig) -> DecoderSpec:
     """The spec of a model that a family of ours describes. Raises ModelError."""
-    with errors_named_as_in_file(config.names):
-        if (family := find_family(config.model_type)) is None:
+    with use_file_names_in_errors(config.file_field_names):
+        if (family := find_decoder_family(config.model_type)) is None:
             known = ", ".join(decoder_model_types())
             raise ModelError(f"model: model_type {config.model_type!r} is not supported; supported: {known}")
         spec = family.decoder_spec(config)
@@ -41,27 +46,29 @@ def _check_activation(config: ModelConfig, spec: DecoderSpec) -> None:
         raise ModelError(f"model: hidden_act {activation!r} is not supported in a {config.model_type!r}")
 
 
-def family_encoder_spec(config: ModelConfig) -> EncoderSpec:
+def build_encoder_spec(config: ModelConfig) -> EncoderSpec:
     """The spec of an encoder. Raises ModelError for what its family does not compute."""
     family = find_encoder_family(config.model_type)
     assert family is not None, f"{config.model_type} is no encoder"
-    return family.build(config)
+    return family.build_spec(config)
 
 
 def read_encoder_spec(raw: Mapping[str, Any]) -> EncoderSpec | None:
-    """As read_family_spec, of an encoder."""
-    text = text_config(raw)
-    if find_encoder_family(text.get("model_type")) is None:
+    """As read_decoder_spec, of an encoder."""
+    text_fields = extract_text_config(raw)
+    if find_encoder_family(text_fields.get("model_type")) is None:
         return None
-    content = text if find_encoder_family(raw.get("model_type")) is None else raw
-    return family_encoder_spec(parse_family_config(content, "config.json"))
+    content = text_fields if find_encoder_family(raw.get("model_type")) is None else raw
+    return build_encoder_spec(parse_family_config(content, "config.json"))
 
 
-def read_family_spec(raw: Mapping[str, Any]) -> DecoderSpec | None:
+def read_decoder_spec(raw: Mapping[str, Any]) -> DecoderSpec | None:
     """By a family of ours, which may be that of a text part alone; None: none describes the model. Raises ModelError
     where the family does not serve it."""
-    text = text_config(raw)
-    if find_family(text.get("model_type")) is None or (not has_file(raw) and text.get("kv_lora_rank")):
+    text_fields = extract_text_config(raw)
+    if find_decoder_family(text_fields.get("model_type")) is None or (
+        not has_quire_family(raw) and text_fields.get("kv_lora_rank")
+    ):
         return None  # transformers' classes cache keys and values that they make of latents
-    content = raw if find_family(raw.get("model_type")) is not None else text
-    return family_decoder_spec(parse_family_config(content, "config.json"))
+    content = raw if find_decoder_family(raw.get("model_type")) is not None else text_fields
+    return build_decoder_spec(parse_family_config(content, "config.json"))

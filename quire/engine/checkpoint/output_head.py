@@ -6,62 +6,72 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.engine.checkpoint.config_reader import weight_names_of
-from quire.engine.checkpoint.safetensors import is_pickled, tensor_places, text_tensor, weight_files
+from quire.engine.checkpoint.config_reader import find_weight_names
+from quire.engine.checkpoint.tensor_headers import find_weight_files, is_pickled, read_tensor_ranges, text_tensor_name
 from quire.engine.errors import ModelError
 from quire.engine.families import find_encoder_family
 
-_HEADS = {"lm_head", "embed_out"}
-_TABLES = {"embed_tokens", "wte", "word_embeddings", "embed_in"}
+_HEAD_MODULE_NAMES = {"lm_head", "embed_out"}
+_EMBEDDING_MODULE_NAMES = {"embed_tokens", "wte", "word_embeddings", "embed_in"}
 """Last parts of the names that families have for the output head and for the embedding."""
-_TIES = "tie_word_embeddings"
-_CHUNK = 1 << 24
-_Place = tuple[Path, str, int, int]
+_TIE_FIELD = "tie_word_embeddings"
+_COMPARE_CHUNK_BYTES = 1 << 24
+_TensorLocation = tuple[Path, str, int, int]
 """A tensor: its file, its type, and where in the file its bytes begin and end."""
 
 
-def tied_as_stored(config: dict[str, Any], text: Mapping[str, Any], weights: Path) -> dict[str, Any]:
+def correct_tie_word_embeddings(
+    config: dict[str, Any], text_config: Mapping[str, Any], weights: Path
+) -> dict[str, Any]:
     """A config.json that ties the output head to the embedding only if the weights do, which count more, as in
     transformers (`tie_weights`). text: its text decoder's part."""
-    if text.get(_TIES) is False or not weights.is_dir() or not _has_own_head(str(text.get("model_type")), weights):
+    if (
+        text_config.get(_TIE_FIELD) is False
+        or not weights.is_dir()
+        or not _has_untied_head(str(text_config.get("model_type")), weights)
+    ):
         return config
-    parts = {name: config[name] for name in ("text_config", "llm_config", "language_config") if config.get(name)}
-    return config | {name: {**part, _TIES: False} for name, part in parts.items()} | {_TIES: False}
+    nested_configs = {
+        name: config[name] for name in ("text_config", "llm_config", "language_config") if config.get(name)
+    }
+    return config | {name: {**part, _TIE_FIELD: False} for name, part in nested_configs.items()} | {_TIE_FIELD: False}
 
 
-def _has_own_head(kind: str, folder: Path) -> bool:
+def _has_untied_head(model_type: str, folder: Path) -> bool:
     """True if the weights hold a head that differs from the embedding. An equal copy is no head of its own. False for a
     folder without weights; an error in them is reported by who loads them."""
-    if find_encoder_family(kind) is not None:
+    if find_encoder_family(model_type) is not None:
         return False
     try:
-        heads, tables = _stored_ends(kind, folder)
+        heads, embeddings = _find_head_and_embedding_tensors(model_type, folder)
     except (ModelError, OSError):
         return False
-    if not heads.keys() - {"bias"} or not tables:  # BERT's head has a bias of its own beside the embedding's matrix
+    if not heads.keys() - {"bias"} or not embeddings:  # BERT's head has a bias of its own beside the embedding's matrix
         return False
     if heads.keys() != {"weight"}:  # a bias, or the codes of a quantized head
         return True
-    return tables.keys() != {"weight"} or not _are_equal(heads["weight"], tables["weight"])
+    return embeddings.keys() != {"weight"} or not _have_equal_bytes(heads["weight"], embeddings["weight"])
 
 
-def _stored_ends(kind: str, folder: Path) -> tuple[dict[str, _Place], dict[str, _Place]]:
+def _find_head_and_embedding_tensors(
+    model_type: str, folder: Path
+) -> tuple[dict[str, _TensorLocation], dict[str, _TensorLocation]]:
     """The tensors of the head and of the embedding, by the last part of their names. Raises ModelError."""
-    heads, tables = dict[str, _Place](), dict[str, _Place]()
-    weight_names = weight_names_of(kind)
-    for shard in weight_files(folder):
+    heads, embeddings = dict[str, _TensorLocation](), dict[str, _TensorLocation]()
+    weight_names = find_weight_names(model_type)
+    for shard in find_weight_files(folder):
         if not shard.is_file():
             continue
-        for stored, place in tensor_places(shard).items():
-            module, _, parameter = (text_tensor(stored) or "").rpartition(".")
-            names = {each.rpartition(".")[2] for each in weight_names.own_modules(module)}
-            found = heads if names & _HEADS else tables if names & _TABLES else None
-            if found is not None and ".layers." not in module:
-                found[parameter] = (shard, *place)
-    return heads, tables
+        for tensor_name, location in read_tensor_ranges(shard).items():
+            module, _, parameter = (text_tensor_name(tensor_name) or "").rpartition(".")
+            names = {each.rpartition(".")[2] for each in weight_names.modules_from_checkpoint(module)}
+            tensors = heads if names & _HEAD_MODULE_NAMES else embeddings if names & _EMBEDDING_MODULE_NAMES else None
+            if tensors is not None and ".layers." not in module:
+                tensors[parameter] = (shard, *location)
+    return heads, embeddings
 
 
-def _are_equal(one: _Place, other: _Place) -> bool:
+def _have_equal_bytes(one: _TensorLocation, other: _TensorLocation) -> bool:
     (file, dtype, begin, end), (other_file, other_dtype, other_begin, other_end) = one, other
     if is_pickled(file):  # the second tensor of one storage counts no bytes there
         return begin == end or other_begin == other_end
@@ -70,8 +80,8 @@ def _are_equal(one: _Place, other: _Place) -> bool:
     with file.open("rb") as first, other_file.open("rb") as second:
         first.seek(begin)
         second.seek(other_begin)
-        for start in range(begin, end, _CHUNK):
-            size = min(_CHUNK, end - start)
+        for start in range(begin, end, _COMPARE_CHUNK_BYTES):
+            size = min(_COMPARE_CHUNK_BYTES, end - start)
             if first.read(size) != second.read(size):
                 return False
     return True

@@ -17,7 +17,7 @@ class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     windows: tuple[int | None, ...] = (None,)
-    """The sliding window of each KV cache group (PageGroups); a block belongs to one group."""
+    """The sliding window of each KV cache group (KVCacheGroups); a block belongs to one group."""
     long_prefill_token_threshold: int | None = None
     """Maximum tokens of one request in a step; None: as many as fit."""
     eos_token_ids: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""Snapshots of states that are too large for every page (MatrixState in engine/checkpoint/page_groups.py): whoever
+"""Snapshots of states that are too large for every page (MatrixState in engine/checkpoint/kv_cache_groups.py): whoever
 begins behind a cached page needs one that was kept there. A snapshot is a slot that no sequence has: keeping one copies
 a sequence's slot to it, using it copies it back."""
 

@@ -28,7 +28,7 @@ from quire.engine.encoders.encoder_chunks import (
 )
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.norm import LayerNormWeights
-from quire.engine.layers.parameters import LoadableParameter, ParameterTable, make_parameter, merge_parameters
+from quire.engine.layers.parameters import LoadableParameter, ParameterTable, make_loadable_parameter, merge_parameters
 from quire.engine.layers.rope import rope_table
 from quire.engine.layers.schemes import QuantizationScheme
 from quire.kernels.activation import sigmoid, silu
@@ -63,7 +63,7 @@ class _EncoderLayerWeights:
         self.gate_last = spec.gate_last
         self.down = linear(spec.intermediate_size, [names.down], hidden)
         self.attention_norm: LayerNormWeights | None = None
-        if not (spec.pre_norm and index == 0) or spec.first_norm:
+        if not (spec.pre_norm and index == 0) or spec.has_first_layer_norm:
             self.attention_norm = LayerNormWeights(f"{name}.{names.attention_norm}", hidden, bias=spec.norm_bias)
         self.mlp_norm = LayerNormWeights(f"{name}.{names.mlp_norm}", hidden, bias=spec.norm_bias)
         self.scales: list[Tensor | None] = [None, None]
@@ -86,7 +86,7 @@ class _EncoderLayerWeights:
         norms = (self.attention_norm, self.mlp_norm, *self._head_norms)
         table = merge_parameters(self.qkv, self.out, self.down, *norms)
         for place, name in enumerate(self._scale_names):
-            table[name] = make_parameter(self.scales, place, (self.hidden_size,), torch.float32)
+            table[name] = make_loadable_parameter(self.scales, place, (self.hidden_size,), torch.float32)
         up = self.up.parameters()
         return table | ({name: _swap_halves_on_load(each) for name, each in up.items()} if self.gate_last else up)
 
@@ -147,12 +147,12 @@ class Encoder:
         )
         for name, rows in sizes:
             if name is not None and rows:
-                table[f"{name}.weight"] = make_parameter(
+                table[f"{name}.weight"] = make_loadable_parameter(
                     self._embedding_tables, name, (rows, spec.hidden_size), self.dtype
                 )
         if names.relative_attention_bias is not None:
             shape = (spec.num_buckets, spec.num_heads)
-            table[f"{names.relative_attention_bias}.weight"] = make_parameter(
+            table[f"{names.relative_attention_bias}.weight"] = make_loadable_parameter(
                 self._embedding_tables, names.relative_attention_bias, shape, torch.float32, self._expand_relative_bias
             )
         return table | merge_parameters(self._embedding_norm, self._final_norm, *self._layers)

@@ -30,7 +30,7 @@ class CompletedStep:
 class ImageEmbedder(Protocol):
     """Makes vectors of images: see engine/worker/images/encoder_cache.py."""
 
-    def encode_scheduled_chunks(
+    def run_scheduled_encoder_chunks(
         self, batch: SchedulerOutput, owner: Callable[[ScheduledRequest], NewRequestData]
     ) -> None: ...
     def image_request_vectors(
@@ -58,7 +58,7 @@ class EncoderRunner:
         for admission in batch.new_requests:
             self._requests[admission.slot] = admission
         if self._images is not None:
-            self._images.encode_scheduled_chunks(batch, self._request_data)
+            self._images.run_scheduled_encoder_chunks(batch, self._request_data)
         rows = batch.without_encoder_only.scheduled_requests
         image_requests = [row for row in rows if self._request_data(row).spans]
         text_requests = [row for row in rows if not self._request_data(row).spans]

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from quire.engine.checkpoint.files import stored_at
-from quire.engine.checkpoint.overrides import model_path, read_configured
-from quire.engine.checkpoint.page_groups import as_configured
+from quire.engine.checkpoint.kv_cache_groups import apply_context_settings
+from quire.engine.checkpoint.model_resolver import resolve_weights
+from quire.engine.checkpoint.overrides import load_model_config, resolve_model_with_overrides
 from quire.engine.config import EngineConfig
 from quire.engine.core.drafter import Drafter
 from quire.engine.core.kv_offload import KVOffloader
@@ -34,13 +34,13 @@ class EngineCoreBuilder:
     def __init__(self, config: EngineConfig, heartbeat: Heartbeat, tensors: NamedTensors | None) -> None:
         """`tensors`: weights under their names in the checkpoint, instead of those in files. Raises ConfigError for a
         configuration that the engine core cannot start with."""
-        path = model_path(config)
-        model = as_configured(read_configured(config, path), config)
+        path = resolve_model_with_overrides(config)
+        model = apply_context_settings(load_model_config(config, path), config)
         config = config.without_redundant_quantization((model.raw.get("quantization_config") or {}).get("quant_method"))
         config = apply_gpu_defaults(config)
         if config.weights is not None:
-            check_same_model(model, stored_at(config), path)
-        is_encoder = find_encoder_family(model.model_type) is not None and model.given is None
+            check_same_model(model, resolve_weights(config), path)
+        is_encoder = find_encoder_family(model.model_type) is not None and model.transformers_config is None
         check_tiers(config, is_encoder=is_encoder)
         self.config = config
         """With the defaults of the device."""
@@ -64,7 +64,7 @@ class EngineCoreBuilder:
             self.worker.executor.make_block_mover,
             self._weight_files,
             plan.block_size,
-            self.worker.executor.make_state_offload_mover if plan.snapshots else None,
+            self.worker.executor.make_state_offload_mover if plan.snapshot_slots else None,
             make_tiered_offloader,
         )
         self._notes += tier_notes

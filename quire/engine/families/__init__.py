@@ -11,80 +11,80 @@ from typing import TypeVar
 
 from quire.engine.families import vision
 from quire.engine.families.base.encoder_family import EncoderFamily
-from quire.engine.families.base.family import ConfigFamily, Family
+from quire.engine.families.base.family import DecoderFamily, ModelFamily
 from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
 
 _T = TypeVar("_T")
 
 
-def find_family(model_type: object) -> Family | None:
+def find_decoder_family(model_type: object) -> DecoderFamily | None:
     """The family of decoders of this model_type; None: no file here describes it."""
-    family = _families().get(str(model_type))
-    return family if isinstance(family, Family) else None
+    family = _families_by_model_type().get(str(model_type))
+    return family if isinstance(family, DecoderFamily) else None
 
 
 def find_encoder_family(model_type: object) -> EncoderFamily | None:
-    family = _families().get(str(model_type))
+    family = _families_by_model_type().get(str(model_type))
     return family if isinstance(family, EncoderFamily) else None
 
 
-def find_any_family(model_type: object) -> ConfigFamily | None:
-    return _families().get(str(model_type))
+def find_any_family(model_type: object) -> ModelFamily | None:
+    return _families_by_model_type().get(str(model_type))
 
 
 def find_multimodal_family(model_type: object) -> MultimodalFamily | None:
     """Of a model that takes images too."""
-    return _multimodal_families().get(str(model_type))
+    return _multimodal_families_by_model_type().get(str(model_type))
 
 
-def find_gguf_families(architecture: str) -> list[Family]:
+def find_gguf_families(architecture: str) -> list[DecoderFamily]:
     """Those whose GGUF files call themselves so."""
-    return _gguf_families().get(architecture, [])
+    return _families_by_gguf_architecture().get(architecture, [])
 
 
 def gguf_architectures() -> list[str]:
-    return sorted(_gguf_families())
+    return sorted(_families_by_gguf_architecture())
 
 
 def decoder_model_types() -> list[str]:
     """All that a file here describes, in alphabetical order."""
-    return sorted(kind for kind, family in _families().items() if isinstance(family, Family))
+    return sorted(kind for kind, family in _families_by_model_type().items() if isinstance(family, DecoderFamily))
 
 
 def encoder_model_types() -> list[str]:
-    return sorted(kind for kind, family in _families().items() if isinstance(family, EncoderFamily))
+    return sorted(kind for kind, family in _families_by_model_type().items() if isinstance(family, EncoderFamily))
 
 
 def multimodal_model_types() -> list[str]:
-    return sorted(_multimodal_families())
+    return sorted(_multimodal_families_by_model_type())
 
 
 @cache
-def _families() -> Mapping[str, ConfigFamily]:
+def _families_by_model_type() -> Mapping[str, ModelFamily]:
     """By model_type."""
-    families = _find_all(__name__, __path__, ConfigFamily)
+    families = _collect_instances(__name__, __path__, ModelFamily)
     return {model_type: family for family in families for model_type in family.model_types}
 
 
 @cache
-def _multimodal_families() -> Mapping[str, MultimodalFamily]:
+def _multimodal_families_by_model_type() -> Mapping[str, MultimodalFamily]:
     """By the model_type of whole models."""
-    families = _find_all(vision.__name__, vision.__path__, MultimodalFamily)
+    families = _collect_instances(vision.__name__, vision.__path__, MultimodalFamily)
     return {model_type: family for family in families for model_type in family.model_types}
 
 
-def _find_all(package: str, path: Iterable[str], kind: type[_T]) -> list[_T]:
+def _collect_instances(package: str, path: Iterable[str], kind: type[_T]) -> list[_T]:
     """What is of this kind in a package's modules."""
     modules = [import_module(f"{package}.{each.name}") for each in iter_modules(path) if not each.ispkg]
     return [value for module in modules for value in vars(module).values() if isinstance(value, kind)]
 
 
 @cache
-def _gguf_families() -> Mapping[str, list[Family]]:
+def _families_by_gguf_architecture() -> Mapping[str, list[DecoderFamily]]:
     """By general.architecture."""
-    by_architecture: dict[str, list[Family]] = {}
-    for family in {id(each): each for each in _families().values()}.values():
-        if isinstance(family, Family) and family.gguf is not None:
+    by_architecture: dict[str, list[DecoderFamily]] = {}
+    for family in {id(each): each for each in _families_by_model_type().values()}.values():
+        if isinstance(family, DecoderFamily) and family.gguf is not None:
             for architecture in family.gguf.architectures:
                 by_architecture.setdefault(architecture, []).append(family)
     return by_architecture

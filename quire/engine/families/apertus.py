@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base import Family, WeightNames, attention_bias_readers
+from quire.engine.families.base import DecoderFamily, WeightNames, attention_bias_readers
 
-APERTUS = Family(
+APERTUS = DecoderFamily(
     model_types=("apertus",),
     defaults={
         "rms_norm_eps": 1e-05,
@@ -24,6 +24,6 @@ APERTUS = Family(
     mlp={"gated": False, "activation": "xielu"},
     weight_names=WeightNames(
         layer_modules={"attention_layernorm": "input_layernorm", "feedforward_layernorm": "post_attention_layernorm"},
-        unused=("mlp.act_fn.eps",),
+        unused_tensors=("mlp.act_fn.eps",),
     ),
 )

@@ -5,23 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from quire.engine.families.base import (
-    FEED_FORWARD_MLP,
+    FEED_FORWARD_MODULES,
     MAMBA2_DEFAULTS,
     MAMBA2_PROJECTIONS,
     WeightNames,
-    complete_hybrid_layer_types,
-    complete_mamba2,
+    fill_hybrid_layer_types,
+    fill_mamba2_head_dim,
     hybrid_mixers_reader,
     mamba2_spec,
 )
 from quire.engine.families.llama import LLAMA
 
 
-def _complete(fields: dict[str, Any]) -> None:
-    attending = fields.get("attn_layer_indices")
-    attending = attending if isinstance(attending, list) else []
-    complete_hybrid_layer_types(fields, lambda layer: "full_attention" if layer in attending else "linear_attention")
-    complete_mamba2(fields)
+def _fill_bamba_fields(fields: dict[str, Any]) -> None:
+    attention_layers = fields.get("attn_layer_indices")
+    attention_layers = attention_layers if isinstance(attention_layers, list) else []
+    fill_hybrid_layer_types(fields, lambda layer: "full_attention" if layer in attention_layers else "linear_attention")
+    fill_mamba2_head_dim(fields)
 
 
 BAMBA = LLAMA.derive(
@@ -34,8 +34,8 @@ BAMBA = LLAMA.derive(
         "partial_rotary_factor": 0.5,
         "max_position_embeddings": 262_144,
     },
-    rotates_part=True,
-    complete=_complete,
+    has_partial_rotary=True,
+    fill_derived_fields=_fill_bamba_fields,
     other_layer_types=("linear_attention",),
     mixers=hybrid_mixers_reader(mamba2_spec),
     weight_names=WeightNames(
@@ -43,7 +43,7 @@ BAMBA = LLAMA.derive(
         layer_modules={
             "mamba.in_proj": MAMBA2_PROJECTIONS,
             "pre_ff_layernorm": "post_attention_layernorm",
-            **FEED_FORWARD_MLP,
+            **FEED_FORWARD_MODULES,
         },
     ),
 )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from quire.engine.architecture import EncoderSpec, EncoderWeightNames
 from quire.engine.errors import ModelError
-from quire.engine.families.base import EncoderFamily, ModelConfig, base_encoder_spec, make_two_layer_classifier_builder
+from quire.engine.families.base import EncoderFamily, ModelConfig, base_encoder_spec, two_layer_classifier_builder
 
-_NAMES = EncoderWeightNames(
+_WEIGHT_NAMES = EncoderWeightNames(
     word_embeddings="embeddings.word_embeddings",
     position_embeddings="embeddings.position_embeddings",
     token_type_embeddings="embeddings.token_type_embeddings",
@@ -21,16 +21,16 @@ _NAMES = EncoderWeightNames(
 )
 BERT_UNUSED_PREFIXES = ("embeddings.position_ids", "embeddings.token_type_ids", "cls.", "pooler.", "lm_head.")
 """What checkpoints keep of the training's own heads."""
-BERT_CLASSIFIER = make_two_layer_classifier_builder("pooler.dense", "tanh", "classifier")
+BERT_CLASSIFIER = two_layer_classifier_builder("pooler.dense", "tanh", "classifier")
 
 
-def build_bert(config: ModelConfig) -> EncoderSpec:
+def build_bert_spec(config: ModelConfig) -> EncoderSpec:
     raw = config.raw
     if (kind := raw.get("position_embedding_type") or "absolute") != "absolute":
         raise ModelError(f"model: config.json: position_embedding_type {kind!r} is not supported")
     return base_encoder_spec(
         config,
-        names=_NAMES,
+        names=_WEIGHT_NAMES,
         classifier=BERT_CLASSIFIER,
         positions=config.max_position,
         segments=raw.get("type_vocab_size") or 2,
@@ -41,5 +41,5 @@ def build_bert(config: ModelConfig) -> EncoderSpec:
 BERT = EncoderFamily(
     model_types=("bert",),
     defaults={"max_position_embeddings": 512},
-    build=build_bert,
+    build_spec=build_bert_spec,
 )

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base import QKV, LayerModules, WeightNames, complete_mlp_width, layer_norm_family
+from quire.engine.families.base import (
+    QKV_PROJECTIONS,
+    LayerModules,
+    WeightNames,
+    fill_intermediate_size,
+    layer_norm_family,
+)
 from quire.engine.families.gpt2 import GPT2_FIELD_NAMES
-from quire.engine.families.gpt_neox import MEGATRON_MLP
+from quire.engine.families.gpt_neox import MEGATRON_MLP_MODULES
 
 BLOOM_FIELD_NAMES = {
     **GPT2_FIELD_NAMES,
@@ -15,8 +21,8 @@ BLOOM_FIELD_NAMES = {
     "bias": "use_bias",
 }
 BLOOM_LAYER_MODULES: LayerModules = {
-    **MEGATRON_MLP,
-    "self_attention.query_key_value": QKV,
+    **MEGATRON_MLP_MODULES,
+    "self_attention.query_key_value": QKV_PROJECTIONS,
     "self_attention.dense": "self_attn.o_proj",
     "ln_attn": "input_layernorm",
     "ln_mlp": "post_attention_layernorm",
@@ -25,7 +31,7 @@ BLOOM = layer_norm_family(
     model_types=("bloom",),
     field_names=BLOOM_FIELD_NAMES,
     defaults={"tie_word_embeddings": True, "rms_norm_eps": 1e-05, "hidden_act": "gelu_new"},
-    complete=complete_mlp_width,
+    fill_derived_fields=fill_intermediate_size,
     unsupported_fields={"apply_residual_connection_post_layernorm": "is not supported"},
     attention={"rope": None, "alibi": 1.0},
     decoder={"embedding_norm": True},
@@ -36,6 +42,6 @@ BLOOM = layer_norm_family(
             "ln_f": "norm",
         },
         layer_modules=BLOOM_LAYER_MODULES,
-        fused_by_group=True,
+        is_fused_by_kv_head=True,
     ),
 )

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.engine.architecture import EncoderSpec, EncoderWeightNames, HeadLayerSpec, parse_activation
+from quire.engine.architecture import EncoderSpec, EncoderWeightNames, HeadLayerSpec, parse_encoder_activation
 from quire.engine.families.base import EncoderFamily, ModelConfig, base_encoder_spec
 
-_NAMES = EncoderWeightNames(
+_WEIGHT_NAMES = EncoderWeightNames(
     word_embeddings="embeddings.token_embedding",
     position_embeddings="embeddings.position_embedding",
     layer_template="encoder.layers.{}",
@@ -23,37 +23,39 @@ _NAMES = EncoderWeightNames(
 _UNUSED_PREFIXES = ("logit_scale", "logit_bias", "embeddings.position_ids", "vision_model.", "visual_projection.")
 
 
-def _build_clip(config: ModelConfig) -> EncoderSpec:
-    head = HeadLayerSpec("text_projection", config.hidden_size, _clip_vector_size(config), bias=False)
-    return _build(config, head, eps=1e-5, activation="quick_gelu", causal=True)
+def _build_clip_spec(config: ModelConfig) -> EncoderSpec:
+    head = HeadLayerSpec("text_projection", config.hidden_size, _clip_embedding_size(config), bias=False)
+    return _build_text_encoder_spec(config, head, eps=1e-5, activation="quick_gelu", causal=True)
 
 
-def _build_siglip(config: ModelConfig) -> EncoderSpec:
-    head = HeadLayerSpec("head", config.hidden_size, _siglip_vector_size(config))
-    return _build(config, head, eps=1e-6, activation="gelu_pytorch_tanh", pads_prompts=True)
+def _build_siglip_spec(config: ModelConfig) -> EncoderSpec:
+    head = HeadLayerSpec("head", config.hidden_size, _siglip_embedding_size(config))
+    return _build_text_encoder_spec(config, head, eps=1e-6, activation="gelu_pytorch_tanh", pads_prompts=True)
 
 
-def _build(config: ModelConfig, head: HeadLayerSpec, *, eps: float, activation: str, **fields: Any) -> EncoderSpec:
+def _build_text_encoder_spec(
+    config: ModelConfig, head: HeadLayerSpec, *, eps: float, activation: str, **fields: Any
+) -> EncoderSpec:
     return base_encoder_spec(
         config,
-        names=_NAMES,
+        names=_WEIGHT_NAMES,
         classifier=lambda hidden, labels: [],
         eps=config.raw.get("layer_norm_eps") or eps,
-        activation=parse_activation(config.raw.get("hidden_act") or activation),
+        activation=parse_encoder_activation(config.raw.get("hidden_act") or activation),
         positions=config.max_position,
         pre_norm=True,
-        first_norm=True,
+        has_first_layer_norm=True,
         projection=(head,),
         unused_prefixes=_UNUSED_PREFIXES,
         **fields,
     )
 
 
-def _clip_vector_size(config: ModelConfig) -> int:
+def _clip_embedding_size(config: ModelConfig) -> int:
     return config.raw.get("projection_dim") or 512
 
 
-def _siglip_vector_size(config: ModelConfig) -> int:
+def _siglip_embedding_size(config: ModelConfig) -> int:
     return config.raw.get("projection_size") or config.hidden_size
 
 
@@ -68,8 +70,8 @@ CLIP = EncoderFamily(
         "vocab_size": 49408,
         "max_position_embeddings": 77,
     },
-    build=_build_clip,
-    vector_size=_clip_vector_size,
+    build_spec=_build_clip_spec,
+    embedding_size=_clip_embedding_size,
     outer_fields=("projection_dim",),
 )
 SIGLIP = EncoderFamily(
@@ -83,6 +85,6 @@ SIGLIP = EncoderFamily(
         "vocab_size": 32000,
         "max_position_embeddings": 64,
     },
-    build=_build_siglip,
-    vector_size=_siglip_vector_size,
+    build_spec=_build_siglip_spec,
+    embedding_size=_siglip_embedding_size,
 )

@@ -8,7 +8,7 @@ from typing import Any
 from quire.engine.errors import ModelError
 from quire.engine.families.base import (
     PARALLEL_MLP,
-    Family,
+    DecoderFamily,
     GGUFFormat,
     GGUFMetadata,
     ModelConfig,
@@ -24,12 +24,12 @@ def _logit_scale(config: ModelConfig) -> float:
     return 1.0 if scale is None else scale
 
 
-def read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+def read_cohere_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
     has_norm = metadata.has_tensor("blk.0.attn_q_norm.weight")
     return {"logit_scale": metadata.float("logit_scale"), "use_qk_norm": has_norm}
 
 
-COHERE = Family(
+COHERE = DecoderFamily(
     model_types=("cohere",),
     field_names={"layer_norm_eps": "rms_norm_eps"},
     defaults={
@@ -46,9 +46,9 @@ COHERE = Family(
     },
     mlp=PARALLEL_MLP,
     decoder={"logit_scale": _logit_scale},
-    weight_names=WeightNames(interleaved_rope=True),
+    weight_names=WeightNames(has_interleaved_rope=True),
     gguf=GGUFFormat(
         architectures=("command-r",),
-        read_fields=read_gguf_fields,
+        read_fields=read_cohere_gguf_fields,
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.engine.families.base import GGUFFormat, sliding_windows, window_only_ropes
-from quire.engine.families.cohere import COHERE, read_gguf_fields
+from quire.engine.families.cohere import COHERE, read_cohere_gguf_fields
 
 COHERE2 = COHERE.derive(
     "cohere2",
@@ -19,6 +19,6 @@ COHERE2 = COHERE.derive(
     gguf=GGUFFormat(
         architectures=("cohere2",),
         has_optional_window=True,
-        read_fields=read_gguf_fields,
+        read_fields=read_cohere_gguf_fields,
     ),
 )

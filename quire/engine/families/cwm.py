@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from quire.engine.families.base import complete_layer_types, sliding_windows
+from quire.engine.families.base import fill_layer_types, sliding_windows
 from quire.engine.families.llama import LLAMA
 
 
 def _complete(fields: dict[str, Any]) -> None:
-    complete_layer_types(fields, lambda layer: "sliding_attention" if layer % 4 else "full_attention")
+    fill_layer_types(fields, lambda layer: "sliding_attention" if layer % 4 else "full_attention")
 
 
 CWM = LLAMA.derive(
@@ -27,6 +27,6 @@ CWM = LLAMA.derive(
         },
     },
     missing_defaults={"num_key_value_heads": 8},
-    complete=_complete,
+    fill_derived_fields=_complete,
     attention={"window": sliding_windows},
 )

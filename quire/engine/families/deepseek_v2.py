@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.engine.families.base import (
     LAYER_MODULES,
-    Family,
+    DecoderFamily,
     GGUFFormat,
     GGUFMetadata,
     ModelConfig,
@@ -42,7 +42,7 @@ _ROUTING: SpecFields = {
 
 _SOFTMAX_GATING, _SIGMOID_GATING = 1, 2
 """How routers weigh experts, by llama.cpp's numbers."""
-_DEEPSEEK_V3_EXPERTS = 256
+_DEEPSEEK_V3_NUM_EXPERTS = 256
 """Experts of DeepSeek-V3, whose older files do not say that it has 8 groups of them, of which 4 are chosen from."""
 MLA_GGUF_MODULES = {
     **LAYER_MODULES,
@@ -63,13 +63,13 @@ def has_sigmoid_gating(metadata: GGUFMetadata) -> bool:
     """Raises ModelError for what no family weighs experts by."""
     gating = metadata.integer("expert_gating_func") or _SOFTMAX_GATING
     if gating not in (_SOFTMAX_GATING, _SIGMOID_GATING):
-        raise metadata.error("expert_gating_func", f"{gating} is not served (1: softmax, 2: sigmoid)")
+        raise metadata.field_error("expert_gating_func", f"{gating} is not served (1: softmax, 2: sigmoid)")
     if gating == _SOFTMAX_GATING and metadata.flag("expert_weights_norm"):
-        raise metadata.error("expert_weights_norm", "softmax weights that are normalized are not served there")
+        raise metadata.field_error("expert_weights_norm", "softmax weights that are normalized are not served there")
     return gating == _SIGMOID_GATING
 
 
-def read_mla_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+def read_mla_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Of all families with latent attention. Newer files have the sizes of keys and values as they are cached, and
     those of heads under names of their own."""
     rotated = metadata.integer("rope.dimension_count")
@@ -97,13 +97,13 @@ def _with_yarn_mscale(metadata: GGUFMetadata, rope: Mapping[str, Any]) -> Mappin
     return {**rope, "mscale": scale, "mscale_all_dim": scale}
 
 
-def read_mla_moe_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+def read_mla_moe_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
     experts, groups = metadata.integer("expert_count"), metadata.integer("expert_group_count")
     used_groups = metadata.integer("expert_group_used_count")
     if groups is None:
-        is_v3 = experts == _DEEPSEEK_V3_EXPERTS and has_sigmoid_gating(metadata)
+        is_v3 = experts == _DEEPSEEK_V3_NUM_EXPERTS and has_sigmoid_gating(metadata)
         groups, used_groups = (8, 4) if is_v3 else (1, 1)
-    return read_mla_fields(metadata, fields) | {
+    return read_mla_gguf_fields(metadata, fields) | {
         "num_local_experts": experts,
         "num_experts_per_tok": metadata.integer("expert_used_count"),
         "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
@@ -118,7 +118,7 @@ def read_mla_moe_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> di
     }
 
 
-DEEPSEEK_V2 = Family(
+DEEPSEEK_V2 = DecoderFamily(
     model_types=("deepseek_v2",),
     field_names={"n_routed_experts": "num_local_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     defaults={
@@ -138,6 +138,6 @@ DEEPSEEK_V2 = Family(
         matches=lambda metadata: bool(metadata.integer("expert_count")) and not has_sigmoid_gating(metadata),
         layer_modules=MLA_GGUF_MODULES,
         has_latent_attention=True,
-        read_fields=read_mla_moe_fields,
+        read_fields=read_mla_moe_gguf_fields,
     ),
 )

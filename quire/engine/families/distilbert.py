@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quire.engine.architecture import EncoderSpec, EncoderWeightNames, parse_activation
-from quire.engine.families.base import EncoderFamily, ModelConfig, make_two_layer_classifier_builder
-from quire.engine.families.bert import BERT_UNUSED_PREFIXES, build_bert
+from quire.engine.architecture import EncoderSpec, EncoderWeightNames, parse_encoder_activation
+from quire.engine.families.base import EncoderFamily, ModelConfig, two_layer_classifier_builder
+from quire.engine.families.bert import BERT_UNUSED_PREFIXES, build_bert_spec
 
-_NAMES = EncoderWeightNames(
+_WEIGHT_NAMES = EncoderWeightNames(
     word_embeddings="embeddings.word_embeddings",
     position_embeddings="embeddings.position_embeddings",
     embedding_norm="embeddings.LayerNorm",
@@ -22,14 +22,14 @@ _NAMES = EncoderWeightNames(
 )
 
 
-def _build(config: ModelConfig) -> EncoderSpec:
+def _build_distilbert_spec(config: ModelConfig) -> EncoderSpec:
     return replace(
-        build_bert(config),
-        names=_NAMES,
-        classifier=make_two_layer_classifier_builder("pre_classifier", "relu", "classifier"),
+        build_bert_spec(config),
+        names=_WEIGHT_NAMES,
+        classifier=two_layer_classifier_builder("pre_classifier", "relu", "classifier"),
         segments=0,
         eps=1e-12,
-        activation=parse_activation(config.raw.get("activation") or "gelu"),
+        activation=parse_encoder_activation(config.raw.get("activation") or "gelu"),
         unused_prefixes=(*BERT_UNUSED_PREFIXES, "vocab_"),
     )
 
@@ -43,5 +43,5 @@ DISTILBERT = EncoderFamily(
         "n_layers": "num_hidden_layers",
     },
     defaults={"max_position_embeddings": 512},
-    build=_build,
+    build_spec=_build_distilbert_spec,
 )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base import Family, GGUFFormat, WeightNames, attention_bias_readers, flag_reader
+from quire.engine.families.base import DecoderFamily, GGUFFormat, WeightNames, attention_bias_readers, flag_reader
 
-ERNIE4_5 = Family(
+ERNIE4_5 = DecoderFamily(
     model_types=("ernie4_5",),
     defaults={
         "tie_word_embeddings": True,
@@ -16,7 +16,7 @@ ERNIE4_5 = Family(
     missing_defaults={"num_key_value_heads": 2},
     attention=attention_bias_readers("use_bias"),
     mlp={"bias": flag_reader("use_bias")},
-    weight_names=WeightNames(interleaved_rope=True),
+    weight_names=WeightNames(has_interleaved_rope=True),
     gguf=GGUFFormat(
         architectures=("ernie4_5",),
     ),

@@ -9,7 +9,7 @@ from quire.engine.families.base import (
     LAYER_MODULES,
     POST_NORM_MODULES,
     POST_NORMS,
-    Family,
+    DecoderFamily,
     GGUFFormat,
     ModelConfig,
     sliding_windows,
@@ -17,16 +17,16 @@ from quire.engine.families.base import (
 )
 
 
-def _ropes(config: ModelConfig) -> list[dict[str, Any] | None]:
+def _layer_ropes(config: ModelConfig) -> list[dict[str, Any] | None]:
     has_windows = config.raw.get("sliding_window") is not None
     return window_only_ropes(config) if has_windows else [config.rope] * config.num_layers
 
 
-EXAONE4 = Family(
+EXAONE4 = DecoderFamily(
     model_types=("exaone4",),
     defaults={"rms_norm_eps": 1e-05, "sliding_window_pattern": 4},
     missing_defaults={"sliding_window": 4096},
-    attention={"qk_norm": "heads", "window": sliding_windows, "rope": _ropes, **POST_NORMS},
+    attention={"qk_norm": "heads", "window": sliding_windows, "rope": _layer_ropes, **POST_NORMS},
     mlp=POST_NORMS,
     gguf=GGUFFormat(
         architectures=("exaone4",),

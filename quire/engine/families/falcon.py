@@ -8,17 +8,17 @@ from typing import Any
 from quire.engine.families.base import (
     ModelConfig,
     WeightNames,
-    complete_mlp_width,
-    complete_multi_query,
+    fill_intermediate_size,
     flag_reader,
     layer_norm_family,
+    set_multi_query_kv_heads,
 )
 from quire.engine.families.bloom import BLOOM_FIELD_NAMES, BLOOM_LAYER_MODULES
 
 
-def _complete(fields: dict[str, Any]) -> None:
-    complete_mlp_width(fields)
-    complete_multi_query(fields)
+def _fill_falcon_fields(fields: dict[str, Any]) -> None:
+    fill_intermediate_size(fields)
+    set_multi_query_kv_heads(fields)
 
 
 def _is_parallel(config: ModelConfig) -> bool:
@@ -40,7 +40,7 @@ FALCON = layer_norm_family(
         "multi_query": True,
         "parallel_attn": True,
     },
-    complete=_complete,
+    fill_derived_fields=_fill_falcon_fields,
     bias=flag_reader("use_bias"),
     attention={
         "rope": lambda config: None if config.raw.get("alibi") else config.rope,
@@ -50,6 +50,6 @@ FALCON = layer_norm_family(
     weight_names=WeightNames(
         model_modules={"word_embeddings": "embed_tokens", "ln_f": "norm"},
         layer_modules=BLOOM_LAYER_MODULES,
-        fused_by_group=True,
+        is_fused_by_kv_head=True,
     ),
 )

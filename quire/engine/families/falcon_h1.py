@@ -22,24 +22,24 @@ from quire.engine.families.base import (
     MAMBA2_DEFAULTS,
     MAMBA2_GGUF_TENSORS,
     MAMBA_GGUF_MODULES,
-    Family,
+    DecoderFamily,
     GGUFFormat,
     GGUFMetadata,
     ModelConfig,
-    complete_hybrid_layer_types,
-    complete_mamba2,
+    fill_hybrid_layer_types,
+    fill_mamba2_head_dim,
     mamba2_spec,
     read_mamba2_fields,
 )
 from quire.engine.families.llama import LLAMA
 
 
-def _complete(fields: dict[str, Any]) -> None:
-    complete_hybrid_layer_types(fields, lambda layer: "hybrid")
-    complete_mamba2(fields, inner_size=fields.get("mamba_d_ssm"))
+def _fill_falcon_h1_fields(fields: dict[str, Any]) -> None:
+    fill_hybrid_layer_types(fields, lambda layer: "hybrid")
+    fill_mamba2_head_dim(fields, inner_size=fields.get("mamba_d_ssm"))
 
 
-def _build(config: ModelConfig) -> DecoderSpec:
+def _build_falcon_h1_spec(config: ModelConfig) -> DecoderSpec:
     """A factor of what attention reads is one of its queries, keys and values."""
     raw, base = config.raw, LLAMA.decoder_spec(config)
     read, out = raw.get("attention_in_multiplier") or 1.0, raw.get("attention_out_multiplier") or 1.0
@@ -52,8 +52,8 @@ def _build(config: ModelConfig) -> DecoderSpec:
     if raw.get("mlp_bias") and (gate, down) != (1, 1):
         raise ModelError("model: config.json: mlp_multipliers do not go with mlp_bias")
     base = base.replace_sublayer_fields(MLPSpec, multipliers=[(gate, down)] * config.num_layers)
-    space = _mamba2_spec(config, base.norm)
-    layers = tuple((attention, space, mlp) for attention, mlp in base.layers)
+    mamba2 = _mamba2_spec(config, base.norm)
+    layers = tuple((attention, mamba2, mlp) for attention, mlp in base.layers)
     embedding, head = raw.get("embedding_multiplier") or 1.0, raw.get("lm_head_multiplier") or 1.0
     return replace(base, layers=layers, embedding_scale=embedding, logit_scale=head)
 
@@ -75,13 +75,13 @@ def _mamba2_spec(config: ModelConfig, norm: NormSpec) -> Mamba2LayerSpec:
     )
 
 
-def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _read_falcon_h1_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The factors are in the weights."""
-    has_norm = metadata.any_layer_has("ssm_norm.weight")
+    has_norm = metadata.any_layer_has_tensor("ssm_norm.weight")
     return read_mamba2_fields(metadata) | {"mamba_rms_norm": has_norm, "mamba_norm_before_gate": False}
 
 
-FALCON_H1 = Family(
+FALCON_H1 = DecoderFamily(
     model_types=("falcon_h1",),
     field_names={"layers_block_type": "layer_types"},
     defaults={
@@ -92,14 +92,14 @@ FALCON_H1 = Family(
         "mamba_norm_before_gate": True,
         "max_position_embeddings": 8192,
     },
-    complete=_complete,
+    fill_derived_fields=_fill_falcon_h1_fields,
     other_layer_types=("hybrid",),
-    build=_build,
+    build_base_spec=_build_falcon_h1_spec,
     weight_names=BAMBA.weight_names,
     gguf=GGUFFormat(
         architectures=("falcon-h1",),
         layer_modules={**LAYER_MODULES, **MAMBA_GGUF_MODULES},
         layer_tensors=MAMBA2_GGUF_TENSORS,
-        read_fields=_read_gguf_fields,
+        read_fields=_read_falcon_h1_gguf_fields,
     ),
 )

@@ -12,7 +12,7 @@ from quire.engine.families.base import (
     attention_free_builder,
     mamba_spec,
 )
-from quire.engine.families.mamba import MAMBA, read_attention_free_fields
+from quire.engine.families.mamba import MAMBA, read_attention_free_gguf_fields
 
 
 def _mamba_spec(config: ModelConfig, norm: NormSpec) -> SublayerSpec:
@@ -22,12 +22,12 @@ def _mamba_spec(config: ModelConfig, norm: NormSpec) -> SublayerSpec:
 FALCON_MAMBA = MAMBA.derive(
     "falcon_mamba",
     defaults={**MAMBA.defaults, "mixer_rms_eps": 1e-06},
-    build=attention_free_builder(_mamba_spec),
+    build_base_spec=attention_free_builder(_mamba_spec),
     gguf=GGUFFormat(
         architectures=("mamba",),
         layer_modules={**LAYER_MODULES, **MAMBA_GGUF_MODULES},
         matches=lambda metadata: bool(metadata.flag("ssm.dt_b_c_rms")),
         layer_tensors=MAMBA_GGUF_TENSORS,
-        read_fields=read_attention_free_fields,
+        read_fields=read_attention_free_gguf_fields,
     ),
 )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from quire.engine.architecture import NormSpec
-from quire.engine.families.base import Family, GGUFFormat, attention_bias_readers
+from quire.engine.families.base import DecoderFamily, GGUFFormat, attention_bias_readers
 
-GEMMA = Family(
+GEMMA = DecoderFamily(
     model_types=("gemma",),
     defaults={"tie_word_embeddings": True, "head_dim": 256, "max_position_embeddings": 8192},
     norm=lambda config: NormSpec(config.norm_eps, weight_offset=1.0),

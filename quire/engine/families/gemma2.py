@@ -9,23 +9,27 @@ from typing import Any
 from quire.engine.families.base import LAYER_MODULES, POST_NORM_MODULES, GGUFFormat, GGUFMetadata, sliding_windows
 from quire.engine.families.gemma import GEMMA
 
-_GGUF_LAYERS_OF_LARGEST = 46
+_LARGEST_MODEL_LAYERS = 46
 """By its number of layers, the model that scales attention by hidden_size / heads, which the format does not say."""
 
 
-def read_gemma_fields(metadata: GGUFMetadata, fields: Mapping[str, Any], *, layers_of_largest: int) -> dict[str, Any]:
+def read_gemma_gguf_fields(
+    metadata: GGUFMetadata, fields: Mapping[str, Any], *, largest_model_layers: int
+) -> dict[str, Any]:
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
-    even = hidden // heads if hidden and heads else 0
-    is_largest = metadata.integer("block_count") == layers_of_largest
+    even_head_dim = hidden // heads if hidden and heads else 0
+    is_largest = metadata.integer("block_count") == largest_model_layers
     return {
-        "query_pre_attn_scalar": even if is_largest else metadata.integer("attention.key_length") or even,
+        "query_pre_attn_scalar": even_head_dim
+        if is_largest
+        else metadata.integer("attention.key_length") or even_head_dim,
         "sliding_window": metadata.integer("attention.sliding_window"),
         "final_logit_softcapping": metadata.float("final_logit_softcapping"),
     }
 
 
-def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
-    return read_gemma_fields(metadata, fields, layers_of_largest=_GGUF_LAYERS_OF_LARGEST) | {
+def _read_gemma2_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+    return read_gemma_gguf_fields(metadata, fields, largest_model_layers=_LARGEST_MODEL_LAYERS) | {
         "attn_logit_softcapping": metadata.float("attn_logit_softcapping")
     }
 
@@ -45,6 +49,6 @@ GEMMA2 = GEMMA.derive(
     gguf=GGUFFormat(
         architectures=("gemma2",),
         layer_modules={**LAYER_MODULES, **POST_NORM_MODULES},
-        read_fields=_read_gguf_fields,
+        read_fields=_read_gemma2_gguf_fields,
     ),
 )

@@ -16,21 +16,21 @@ from quire.engine.families.base import (
     field_reader,
     ropes_by_window_reader,
 )
-from quire.engine.families.gemma2 import GEMMA2, read_gemma_fields
+from quire.engine.families.gemma2 import GEMMA2, read_gemma_gguf_fields
 
 
-def _check(config: ModelConfig) -> None:
+def _check_gemma3_config(config: ModelConfig) -> None:
     if config.raw.get("use_bidirectional_attention"):
         raise ModelError("model: use_bidirectional_attention is not supported: it makes an encoder")
     if not isinstance(every := config.raw.get("sliding_window_pattern"), int):
         raise ModelError(f"model: config.json: sliding_window_pattern: expected int, got {every!r}")
 
 
-_GGUF_LAYERS_OF_LARGEST = 62
+_LARGEST_MODEL_LAYERS = 62
 
 
-def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
-    own = read_gemma_fields(metadata, fields, layers_of_largest=_GGUF_LAYERS_OF_LARGEST)
+def _read_gemma3_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+    own = read_gemma_gguf_fields(metadata, fields, largest_model_layers=_LARGEST_MODEL_LAYERS)
     local = {"rope_type": "default", "rope_theta": metadata.float("rope.freq_base_swa") or 10_000.0}
     own["rope_parameters"] = {"full_attention": fields["rope_parameters"], "sliding_attention": local}
     if not own["sliding_window"]:  # as llama.cpp reads it: all layers see everything
@@ -60,7 +60,7 @@ GEMMA3 = GEMMA2.derive(
         "head_dim": 256,
         "max_position_embeddings": 131_072,
     },
-    check=_check,
+    check_config=_check_gemma3_config,
     attention={
         "qk_norm": "heads",
         "softcap": None,
@@ -72,6 +72,6 @@ GEMMA3 = GEMMA2.derive(
     gguf=GGUFFormat(
         architectures=("gemma3",),
         layer_modules={**LAYER_MODULES, **POST_NORM_MODULES},
-        read_fields=_read_gguf_fields,
+        read_fields=_read_gemma3_gguf_fields,
     ),
 )

@@ -23,14 +23,14 @@ from quire.engine.architecture import (
 from quire.engine.errors import ModelError
 from quire.engine.families.base import (
     MAX_LAYERS,
-    Family,
+    DecoderFamily,
+    LayerOverrides,
     ModelConfig,
-    OfOneLayer,
     StackedExperts,
     WeightNames,
     base_decoder_spec,
-    complete_layer_types,
     expert_intermediate_size,
+    fill_layer_types,
     read_expert_count_and_routing,
 )
 
@@ -41,9 +41,9 @@ _DEFAULT_ROPES = {
 """By whether a layer has a window, where config.json says nothing."""
 
 
-def _complete(fields: dict[str, Any]) -> None:
+def _fill_gemma4_fields(fields: dict[str, Any]) -> None:
     """The last layer always attends to all tokens."""
-    complete_layer_types(fields, lambda layer: "sliding_attention" if (layer + 1) % 6 else "full_attention")
+    fill_layer_types(fields, lambda layer: "sliding_attention" if (layer + 1) % 6 else "full_attention")
     layers, kinds = fields.get("num_hidden_layers"), fields.get("layer_types")
     if isinstance(layers, int) and 1 <= layers <= MAX_LAYERS and isinstance(kinds, list):
         fields["layer_types"] = [*kinds[:-1], "full_attention"]
@@ -51,7 +51,7 @@ def _complete(fields: dict[str, Any]) -> None:
         fields["num_experts"] = fields["num_experts_per_tok"] = None
 
 
-def _build(config: ModelConfig) -> DecoderSpec:
+def _build_gemma4_spec(config: ModelConfig) -> DecoderSpec:
     raw, kinds = config.raw, config.raw.get("layer_types") or ()
     if raw.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise ModelError("model: use_bidirectional_attention: it makes an encoder, which is not served")
@@ -131,7 +131,7 @@ def _kv_heads(config: ModelConfig, layer: int, *, has_window: bool) -> tuple[int
     raw = config.raw
     num_kv_heads, head_dim = config.num_kv_heads, config.head_dim
     if (each := raw.get("per_layer_config")) is not None:
-        own = _fields_of_layer(each, layer)
+        own = _find_layer_overrides(each, layer)
         num_kv_heads, head_dim = own.get("num_key_value_heads") or num_kv_heads, own.get("head_dim") or head_dim
     elif not has_window:
         head_dim = raw.get("global_head_dim") or 512
@@ -146,7 +146,7 @@ def _kv_heads(config: ModelConfig, layer: int, *, has_window: bool) -> tuple[int
     return num_kv_heads, head_dim
 
 
-def _fields_of_layer(by_layer: Mapping[str, OfOneLayer], layer: int) -> OfOneLayer:
+def _find_layer_overrides(by_layer: Mapping[str, LayerOverrides], layer: int) -> LayerOverrides:
     """A layer's entry; its key is the layer's number, which may begin with zeros. Raises ModelError."""
     for key, own in by_layer.items():
         if not key.isdecimal():
@@ -176,7 +176,7 @@ def _feed_forward_specs(config: ModelConfig, mlp: MLPSpec, norm: NormSpec) -> La
     return (replace(mlp, output_norm_name="post_feedforward_layernorm_1"), experts, both)
 
 
-GEMMA4 = Family(
+GEMMA4 = DecoderFamily(
     model_types=("gemma4_text",),
     field_names={"top_k_experts": "num_experts_per_tok"},
     defaults={
@@ -193,8 +193,8 @@ GEMMA4 = Family(
         "hidden_size_per_layer_input": 256,
         "vocab_size_per_layer_input": 262_144,
     },
-    rotates_part=True,
-    complete=_complete,
-    build=_build,
+    has_partial_rotary=True,
+    fill_derived_fields=_fill_gemma4_fields,
+    build_base_spec=_build_gemma4_spec,
     weight_names=WeightNames(stacked_experts=StackedExperts(gate_up_halves=True)),
 )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base import GATE_UP, Family, WeightNames, flag_reader
+from quire.engine.families.base import GATE_UP_PROJECTIONS, DecoderFamily, WeightNames, flag_reader
 
-GLM = Family(
+GLM = DecoderFamily(
     model_types=("glm",),
     defaults={
         "rms_norm_eps": 1.5625e-07,
@@ -14,7 +14,7 @@ GLM = Family(
         "max_position_embeddings": 131_072,
     },
     missing_defaults={"num_key_value_heads": 2},
-    rotates_part=True,
+    has_partial_rotary=True,
     attention={"qkv_bias": flag_reader("attention_bias")},
-    weight_names=WeightNames(layer_modules={"mlp.gate_up_proj": GATE_UP}, interleaved_rope=True),
+    weight_names=WeightNames(layer_modules={"mlp.gate_up_proj": GATE_UP_PROJECTIONS}, has_interleaved_rope=True),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base import GATE_UP, LAYER_MODULES, POST_NORM_MODULES, GGUFFormat, WeightNames
+from quire.engine.families.base import GATE_UP_PROJECTIONS, LAYER_MODULES, POST_NORM_MODULES, GGUFFormat, WeightNames
 from quire.engine.families.glm import GLM
 
 GLM4 = GLM.derive(
@@ -11,12 +11,12 @@ GLM4 = GLM.derive(
     mlp={"output_norm": True},
     weight_names=WeightNames(
         layer_modules={
-            "mlp.gate_up_proj": GATE_UP,
+            "mlp.gate_up_proj": GATE_UP_PROJECTIONS,
             "post_self_attn_layernorm": "post_attention_layernorm",
             "post_attention_layernorm": "pre_feedforward_layernorm",
             "post_mlp_layernorm": "post_feedforward_layernorm",
         },
-        interleaved_rope=True,
+        has_interleaved_rope=True,
     ),
     gguf=GGUFFormat(
         architectures=("glm4",),

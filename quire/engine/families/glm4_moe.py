@@ -8,7 +8,7 @@ from typing import Any
 from quire.engine.families.base import (
     GROUPED_MOE,
     LAYER_MODULES,
-    Family,
+    DecoderFamily,
     GGUFFormat,
     GGUFMetadata,
     expert_modules,
@@ -18,11 +18,11 @@ from quire.engine.families.base import (
 )
 
 
-def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _read_glm4_moe_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
     return read_moe_fields(metadata) | {"use_qk_norm": metadata.has_tensor("blk.0.attn_q_norm.weight")}
 
 
-GLM4_MOE = Family(
+GLM4_MOE = DecoderFamily(
     model_types=("glm4_moe",),
     field_names={"n_routed_experts": "num_local_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     defaults={
@@ -34,7 +34,7 @@ GLM4_MOE = Family(
         "max_position_embeddings": 131_072,
     },
     missing_defaults={"num_key_value_heads": 8},
-    rotates_part=True,
+    has_partial_rotary=True,
     attention={
         "qk_norm": lambda config: "heads" if config.raw.get("use_qk_norm") else None,
         "qkv_bias": flag_reader("attention_bias"),
@@ -48,6 +48,6 @@ GLM4_MOE = Family(
             **shared_expert_modules(),
             "post_attention_norm": "post_attention_layernorm",
         },
-        read_fields=_read_gguf_fields,
+        read_fields=_read_glm4_moe_gguf_fields,
     ),
 )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from quire.engine.families.base import (
-    QKV,
+    QKV_PROJECTIONS,
     GGUFFormat,
     LayerModules,
     ModelConfig,
     WeightNames,
-    complete_mlp_width,
+    fill_intermediate_size,
     layer_norm_family,
     max_position,
 )
@@ -26,7 +26,7 @@ GPT2_MODEL_MODULES = {"wte": "embed_tokens", "wpe": "embed_positions", "ln_f": "
 GPT2_LAYER_MODULES: LayerModules = {
     "ln_1": "input_layernorm",
     "ln_2": "post_attention_layernorm",
-    "attn.c_attn": QKV,
+    "attn.c_attn": QKV_PROJECTIONS,
     "attn.c_proj": "self_attn.o_proj",
     "mlp.c_fc": "mlp.up_proj",
     "mlp.c_proj": "mlp.down_proj",
@@ -49,15 +49,15 @@ GPT2 = layer_norm_family(
         "hidden_act": "gelu_new",
         "max_position_embeddings": 1024,
     },
-    complete=complete_mlp_width,
+    fill_derived_fields=fill_intermediate_size,
     unsupported_fields={"add_cross_attention": "is not supported: it makes a part of another model"},
     attention={"rope": None, "scale": _attention_scales},
     decoder={"positions": max_position},
     weight_names=WeightNames(
         model_modules=GPT2_MODEL_MODULES,
         layer_modules=GPT2_LAYER_MODULES,
-        transposed=("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
-        unused=GPT2_BUFFERS,
+        transposed_modules=("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
+        unused_tensors=GPT2_BUFFERS,
     ),
     gguf=GGUFFormat(
         architectures=("gpt2",),

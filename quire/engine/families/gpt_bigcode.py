@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.engine.families.base import WeightNames, complete_mlp_width, complete_multi_query
+from quire.engine.families.base import WeightNames, fill_intermediate_size, set_multi_query_kv_heads
 from quire.engine.families.gpt2 import GPT2, GPT2_BUFFERS, GPT2_LAYER_MODULES, GPT2_MODEL_MODULES
 
 
-def _complete(fields: dict[str, Any]) -> None:
-    complete_mlp_width(fields)
-    complete_multi_query(fields)
+def _fill_gpt_bigcode_fields(fields: dict[str, Any]) -> None:
+    fill_intermediate_size(fields)
+    set_multi_query_kv_heads(fields)
 
 
 GPT_BIGCODE = GPT2.derive(
@@ -22,11 +22,11 @@ GPT_BIGCODE = GPT2.derive(
         "multi_query": True,
         "max_position_embeddings": 1024,
     },
-    complete=_complete,
+    fill_derived_fields=_fill_gpt_bigcode_fields,
     weight_names=WeightNames(
         model_modules=GPT2_MODEL_MODULES,
         layer_modules=GPT2_LAYER_MODULES,
-        fused_by_group=True,
-        unused=GPT2_BUFFERS,
+        is_fused_by_kv_head=True,
+        unused_tensors=GPT2_BUFFERS,
     ),
 )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.engine.families.base import (
-    QKV,
+    QKV_PROJECTIONS,
     GGUFFormat,
     GGUFMetadata,
     WeightNames,
@@ -14,10 +14,10 @@ from quire.engine.families.base import (
     layer_norm_family,
 )
 
-MEGATRON_MLP = {"mlp.dense_h_to_4h": "mlp.up_proj", "mlp.dense_4h_to_h": "mlp.down_proj"}
+MEGATRON_MLP_MODULES = {"mlp.dense_h_to_4h": "mlp.up_proj", "mlp.dense_4h_to_h": "mlp.down_proj"}
 
 
-def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _read_gpt_neox_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"use_parallel_residual": metadata.flag("use_parallel_residual")}
 
 
@@ -29,7 +29,7 @@ GPT_NEOX = layer_norm_family(
         "rotary_pct": "partial_rotary_factor",
     },
     defaults={"rms_norm_eps": 1e-05, "hidden_act": "gelu", "attention_bias": True, "partial_rotary_factor": 0.25},
-    rotates_part=True,
+    has_partial_rotary=True,
     attention={
         "qkv_bias": default_true_reader("attention_bias"),
         "out_bias": default_true_reader("attention_bias"),
@@ -37,12 +37,16 @@ GPT_NEOX = layer_norm_family(
     mlp={"parallel": default_true_reader("use_parallel_residual")},
     weight_names=WeightNames(
         model_modules={"embed_in": "embed_tokens", "final_layer_norm": "norm", "embed_out": "lm_head"},
-        layer_modules={**MEGATRON_MLP, "attention.query_key_value": QKV, "attention.dense": "self_attn.o_proj"},
-        fused_by_group=True,
-        unused=("attention.bias", "attention.masked_bias", "attention.rotary_emb.inv_freq"),
+        layer_modules={
+            **MEGATRON_MLP_MODULES,
+            "attention.query_key_value": QKV_PROJECTIONS,
+            "attention.dense": "self_attn.o_proj",
+        },
+        is_fused_by_kv_head=True,
+        unused_tensors=("attention.bias", "attention.masked_bias", "attention.rotary_emb.inv_freq"),
     ),
     gguf=GGUFFormat(
         architectures=("gptneox",),
-        read_fields=_read_gguf_fields,
+        read_fields=_read_gpt_neox_gguf_fields,
     ),
 )

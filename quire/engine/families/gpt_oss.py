@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.engine.families.base import (
     LAYER_MODULES,
-    Family,
+    DecoderFamily,
     GGUFFormat,
     GGUFMetadata,
     ModelConfig,
@@ -21,11 +21,11 @@ from quire.engine.families.base import (
 from quire.kernels.parameters.activation import ClampedSwiGLU
 
 
-def _clamped_swiglu(config: ModelConfig) -> ClampedSwiGLU:
+def _read_clamped_swiglu(config: ModelConfig) -> ClampedSwiGLU:
     return ClampedSwiGLU(config.raw.get("swiglu_alpha") or 1.702, config.raw.get("swiglu_limit") or 7.0)
 
 
-def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _read_gpt_oss_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
     own: dict[str, Any] = {
         "intermediate_size": metadata.integer("expert_feed_forward_length"),
         "sliding_window": metadata.integer("attention.sliding_window"),
@@ -36,7 +36,7 @@ def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict
     return own
 
 
-GPT_OSS = Family(
+GPT_OSS = DecoderFamily(
     model_types=("gpt_oss",),
     defaults={
         "rms_norm_eps": 1e-05,
@@ -61,7 +61,7 @@ GPT_OSS = Family(
         "out_bias": default_true_reader("attention_bias"),
         "sinks": True,
     },
-    experts=moe_reader(router_bias=True, bias=True, clamp=_clamped_swiglu, router="router"),
+    experts=moe_reader(router_bias=True, bias=True, clamp=_read_clamped_swiglu, router="router"),
     weight_names=WeightNames(stacked_experts=StackedExperts()),
     gguf=GGUFFormat(
         architectures=("gpt-oss",),
@@ -70,6 +70,6 @@ GPT_OSS = Family(
             **expert_modules(router="router"),
             "post_attention_norm": "post_attention_layernorm",
         },
-        read_fields=_read_gguf_fields,
+        read_fields=_read_gpt_oss_gguf_fields,
     ),
 )

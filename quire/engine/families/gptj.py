@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base import PARALLEL_MLP, WeightNames, complete_mlp_width, has_untied_head, layer_norm_family
+from quire.engine.families.base import (
+    PARALLEL_MLP,
+    WeightNames,
+    fill_intermediate_size,
+    has_untied_head,
+    layer_norm_family,
+)
 from quire.engine.families.gpt2 import GPT2_BUFFERS, GPT2_FIELD_NAMES
 
 GPTJ = layer_norm_family(
     model_types=("gptj",),
     field_names=GPT2_FIELD_NAMES,
     defaults={"rms_norm_eps": 1e-05, "hidden_act": "gelu_new", "rotary_dim": 64},
-    complete=complete_mlp_width,
+    fill_derived_fields=fill_intermediate_size,
     attention={"qkv_bias": False, "out_bias": False},
     mlp=PARALLEL_MLP,
     decoder={"head_bias": has_untied_head},
@@ -22,7 +28,7 @@ GPTJ = layer_norm_family(
             "mlp.fc_in": "mlp.up_proj",
             "mlp.fc_out": "mlp.down_proj",
         },
-        interleaved_rope=True,
-        unused=(*GPT2_BUFFERS, "attn.embed_positions"),
+        has_interleaved_rope=True,
+        unused_tensors=(*GPT2_BUFFERS, "attn.embed_positions"),
     ),
 )

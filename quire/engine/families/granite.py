@@ -29,7 +29,7 @@ _GGUF_MULTIPLIERS = {
 }
 
 
-def read_multipliers(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+def read_gguf_multipliers(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Those of all Granites, as a GGUFFormat's `read_fields`."""
     return {name: metadata.float(key) for name, key in _GGUF_MULTIPLIERS.items()}
 
@@ -46,6 +46,6 @@ GRANITE = LLAMA.derive(
     gguf=GGUFFormat(
         architectures=("granite",),
         permutes_queries_and_keys=True,
-        read_fields=read_multipliers,
+        read_fields=read_gguf_multipliers,
     ),
 )

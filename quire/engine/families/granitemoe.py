@@ -17,10 +17,10 @@ from quire.engine.families.base import (
     shared_expert_modules,
     shared_expert_reader,
 )
-from quire.engine.families.granite import GRANITE, read_multipliers
+from quire.engine.families.granite import GRANITE, read_gguf_multipliers
 from quire.engine.families.granite_swa import GRANITE_SWA
 
-GRANITE_EXPERTS = moe_reader(
+GRANITE_MOE_READER = moe_reader(
     shared_expert=shared_expert_reader("shared_mlp"), name="block_sparse_moe", router="router.layer"
 )
 
@@ -31,16 +31,16 @@ GRANITE_GGUF_MODULES = {
 }
 
 
-def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _read_granitemoe_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
     width = metadata.integer("expert_shared_feed_forward_length")
-    experts = read_moe_fields(metadata, as_wide_as_mlp=True)
-    return experts | read_multipliers(metadata, fields) | {"shared_intermediate_size": width}
+    experts = read_moe_fields(metadata, is_mlp_sized=True)
+    return experts | read_gguf_multipliers(metadata, fields) | {"shared_intermediate_size": width}
 
 
 GRANITEMOE = GRANITE.derive(
     "granitemoe",
     "granitemoeshared",
-    experts=GRANITE_EXPERTS,
+    experts=GRANITE_MOE_READER,
     weight_names=WeightNames(
         layer_modules={
             "shared_mlp.input_linear": ("shared_mlp.gate_proj", "shared_mlp.up_proj"),
@@ -53,13 +53,13 @@ GRANITEMOE = GRANITE.derive(
         architectures=("granitemoe",),
         permutes_queries_and_keys=True,
         layer_modules=GRANITE_GGUF_MODULES,
-        read_fields=_read_gguf_fields,
+        read_fields=_read_granitemoe_gguf_fields,
     ),
 )
 GRANITEMOE_SWA = GRANITE_SWA.derive(
     "granitemoe_swa",
     defaults={},
     missing_defaults={"sliding_window": 128},
-    experts=GRANITE_EXPERTS,
+    experts=GRANITE_MOE_READER,
     weight_names=GRANITEMOE.weight_names,
 )

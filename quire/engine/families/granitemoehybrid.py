@@ -13,28 +13,28 @@ from quire.engine.families.base import (
     MAMBA2_GGUF_TENSORS,
     MAMBA2_PROJECTIONS,
     MAMBA_GGUF_MODULES,
-    Family,
+    DecoderFamily,
     GGUFFormat,
     GGUFMetadata,
     ModelConfig,
-    complete_hybrid_layer_types,
-    complete_mamba2,
+    fill_hybrid_layer_types,
+    fill_mamba2_head_dim,
     hybrid_mixers_reader,
     mamba2_spec,
     read_hybrid_layer_types,
     read_mamba2_fields,
     shared_expert_width,
 )
-from quire.engine.families.granite import GRANITE, read_multipliers
+from quire.engine.families.granite import GRANITE, read_gguf_multipliers
 from quire.engine.families.granitemoe import GRANITE_GGUF_MODULES, GRANITEMOE
 
 
-def _complete(fields: dict[str, Any]) -> None:
-    complete_hybrid_layer_types(fields, lambda layer: "linear_attention")
-    complete_mamba2(fields)
+def _fill_granitemoehybrid_fields(fields: dict[str, Any]) -> None:
+    fill_hybrid_layer_types(fields, lambda layer: "linear_attention")
+    fill_mamba2_head_dim(fields)
 
 
-def _build(config: ModelConfig) -> DecoderSpec:
+def _build_granitemoehybrid_spec(config: ModelConfig) -> DecoderSpec:
     """Granite's decoder, with its multipliers, before state spaces stand in attention's place."""
     if config.raw.get("num_local_experts"):
         return GRANITEMOE.decoder_spec(config)
@@ -42,11 +42,11 @@ def _build(config: ModelConfig) -> DecoderSpec:
     return GRANITE.decoder_spec(config).replace_sublayer_fields(MLPSpec, **dense_mlp)
 
 
-def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _read_granitemoehybrid_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
     experts, width = metadata.integer("expert_count"), metadata.integer("feed_forward_length")
     shared_width = metadata.integer("expert_shared_feed_forward_length")
     return {
-        **read_multipliers(metadata, fields),
+        **read_gguf_multipliers(metadata, fields),
         **read_mamba2_fields(metadata),
         "layer_types": read_hybrid_layer_types(metadata),
         "position_embedding_type": "rope" if metadata.flag("rope.scaling.finetuned") else "nope",
@@ -56,13 +56,13 @@ def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict
     }
 
 
-GRANITEMOEHYBRID = Family(
+GRANITEMOEHYBRID = DecoderFamily(
     model_types=("granitemoehybrid",),
     field_names={"layers_block_type": "layer_types"},
     defaults={**MAMBA2_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024},
-    complete=_complete,
+    fill_derived_fields=_fill_granitemoehybrid_fields,
     other_layer_types=("linear_attention",),
-    build=_build,
+    build_base_spec=_build_granitemoehybrid_spec,
     attention={"rope": lambda config: config.rope if config.raw.get("position_embedding_type") == "rope" else None},
     mixers=hybrid_mixers_reader(mamba2_spec),
     weight_names=replace(
@@ -79,6 +79,6 @@ GRANITEMOEHYBRID = Family(
         permutes_queries_and_keys=True,
         layer_tensors=MAMBA2_GGUF_TENSORS,
         has_optional_experts=True,
-        read_fields=_read_gguf_fields,
+        read_fields=_read_granitemoehybrid_gguf_fields,
     ),
 )

@@ -10,7 +10,7 @@ from quire.engine.errors import ModelError
 from quire.engine.families.base import EncoderFamily, ModelConfig, base_encoder_spec
 from quire.engine.families.bert import BERT_CLASSIFIER, BERT_UNUSED_PREFIXES
 
-_NAMES = EncoderWeightNames(
+_WEIGHT_NAMES = EncoderWeightNames(
     word_embeddings="embeddings.word_embeddings",
     token_type_embeddings="embeddings.token_type_embeddings",
     embedding_norm="embeddings.LayerNorm",
@@ -22,7 +22,7 @@ _NAMES = EncoderWeightNames(
     down="mlp.down_proj",
     mlp_norm="mlp_ln",
 )
-UNPACKED_QKV = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
+UNPACKED_QKV_MODULES = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
 _SUPPORTED_VALUES = {
     "position_embedding_type": "rope",
     "layer_norm_type": "layer_norm",
@@ -31,7 +31,7 @@ _SUPPORTED_VALUES = {
 """Fields of config.json with the only value, also where they lack, that is computed here."""
 
 
-def _build(config: ModelConfig) -> EncoderSpec:
+def _build_gte_spec(config: ModelConfig) -> EncoderSpec:
     raw = config.raw
     for field, supported in _SUPPORTED_VALUES.items():
         if (value := raw.get(field)) not in (None, supported):
@@ -40,7 +40,9 @@ def _build(config: ModelConfig) -> EncoderSpec:
     return base_encoder_spec(
         config,
         ropes=(config.rope,) * config.num_layers,
-        names=_NAMES if raw.get("pack_qkv") in (None, True) else replace(_NAMES, qkv=UNPACKED_QKV),
+        names=_WEIGHT_NAMES
+        if raw.get("pack_qkv") in (None, True)
+        else replace(_WEIGHT_NAMES, qkv=UNPACKED_QKV_MODULES),
         classifier=BERT_CLASSIFIER,
         segments=1 if segments is None else segments,
         up_bias=False,
@@ -53,9 +55,9 @@ def _build(config: ModelConfig) -> EncoderSpec:
 GTE = EncoderFamily(
     model_types=("gte",),
     defaults={"rope_theta": 160_000.0, "max_position_embeddings": 8192},
-    build=_build,
+    build_spec=_build_gte_spec,
 )
-NEW = EncoderFamily(
+GTE_NEW = EncoderFamily(
     model_types=("new",),
-    build=_build,
+    build_spec=_build_gte_spec,
 )

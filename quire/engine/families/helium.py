@@ -9,5 +9,5 @@ HELIUM = LLAMA.derive(
     "helium",
     defaults={"rms_norm_eps": 1e-08, "head_dim": 128, "rope_theta": 100_000.0, "max_position_embeddings": 4096},
     attention={"out_bias": False},
-    weight_names=WeightNames(interleaved_rope=True),
+    weight_names=WeightNames(has_interleaved_rope=True),
 )

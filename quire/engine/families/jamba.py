@@ -8,21 +8,21 @@ from typing import Any
 
 from quire.engine.architecture import NormSpec, SublayerSpec
 from quire.engine.families.base import (
-    FEED_FORWARD_MLP,
+    FEED_FORWARD_MODULES,
     LAYER_MODULES,
     MAMBA_DEFAULTS,
     MAMBA_GGUF_MODULES,
     MAMBA_GGUF_TENSORS,
     MAMBA_MODULES,
     MAX_LAYERS,
-    Family,
+    DecoderFamily,
     GGUFFormat,
     GGUFMetadata,
     ModelConfig,
     WeightNames,
-    complete_layer_types,
-    complete_mamba,
     expert_modules,
+    fill_layer_types,
+    fill_mamba_sizes,
     hybrid_mixers_reader,
     mamba_spec,
     moe_reader,
@@ -32,19 +32,22 @@ from quire.engine.families.base import (
 )
 
 
-def _complete(fields: dict[str, Any]) -> None:
-    complete_mamba(fields)
-    has_attention, has_experts = _is_periodic(fields, "attn_layer"), _is_periodic(fields, "expert_layer")
-    complete_layer_types(fields, lambda layer: "full_attention" if has_attention(layer) else "linear_attention")
+def _fill_jamba_fields(fields: dict[str, Any]) -> None:
+    fill_mamba_sizes(fields)
+    has_attention, has_experts = (
+        _periodic_layer_test(fields, "attn_layer"),
+        _periodic_layer_test(fields, "expert_layer"),
+    )
+    fill_layer_types(fields, lambda layer: "full_attention" if has_attention(layer) else "linear_attention")
     layers, experts = fields.get("num_hidden_layers"), fields.get("num_experts")
     if not fields.get("mlp_layer_types") and isinstance(layers, int) and 1 <= layers <= MAX_LAYERS:
         is_moe = isinstance(experts, int) and experts > 1
         fields["mlp_layer_types"] = ["sparse" if is_moe and has_experts(layer) else "dense" for layer in range(layers)]
 
 
-def _is_periodic(fields: dict[str, Any], what: str) -> Callable[[int], bool]:
+def _periodic_layer_test(fields: dict[str, Any], field_prefix: str) -> Callable[[int], bool]:
     """Whether a layer has something: one of so many, and which of them."""
-    period, offset = fields.get(f"{what}_period"), fields.get(f"{what}_offset")
+    period, offset = fields.get(f"{field_prefix}_period"), fields.get(f"{field_prefix}_offset")
     return lambda layer: isinstance(period, int) and period > 0 and layer % period == offset
 
 
@@ -52,7 +55,7 @@ def _mamba_spec(config: ModelConfig, norm: NormSpec) -> SublayerSpec:
     return mamba_spec(config, norm, inner_norm="learned", inner_eps=config.norm_eps)
 
 
-def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _read_jamba_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
     kinds = read_hybrid_layer_types(metadata)
     inner, hidden = metadata.integer("ssm.inner_size"), fields["hidden_size"]
     has_experts = [metadata.has_tensor(f"blk.{layer}.ffn_gate_inp.weight") for layer in range(len(kinds))]
@@ -63,7 +66,7 @@ def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict
     }
 
 
-JAMBA = Family(
+JAMBA = DecoderFamily(
     model_types=("jamba",),
     defaults={
         **MAMBA_DEFAULTS,
@@ -76,7 +79,7 @@ JAMBA = Family(
         "expert_layer_period": 2,
         "expert_layer_offset": 1,
     },
-    complete=_complete,
+    fill_derived_fields=_fill_jamba_fields,
     other_layer_types=("linear_attention",),
     attention={"rope": None},
     mixers=hybrid_mixers_reader(_mamba_spec),
@@ -85,7 +88,7 @@ JAMBA = Family(
         model_modules={"final_layernorm": "norm"},
         layer_modules={
             "pre_ff_layernorm": "post_attention_layernorm",
-            **FEED_FORWARD_MLP,
+            **FEED_FORWARD_MODULES,
             **MAMBA_MODULES,
         },
     ),
@@ -94,6 +97,6 @@ JAMBA = Family(
         layer_modules={**LAYER_MODULES, **MAMBA_GGUF_MODULES, **expert_modules("feed_forward", router="router")},
         layer_tensors=MAMBA_GGUF_TENSORS,
         has_optional_experts=True,
-        read_fields=_read_gguf_fields,
+        read_fields=_read_jamba_gguf_fields,
     ),
 )

@@ -7,15 +7,15 @@ from typing import Any
 
 from quire.engine.architecture import NormSpec, ShortConvSpec
 from quire.engine.families.base import (
-    BCX,
     LAYER_MODULES,
     MAX_WIDTH,
-    Family,
+    SHORT_CONV_PROJECTIONS,
+    DecoderFamily,
     GGUFFormat,
     GGUFMetadata,
     ModelConfig,
     WeightNames,
-    complete_layer_types,
+    fill_layer_types,
     hybrid_mixers_reader,
     read_hybrid_layer_types,
 )
@@ -26,17 +26,17 @@ def short_conv_spec(config: ModelConfig, norm: NormSpec) -> ShortConvSpec:
     return ShortConvSpec(config.hidden_size, raw.get("conv_L_cache") or 3, norm, bool(raw.get("conv_bias")))
 
 
-def complete_lfm2_layer_types(fields: dict[str, Any]) -> None:
-    attending = fields.get("full_attn_idxs")
-    if attending is None or isinstance(attending, list):
-        complete_layer_types(
-            fields, lambda layer: "full_attention" if attending is None or layer in attending else "conv"
+def fill_lfm2_layer_types(fields: dict[str, Any]) -> None:
+    attention_layers = fields.get("full_attn_idxs")
+    if attention_layers is None or isinstance(attention_layers, list):
+        fill_layer_types(
+            fields, lambda layer: "full_attention" if attention_layers is None or layer in attention_layers else "conv"
         )
 
 
-def _complete(fields: dict[str, Any]) -> None:
+def _fill_lfm2_fields(fields: dict[str, Any]) -> None:
     """What the fields say of layers and of MLPs, by the names of other families."""
-    complete_lfm2_layer_types(fields)
+    fill_lfm2_layer_types(fields)
     width, unit = fields.get("intermediate_size"), fields.get("block_multiple_of") or 256
     factor = fields.get("block_ffn_dim_multiplier") or 1.0
     if not isinstance(width, int) or not isinstance(unit, int) or not isinstance(factor, int | float):
@@ -56,7 +56,7 @@ LFM2_GGUF_MODEL_MODULES = {"token_embd_norm": "model.norm"}
 """Named wrongly there: it is behind all layers."""
 
 
-def read_short_conv_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+def read_short_conv_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
     """As a GGUFFormat's `read_fields`."""
     own: dict[str, Any] = {"conv_L_cache": metadata.integer("shortconv.l_cache"), "block_auto_adjust_ff_dim": False}
     if metadata.is_list("attention.head_count_kv"):
@@ -64,7 +64,7 @@ def read_short_conv_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) ->
     return own
 
 
-LFM2 = Family(
+LFM2 = DecoderFamily(
     model_types=("lfm2",),
     field_names={
         "norm_eps": "rms_norm_eps",
@@ -79,7 +79,7 @@ LFM2 = Family(
         "max_position_embeddings": 128_000,
     },
     missing_defaults={"num_key_value_heads": 8},
-    complete=_complete,
+    fill_derived_fields=_fill_lfm2_fields,
     other_layer_types=("conv",),
     attention={"qk_norm": "heads"},
     mixers=hybrid_mixers_reader(short_conv_spec, kinds=("conv",)),
@@ -91,7 +91,7 @@ LFM2 = Family(
             "self_attn.q_layernorm": "self_attn.q_norm",
             "self_attn.k_layernorm": "self_attn.k_norm",
             "self_attn.out_proj": "self_attn.o_proj",
-            "conv.in_proj": BCX,
+            "conv.in_proj": SHORT_CONV_PROJECTIONS,
             "feed_forward.w1": "mlp.gate_proj",
             "feed_forward.w3": "mlp.up_proj",
             "feed_forward.w2": "mlp.down_proj",
@@ -101,6 +101,6 @@ LFM2 = Family(
         architectures=("lfm2",),
         layer_modules=LFM2_GGUF_MODULES,
         model_modules=LFM2_GGUF_MODEL_MODULES,
-        read_fields=read_short_conv_fields,
+        read_fields=read_short_conv_gguf_fields,
     ),
 )

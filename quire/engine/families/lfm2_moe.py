@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.engine.families.base import (
-    W123_NAMES,
+    W123_EXPERT_NAMES,
     GGUFFormat,
     GGUFMetadata,
     default_true_reader,
@@ -20,13 +20,13 @@ from quire.engine.families.lfm2 import (
     LFM2,
     LFM2_GGUF_MODEL_MODULES,
     LFM2_GGUF_MODULES,
-    complete_lfm2_layer_types,
-    read_short_conv_fields,
+    fill_lfm2_layer_types,
+    read_short_conv_gguf_fields,
 )
 
 
-def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
-    return read_moe_fields(metadata) | {"norm_topk_prob": True} | read_short_conv_fields(metadata, fields)
+def _read_lfm2_moe_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+    return read_moe_fields(metadata) | {"norm_topk_prob": True} | read_short_conv_gguf_fields(metadata, fields)
 
 
 LFM2_MOE = LFM2.derive(
@@ -37,7 +37,7 @@ LFM2_MOE = LFM2.derive(
         "num_dense_layers": "first_k_dense_replace",
     },
     defaults={**LFM2.defaults, "first_k_dense_replace": 2},
-    complete=complete_lfm2_layer_types,
+    fill_derived_fields=fill_lfm2_layer_types,
     experts=moe_reader(
         {
             "score_function": "sigmoid",
@@ -48,13 +48,13 @@ LFM2_MOE = LFM2.derive(
         size=expert_intermediate_size,
         correction=lambda config: "expert_bias" if config.raw.get("use_expert_bias") is not False else None,
         name="feed_forward",
-        **W123_NAMES,
+        **W123_EXPERT_NAMES,
     ),
     gguf=GGUFFormat(
         architectures=("lfm2moe",),
         layer_modules={**LFM2_GGUF_MODULES, **expert_modules("feed_forward", gate="w1", up="w3", down="w2")},
         layer_tensors={"exp_probs_b.bias": "feed_forward.expert_bias"},
         model_modules=LFM2_GGUF_MODEL_MODULES,
-        read_fields=_read_gguf_fields,
+        read_fields=_read_lfm2_moe_gguf_fields,
     ),
 )

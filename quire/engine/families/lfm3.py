@@ -9,29 +9,29 @@ from typing import Any
 from quire.engine.architecture import NormSpec, ShortConvSpec
 from quire.engine.errors import ModelError
 from quire.engine.families.base import (
-    BCX,
-    Family,
+    SHORT_CONV_PROJECTIONS,
+    DecoderFamily,
     ModelConfig,
     WeightNames,
     attention_bias_readers,
     attention_layer_values_reader,
-    complete_layer_types,
     default_true_reader,
+    fill_layer_types,
     hybrid_mixers_reader,
     ropes_by_window_reader,
     sliding_windows,
 )
 from quire.engine.families.lfm2 import short_conv_spec
 
-_LAYER_TYPES = ("sliding_attention", "conv", "full_attention", "conv")
+_DEFAULT_LAYER_TYPES = ("sliding_attention", "conv", "full_attention", "conv")
 
 
-def _complete(fields: dict[str, Any]) -> None:
+def _fill_lfm3_fields(fields: dict[str, Any]) -> None:
     """Where config.json does not say what layers are, of four one attends to all tokens, one to the last ones."""
-    complete_layer_types(fields, lambda layer: _LAYER_TYPES[layer % 4] if layer else "conv")
+    fill_layer_types(fields, lambda layer: _DEFAULT_LAYER_TYPES[layer % 4] if layer else "conv")
 
 
-def _check(config: ModelConfig) -> None:
+def _check_lfm3_config(config: ModelConfig) -> None:
     if config.raw.get("use_sandwich_norm") is False:
         raise ModelError("model: config.json: use_sandwich_norm: an LFM3 without norms behind its parts is not served")
 
@@ -40,7 +40,7 @@ def _short_conv_spec(config: ModelConfig, norm: NormSpec) -> ShortConvSpec:
     return replace(short_conv_spec(config, norm), output_norm=True)
 
 
-LFM3 = Family(
+LFM3 = DecoderFamily(
     model_types=("lfm3",),
     field_names={"norm_eps": "rms_norm_eps"},
     defaults={
@@ -57,9 +57,9 @@ LFM3 = Family(
         "max_position_embeddings": 128_000,
         "num_key_value_heads": 4,
     },
-    rotates_part=True,
-    complete=_complete,
-    check=_check,
+    has_partial_rotary=True,
+    fill_derived_fields=_fill_lfm3_fields,
+    check_config=_check_lfm3_config,
     other_layer_types=("conv",),
     attention={
         "qk_norm": "heads",
@@ -81,7 +81,7 @@ LFM3 = Family(
             "ffn_norm": "pre_feedforward_layernorm",
             "post_ffn_norm": "post_feedforward_layernorm",
             "self_attn.g_proj": "self_attn.gate_proj",
-            "conv.in_proj": BCX,
+            "conv.in_proj": SHORT_CONV_PROJECTIONS,
             "feed_forward.w1": "mlp.gate_proj",
             "feed_forward.w3": "mlp.up_proj",
             "feed_forward.w2": "mlp.down_proj",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base import Family, GGUFFormat, attention_bias_readers, flag_reader
+from quire.engine.families.base import DecoderFamily, GGUFFormat, attention_bias_readers, flag_reader
 
-LLAMA = Family(
+LLAMA = DecoderFamily(
     model_types=("llama",),
     multimodal_text_defaults={
         "hidden_size": 4096,

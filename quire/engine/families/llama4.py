@@ -7,28 +7,28 @@ from typing import Any
 
 from quire.engine.architecture import QueryScaling
 from quire.engine.families.base import (
-    FEED_FORWARD_MLP,
-    Family,
+    FEED_FORWARD_MODULES,
+    DecoderFamily,
     ModelConfig,
     StackedExperts,
     WeightNames,
     attention_bias_readers,
-    complete_layer_types,
     field_reader,
-    interleaved_nope_ropes,
+    fill_layer_types,
     layer_windows,
     mlp_intermediate_size,
     moe_reader,
     optional_moe_reader,
+    periodic_nope_ropes,
     shared_expert_reader,
 )
 
 
-def _complete(fields: dict[str, Any]) -> None:
+def _fill_llama4_fields(fields: dict[str, Any]) -> None:
     """Where config.json does not say what layers are, those attend within chunks whose positions are rotated."""
     every, rotates = fields.get("no_rope_layer_interval") or 4, fields.get("no_rope_layers")
     if isinstance(every, int) and every >= 1:
-        complete_layer_types(fields, lambda layer: _layer_type(layer, every, rotates))
+        fill_layer_types(fields, lambda layer: _layer_type(layer, every, rotates))
 
 
 def _layer_type(layer: int, every: int, rotates: Any) -> str:
@@ -38,14 +38,14 @@ def _layer_type(layer: int, every: int, rotates: Any) -> str:
 
 def _chunk_sizes(config: ModelConfig) -> tuple[int | None, ...]:
     """By layer, where contexts are longer than a chunk."""
-    longest = config.context or config.max_position
+    longest = config.max_model_len or config.max_position
     sizes = layer_windows({**config.raw, "sliding_window": config.raw.get("attention_chunk_size")}, config.num_layers)
     return tuple(None if size is None or size >= longest else size for size in sizes)
 
 
 def _qk_norms(config: ModelConfig) -> list[str | None]:
-    wanted = config.raw.get("use_qk_norm") is not False
-    return ["unit" if wanted and rope is not None else None for rope in interleaved_nope_ropes(config)]
+    uses_qk_norm = config.raw.get("use_qk_norm") is not False
+    return ["unit" if uses_qk_norm and rope is not None else None for rope in periodic_nope_ropes(config)]
 
 
 def _query_scalings(config: ModelConfig) -> list[QueryScaling | None]:
@@ -55,10 +55,10 @@ def _query_scalings(config: ModelConfig) -> list[QueryScaling | None]:
     scaling = None
     if raw.get("attn_temperature_tuning") not in (False, 0):
         scaling = QueryScaling(0.1 if scale is None else scale, raw.get("floor_scale") or 8192, first_position=1)
-    return [scaling if rope is None else None for rope in interleaved_nope_ropes(config)]
+    return [scaling if rope is None else None for rope in periodic_nope_ropes(config)]
 
 
-LLAMA4 = Family(
+LLAMA4 = DecoderFamily(
     model_types=("llama4_text",),
     defaults={
         "rms_norm_eps": 1e-05,
@@ -71,10 +71,10 @@ LLAMA4 = Family(
         "attention_chunk_size": 8192,
         "max_position_embeddings": 131_072,
     },
-    complete=_complete,
+    fill_derived_fields=_fill_llama4_fields,
     other_layer_types=("chunked_attention",),
     attention={
-        "rope": interleaved_nope_ropes,
+        "rope": periodic_nope_ropes,
         "window": _chunk_sizes,
         "chunked": lambda config: [size is not None for size in _chunk_sizes(config)],
         "qk_norm": _qk_norms,
@@ -91,8 +91,8 @@ LLAMA4 = Family(
         )
     ),
     weight_names=WeightNames(
-        layer_modules=FEED_FORWARD_MLP,
-        interleaved_rope=True,
+        layer_modules=FEED_FORWARD_MODULES,
+        has_interleaved_rope=True,
         stacked_experts=StackedExperts(gate_up_halves=True, always_transposed=True),
     ),
 )

@@ -9,45 +9,45 @@ from quire.engine.families.base import (
     ATTENTION_FREE_MODULES,
     LAYER_MODULES,
     MAMBA_DEFAULTS,
+    MAMBA_FIELD_NAMES,
     MAMBA_GGUF_MODULES,
     MAMBA_GGUF_TENSORS,
     MAMBA_MODULES,
-    MAMBA_NAMES,
-    Family,
+    DecoderFamily,
     GGUFFormat,
     GGUFMetadata,
     WeightNames,
     attention_free_builder,
-    complete_layer_types,
-    complete_mamba,
+    fill_layer_types,
+    fill_mamba_sizes,
     mamba_spec,
     read_mamba_fields,
 )
 
 
-def complete_attention_free_mamba(fields: dict[str, Any]) -> None:
+def fill_attention_free_mamba_fields(fields: dict[str, Any]) -> None:
     """There are neither attention nor MLPs, whose sizes other code wants to know all the same."""
-    complete_mamba(fields, inner_size=fields.get("mamba_d_ssm"))
+    fill_mamba_sizes(fields, inner_size=fields.get("mamba_d_ssm"))
     if isinstance(inner := fields.get("mamba_d_ssm"), int):
         heads, head_size = fields["mamba_n_heads"], fields["mamba_d_head"]
         fields |= {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": head_size}
         fields["intermediate_size"] = inner
     fields["layer_types"] = None
-    complete_layer_types(fields, lambda layer: "linear_attention")
+    fill_layer_types(fields, lambda layer: "linear_attention")
 
 
-def read_attention_free_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+def read_attention_free_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
     """As a GGUFFormat's `read_fields`."""
     return read_mamba_fields(metadata) | {"intermediate_size": metadata.integer("ssm.inner_size")}
 
 
-MAMBA = Family(
+MAMBA = DecoderFamily(
     model_types=("mamba",),
-    field_names=MAMBA_NAMES,
+    field_names=MAMBA_FIELD_NAMES,
     defaults={**MAMBA_DEFAULTS, "rms_norm_eps": 1e-05, "tie_word_embeddings": True, "max_position_embeddings": 131_072},
-    complete=complete_attention_free_mamba,
+    fill_derived_fields=fill_attention_free_mamba_fields,
     other_layer_types=("linear_attention",),
-    build=attention_free_builder(mamba_spec),
+    build_base_spec=attention_free_builder(mamba_spec),
     weight_names=WeightNames(
         model_modules=ATTENTION_FREE_MODULES,
         layer_modules={
@@ -62,6 +62,6 @@ MAMBA = Family(
         layer_modules={**LAYER_MODULES, **MAMBA_GGUF_MODULES},
         matches=lambda metadata: not metadata.flag("ssm.dt_b_c_rms"),
         layer_tensors=MAMBA_GGUF_TENSORS,
-        read_fields=read_attention_free_fields,
+        read_fields=read_attention_free_gguf_fields,
     ),
 )

@@ -8,22 +8,22 @@ from quire.engine.families.base import (
     ATTENTION_FREE_MODULES,
     LAYER_MODULES,
     MAMBA2_DEFAULTS,
+    MAMBA2_FIELD_NAMES,
     MAMBA2_GGUF_TENSORS,
-    MAMBA2_NAMES,
     MAMBA2_PROJECTIONS,
     MAMBA_GGUF_MODULES,
-    Family,
+    DecoderFamily,
     GGUFFormat,
     LayerModules,
     WeightNames,
     attention_free_builder,
-    complete_hybrid_layer_types,
-    complete_mamba2,
+    fill_hybrid_layer_types,
+    fill_mamba2_head_dim,
     mamba2_spec,
     read_mamba2_fields,
 )
 
-MAMBA2_MIXER: LayerModules = {
+MAMBA2_MIXER_MODULES: LayerModules = {
     "norm": "input_layernorm",
     "mixer": "mamba",
     "mixer.in_proj": MAMBA2_PROJECTIONS,
@@ -31,19 +31,19 @@ MAMBA2_MIXER: LayerModules = {
 }
 
 
-def _complete(fields: dict[str, Any]) -> None:
+def _fill_mamba2_fields(fields: dict[str, Any]) -> None:
     """There are neither attention nor MLPs, whose sizes other code wants to know all the same."""
-    complete_hybrid_layer_types(fields, lambda layer: "linear_attention")
-    complete_mamba2(fields)
+    fill_hybrid_layer_types(fields, lambda layer: "linear_attention")
+    fill_mamba2_head_dim(fields)
     heads, hidden = fields.get("mamba_n_heads"), fields.get("hidden_size")
     fields |= {"num_attention_heads": heads, "num_key_value_heads": heads, "intermediate_size": hidden}
     fields["head_dim"] = fields.get("mamba_d_head")
 
 
-MAMBA2 = Family(
+MAMBA2 = DecoderFamily(
     model_types=("mamba2",),
     field_names={
-        **MAMBA2_NAMES,
+        **MAMBA2_FIELD_NAMES,
         "num_heads": "mamba_n_heads",
         "head_dim": "mamba_d_head",
         "state_size": "mamba_d_state",
@@ -58,10 +58,10 @@ MAMBA2 = Family(
         "rms_norm_eps": 1e-05,
         "max_position_embeddings": 131_072,
     },
-    complete=_complete,
+    fill_derived_fields=_fill_mamba2_fields,
     other_layer_types=("linear_attention",),
-    build=attention_free_builder(mamba2_spec),
-    weight_names=WeightNames(model_modules=ATTENTION_FREE_MODULES, layer_modules=MAMBA2_MIXER),
+    build_base_spec=attention_free_builder(mamba2_spec),
+    weight_names=WeightNames(model_modules=ATTENTION_FREE_MODULES, layer_modules=MAMBA2_MIXER_MODULES),
     gguf=GGUFFormat(
         architectures=("mamba2",),
         layer_modules={**LAYER_MODULES, **MAMBA_GGUF_MODULES},

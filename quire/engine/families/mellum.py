@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.engine.families.base import complete_layer_types, ropes_by_window_reader, sliding_windows
+from quire.engine.families.base import fill_layer_types, ropes_by_window_reader, sliding_windows
 from quire.engine.families.qwen3_moe import QWEN3_MOE
 
 
-def _complete(fields: dict[str, Any]) -> None:
+def _fill_mellum_fields(fields: dict[str, Any]) -> None:
     """Where config.json does not say what layers are, all attend to all tokens."""
-    complete_layer_types(fields, lambda layer: "full_attention")
+    fill_layer_types(fields, lambda layer: "full_attention")
 
 
 MELLUM = QWEN3_MOE.derive(
@@ -18,8 +18,8 @@ MELLUM = QWEN3_MOE.derive(
     field_names={"num_mtp_layers": "num_nextn_predict_layers"},
     defaults={"head_dim": 128, "norm_topk_prob": True, "sliding_window": 1024, "max_position_embeddings": 131_072},
     missing_defaults={"num_key_value_heads": 4},
-    rotates_part=True,
-    complete=_complete,
+    has_partial_rotary=True,
+    fill_derived_fields=_fill_mellum_fields,
     attention={
         "window": sliding_windows,
         "rope": ropes_by_window_reader(lambda config: 500_000.0, lambda config: 10_000.0),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.engine.architecture import NormSpec
-from quire.engine.families.base import Family, ModelConfig, mla_mixers_reader
+from quire.engine.families.base import DecoderFamily, ModelConfig, mla_mixers_reader
 
 
 def _residual_multiplier(config: ModelConfig) -> float:
@@ -11,7 +11,7 @@ def _residual_multiplier(config: ModelConfig) -> float:
     return (config.raw.get("scale_depth") or config.num_layers**0.5) / config.num_layers**0.5
 
 
-MINICPM3 = Family(
+MINICPM3 = DecoderFamily(
     model_types=("minicpm3",),
     defaults={
         "tie_word_embeddings": True,

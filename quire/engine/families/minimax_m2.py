@@ -7,17 +7,17 @@ from quire.engine.families.base import (
     BLOCK_SPARSE_MOE,
     LAYER_MODULES,
     MIXTRAL_EXPERT_MODULES,
-    Family,
+    DecoderFamily,
     GGUFFormat,
     moe_reader,
-    read_wide_moe_fields,
+    read_mlp_sized_moe_fields,
 )
 
-MINIMAX_M2 = Family(
+MINIMAX_M2 = DecoderFamily(
     model_types=("minimax_m2",),
     defaults={"rope_theta": 5_000_000.0, "head_dim": 128, "max_position_embeddings": 196_608},
     missing_defaults={"num_key_value_heads": 8},
-    rotates_part=True,
+    has_partial_rotary=True,
     attention={"qk_norm": "whole"},
     experts=moe_reader(
         {"score_function": "sigmoid"}, float_router=True, correction="e_score_correction_bias", **BLOCK_SPARSE_MOE
@@ -26,6 +26,6 @@ MINIMAX_M2 = Family(
         architectures=("minimax-m2",),
         layer_modules={**LAYER_MODULES, **MIXTRAL_EXPERT_MODULES},
         layer_tensors={"exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"},
-        read_fields=read_wide_moe_fields,
+        read_fields=read_mlp_sized_moe_fields,
     ),
 )

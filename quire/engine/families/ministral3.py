@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base import Family, field_reader
+from quire.engine.families.base import DecoderFamily, field_reader
 
-MINISTRAL3 = Family(
+MINISTRAL3 = DecoderFamily(
     model_types=("ministral3",),
     defaults={
         "rms_norm_eps": 1e-05,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base import Family
+from quire.engine.families.base import DecoderFamily
 
-MISTRAL = Family(
+MISTRAL = DecoderFamily(
     model_types=("mistral",),
     defaults={"max_position_embeddings": 131_072},
     missing_defaults={"num_key_value_heads": 8, "sliding_window": 4096},

@@ -6,13 +6,13 @@ from quire.engine.families.base import (
     BLOCK_SPARSE_MOE,
     LAYER_MODULES,
     MIXTRAL_EXPERT_MODULES,
-    Family,
+    DecoderFamily,
     GGUFFormat,
     field_reader,
     moe_reader,
 )
 
-MIXTRAL = Family(
+MIXTRAL = DecoderFamily(
     model_types=("mixtral",),
     defaults={"rms_norm_eps": 1e-05, "rope_theta": 1_000_000.0, "max_position_embeddings": 131_072},
     missing_defaults={"num_key_value_heads": 8},

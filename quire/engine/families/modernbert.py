@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.engine.architecture import EncoderSpec, EncoderWeightNames, HeadLayerSpec, parse_activation
+from quire.engine.architecture import EncoderSpec, EncoderWeightNames, HeadLayerSpec, parse_encoder_activation
 from quire.engine.errors import ModelError
 from quire.engine.families.base import EncoderFamily, ModelConfig, base_encoder_spec
 
-_NAMES = EncoderWeightNames(
+_WEIGHT_NAMES = EncoderWeightNames(
     word_embeddings="embeddings.tok_embeddings",
     embedding_norm="embeddings.norm",
     layer_template="layers.{}",
@@ -23,7 +23,7 @@ _NAMES = EncoderWeightNames(
 )
 
 
-def _build(config: ModelConfig) -> EncoderSpec:
+def _build_modernbert_spec(config: ModelConfig) -> EncoderSpec:
     raw = config.raw
     if bool(raw.get("attention_bias")) or bool(raw.get("mlp_bias")):
         raise ModelError("model: config.json: attention_bias and mlp_bias are not supported in a ModernBERT")
@@ -42,11 +42,11 @@ def _build(config: ModelConfig) -> EncoderSpec:
 
     return base_encoder_spec(
         config,
-        names=_NAMES,
+        names=_WEIGHT_NAMES,
         classifier=classifier,
         eps=eps,
-        activation=parse_activation(raw.get("hidden_activation") or "gelu"),
-        ropes=tuple(_rope(config, kind) for kind in types),
+        activation=parse_encoder_activation(raw.get("hidden_activation") or "gelu"),
+        ropes=tuple(_layer_type_rope(config, kind) for kind in types),
         windows=tuple(window if kind == "sliding_attention" else None for kind in types),
         bias=False,
         norm_bias=norm_bias,
@@ -56,7 +56,7 @@ def _build(config: ModelConfig) -> EncoderSpec:
     )
 
 
-def _rope(config: ModelConfig, kind: str) -> dict[str, Any]:
+def _layer_type_rope(config: ModelConfig, kind: str) -> dict[str, Any]:
     raw = config.raw
     ropes = raw.get("rope_parameters") or {}
     if kind == "full_attention":
@@ -70,6 +70,6 @@ def _rope(config: ModelConfig, kind: str) -> dict[str, Any]:
 MODERNBERT = EncoderFamily(
     model_types=("modernbert",),
     defaults={"max_position_embeddings": 8192},
-    build=_build,
+    build_spec=_build_modernbert_spec,
     reads_classifier_pooling=True,
 )

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from quire.engine.architecture import EncoderSpec, EncoderWeightNames
 from quire.engine.families.base import EncoderFamily, ModelConfig
-from quire.engine.families.roberta import build_roberta
+from quire.engine.families.roberta import build_roberta_spec
 
-_NAMES = EncoderWeightNames(
+_WEIGHT_NAMES = EncoderWeightNames(
     word_embeddings="embeddings.word_embeddings",
     position_embeddings="embeddings.position_embeddings",
     embedding_norm="embeddings.LayerNorm",
@@ -23,10 +23,10 @@ _NAMES = EncoderWeightNames(
 )
 
 
-def _build(config: ModelConfig) -> EncoderSpec:
+def _build_mpnet_spec(config: ModelConfig) -> EncoderSpec:
     return replace(
-        build_roberta(config),
-        names=_NAMES,
+        build_roberta_spec(config),
+        names=_WEIGHT_NAMES,
         first_position=2,
         segments=0,
         num_buckets=config.raw.get("relative_attention_num_buckets") or 32,
@@ -36,5 +36,5 @@ def _build(config: ModelConfig) -> EncoderSpec:
 MPNET = EncoderFamily(
     model_types=("mpnet",),
     defaults={"max_position_embeddings": 512},
-    build=_build,
+    build_spec=_build_mpnet_spec,
 )

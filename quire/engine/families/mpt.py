@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from quire.engine.errors import ModelError
 from quire.engine.families.base import (
-    QKV,
+    QKV_PROJECTIONS,
     ModelConfig,
     WeightNames,
-    complete_mlp_width,
+    fill_intermediate_size,
     layer_norm_family,
     layer_norm_reader,
 )
 
 
-def _check(config: ModelConfig) -> None:
+def _check_mpt_config(config: ModelConfig) -> None:
     raw, attention = config.raw, config.raw.get("attn_config") or {}
     if raw.get("no_bias") is False or raw.get("logit_scale") is not None:
         raise ModelError("model: config.json: no_bias: false and logit_scale of an 'mpt' are not supported")
@@ -37,8 +37,8 @@ MPT = layer_norm_family(
         "layer_norm_epsilon": "rms_norm_eps",
     },
     defaults={"tie_word_embeddings": True, "rms_norm_eps": 1e-05, "hidden_act": "gelu", "expansion_ratio": 4},
-    complete=complete_mlp_width,
-    check=_check,
+    fill_derived_fields=fill_intermediate_size,
+    check_config=_check_mpt_config,
     bias=False,
     norm=layer_norm_reader(bias=False),
     attention={"rope": None, "alibi": 1.0, "scale": _attention_scale},
@@ -47,7 +47,7 @@ MPT = layer_norm_family(
         layer_modules={
             "norm_1": "input_layernorm",
             "norm_2": "post_attention_layernorm",
-            "attn.Wqkv": QKV,
+            "attn.Wqkv": QKV_PROJECTIONS,
             "attn.out_proj": "self_attn.o_proj",
             "ffn.up_proj": "mlp.up_proj",
             "ffn.down_proj": "mlp.down_proj",

@@ -19,7 +19,7 @@ NEMOTRON = layer_norm_family(
         "partial_rotary_factor": 0.5,
         "max_position_embeddings": 4096,
     },
-    rotates_part=True,
+    has_partial_rotary=True,
     bias=flag_reader("mlp_bias"),
     norm=layer_norm_reader(offset=1.0),
     attention=attention_bias_readers("attention_bias"),

@@ -13,19 +13,19 @@ from quire.engine.families.base import (
     GROUPED_ROUTING,
     LAYER_MODULES,
     MAMBA2_DEFAULTS,
+    MAMBA2_FIELD_NAMES,
     MAMBA2_GGUF_TENSORS,
-    MAMBA2_NAMES,
     MAMBA_GGUF_MODULES,
     MAX_LAYERS,
-    Family,
+    DecoderFamily,
     GGUFFormat,
     GGUFMetadata,
     ModelConfig,
     WeightNames,
-    complete_hybrid_layer_types,
-    complete_mamba2,
     expert_intermediate_size,
     expert_modules,
+    fill_hybrid_layer_types,
+    fill_mamba2_head_dim,
     flag_reader,
     mamba2_spec,
     moe_reader,
@@ -34,19 +34,19 @@ from quire.engine.families.base import (
     shared_expert_modules,
     shared_expert_reader,
 )
-from quire.engine.families.mamba2 import MAMBA2_MIXER
+from quire.engine.families.mamba2 import MAMBA2_MIXER_MODULES
 
 _PATTERN_LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 """Of hybrid_override_pattern, as Nemotron-H was published."""
-LATENT_PROJECTIONS = ("mixer.fc1_latent_proj", "mixer.fc2_latent_proj")
+LATENT_MOE_PROJECTIONS = ("mixer.fc1_latent_proj", "mixer.fc2_latent_proj")
 """In a layer whose experts read and give smaller vectors (moe_latent_size): what makes these of the layer's, and the
 layer's of them."""
 
 
-def _complete(fields: dict[str, Any]) -> None:
+def _fill_nemotron_h_fields(fields: dict[str, Any]) -> None:
     pattern = fields.get("hybrid_override_pattern")
     if not fields.get("layer_types") and isinstance(pattern, str):
-        fields["layer_types"] = _read_pattern(pattern)
+        fields["layer_types"] = _parse_layer_pattern(pattern)
     if not fields.get("layer_types"):
         fields["layer_types"] = ["linear_attention", "moe", "full_attention", "mlp"]
     kinds = fields["layer_types"]
@@ -54,31 +54,31 @@ def _complete(fields: dict[str, Any]) -> None:
         fields["num_hidden_layers"] = len(kinds)  # whatever config.json says
     if isinstance(kinds, list) and "mlp" not in kinds and "moe" not in kinds:
         fields["hidden_act"] = None  # of MLPs alone, and there is none
-    complete_hybrid_layer_types(fields, lambda layer: "linear_attention")
-    _complete_mtp_layer_types(fields)
-    complete_mamba2(fields)
+    fill_hybrid_layer_types(fields, lambda layer: "linear_attention")
+    _fill_mtp_layer_types(fields)
+    fill_mamba2_head_dim(fields)
 
 
-def _read_pattern(pattern: str) -> list[str]:
+def _parse_layer_pattern(pattern: str) -> list[str]:
     return [_PATTERN_LETTERS.get(letter, letter) for letter in pattern[: MAX_LAYERS + 1]]
 
 
-def _complete_mtp_layer_types(fields: dict[str, Any]) -> None:
+def _fill_mtp_layer_types(fields: dict[str, Any]) -> None:
     """What the layers that draft tokens are, in the same words."""
     kinds, pattern = fields.get("mtp_layers_block_type"), fields.get("mtp_hybrid_override_pattern")
     if not kinds and isinstance(pattern, str):
-        kinds = _read_pattern(pattern)
+        kinds = _parse_layer_pattern(pattern)
     mtp_fields = {"layer_types": kinds or ["full_attention", "moe"]}
-    complete_hybrid_layer_types(mtp_fields, lambda layer: "full_attention")
+    fill_hybrid_layer_types(mtp_fields, lambda layer: "full_attention")
     fields["mtp_layers_block_type"] = mtp_fields["layer_types"]
 
 
 def _latent_moe_spec(config: ModelConfig) -> LatentMoESpec | None:
     size = config.raw.get("moe_latent_size")
-    return LatentMoESpec(size, LATENT_PROJECTIONS, bool(config.raw.get("mlp_bias"))) if size else None
+    return LatentMoESpec(size, LATENT_MOE_PROJECTIONS, bool(config.raw.get("mlp_bias"))) if size else None
 
 
-_EXPERTS = moe_reader(
+_MOE_READER = moe_reader(
     GROUPED_ROUTING,
     size=expert_intermediate_size,
     shared_expert=shared_expert_reader("mixer.shared_experts", is_required=True, bias=flag_reader("mlp_bias")),
@@ -90,7 +90,7 @@ _EXPERTS = moe_reader(
 )
 
 
-def _build(config: ModelConfig) -> DecoderSpec:
+def _build_nemotron_h_spec(config: ModelConfig) -> DecoderSpec:
     norm, kinds = NormSpec(config.norm_eps), config.raw.get("layer_types") or ()
     sublayers = {kind: _sublayer_spec(kind, config, norm) for kind in dict.fromkeys(kinds)}
     layers = tuple((sublayers[kind],) for kind in kinds)
@@ -108,15 +108,15 @@ def _sublayer_spec(kind: str, config: ModelConfig, norm: NormSpec) -> SublayerSp
         case "mlp":
             width = config.intermediate_size
             return MLPSpec(width, norm, bias=bias, gated=False, activation="relu2", shares_norm=True)
-    return _EXPERTS(config, norm)
+    return _MOE_READER(config, norm)
 
 
-def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
-    is_moe, experts = metadata.arch.endswith("_moe"), metadata.integer("expert_count")
+def _read_nemotron_h_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+    is_moe, experts = metadata.architecture.endswith("_moe"), metadata.integer("expert_count")
     if experts and not is_moe:
-        raise metadata.error("expert_count", f"{experts}, where models of this architecture have none")
+        raise metadata.field_error("expert_count", f"{experts}, where models of this architecture have none")
     if is_moe and not experts:
-        raise metadata.error("expert_count", "missing, where models of this architecture have experts")
+        raise metadata.field_error("expert_count", "missing, where models of this architecture have experts")
     widths, kinds = metadata.integers("feed_forward_length"), read_hybrid_layer_types(metadata)
     other = "moe" if is_moe else "mlp"
     own = read_mamba2_fields(metadata)
@@ -136,10 +136,10 @@ def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict
     }
 
 
-NEMOTRON_H = Family(
+NEMOTRON_H = DecoderFamily(
     model_types=("nemotron_h",),
     field_names={
-        **MAMBA2_NAMES,
+        **MAMBA2_FIELD_NAMES,
         "mamba_dt_min": "time_step_min",
         "layers_block_type": "layer_types",
         "mamba_num_heads": "mamba_n_heads",
@@ -167,13 +167,13 @@ NEMOTRON_H = Family(
         "shared_expert_intermediate_size": 7688,
         "norm_topk_prob": True,
     },
-    complete=_complete,
+    fill_derived_fields=_fill_nemotron_h_fields,
     other_layer_types=("linear_attention", "mlp", "moe"),
-    build=_build,
+    build_base_spec=_build_nemotron_h_spec,
     weight_names=WeightNames(
         model_modules=ATTENTION_FREE_MODULES,
         layer_modules={
-            **MAMBA2_MIXER,
+            **MAMBA2_MIXER_MODULES,
             **{f"mixer.{name}_proj": f"self_attn.{name}_proj" for name in "qkvo"},
             **{f"mixer.{name}_proj": f"mlp.{name}_proj" for name in ("up", "down")},
         },
@@ -188,11 +188,11 @@ NEMOTRON_H = Family(
             **MAMBA_GGUF_MODULES,
             **expert_modules("mixer"),
             **shared_expert_modules("mixer.shared_experts"),
-            "ffn_latent_down": LATENT_PROJECTIONS[0],
-            "ffn_latent_up": LATENT_PROJECTIONS[1],
+            "ffn_latent_down": LATENT_MOE_PROJECTIONS[0],
+            "ffn_latent_up": LATENT_MOE_PROJECTIONS[1],
         },
         layer_tensors={**MAMBA2_GGUF_TENSORS, "exp_probs_b.bias": "mixer.gate.e_score_correction_bias"},
         has_optional_experts=True,
-        read_fields=_read_gguf_fields,
+        read_fields=_read_nemotron_h_gguf_fields,
     ),
 )

@@ -7,7 +7,7 @@ from quire.engine.errors import ModelError
 from quire.engine.families.base import EncoderFamily, ModelConfig, base_encoder_spec
 from quire.engine.families.bert import BERT_CLASSIFIER, BERT_UNUSED_PREFIXES
 
-_NAMES = EncoderWeightNames(
+_WEIGHT_NAMES = EncoderWeightNames(
     word_embeddings="embeddings.word_embeddings",
     token_type_embeddings="embeddings.token_type_embeddings",
     embedding_norm="emb_ln",
@@ -21,7 +21,7 @@ _NAMES = EncoderWeightNames(
 )
 
 
-def _build(config: ModelConfig) -> EncoderSpec:
+def _build_nomic_bert_spec(config: ModelConfig) -> EncoderSpec:
     raw = config.raw
     if raw.get("prenorm") or raw.get("qkv_proj_bias") or raw.get("mlp_fc1_bias") or raw.get("rotary_scaling_factor"):
         unsupported = "prenorm, biases of linears and rotary_scaling_factor"
@@ -29,7 +29,7 @@ def _build(config: ModelConfig) -> EncoderSpec:
     theta = raw.get("rotary_emb_base") or (raw.get("rope_parameters") or {}).get("rope_theta") or 1000.0
     return base_encoder_spec(
         config,
-        names=_NAMES,
+        names=_WEIGHT_NAMES,
         classifier=BERT_CLASSIFIER,
         eps=raw.get("layer_norm_epsilon") or raw.get("layer_norm_eps") or 1e-12,
         activation="silu",
@@ -51,5 +51,5 @@ NOMIC_BERT = EncoderFamily(
         "n_positions": "max_position_embeddings",
     },
     defaults={"type_vocab_size": 2},
-    build=_build,
+    build_spec=_build_nomic_bert_spec,
 )

@@ -10,21 +10,21 @@ from quire.engine.families.base import (
     LAYER_MODULES,
     POST_NORM_MODULES,
     POST_NORMS,
-    Family,
+    DecoderFamily,
     GGUFFormat,
     GGUFMetadata,
     attention_bias_readers,
 )
 
 
-def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _read_olmo2_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Nothing of its own: OLMo 3's files call themselves alike."""
     if window := metadata.integer("attention.sliding_window"):
-        raise metadata.error("attention.sliding_window", f"{window}: OLMo 3 is served from safetensors alone")
+        raise metadata.field_error("attention.sliding_window", f"{window}: OLMo 3 is served from safetensors alone")
     return {}
 
 
-OLMO2 = Family(
+OLMO2 = DecoderFamily(
     model_types=("olmo2",),
     defaults={"rms_norm_eps": 1e-05},
     attention={"qk_norm": "whole", **attention_bias_readers("attention_bias"), **POST_NORMS},
@@ -33,6 +33,6 @@ OLMO2 = Family(
         architectures=("olmo2",),
         layer_modules={**LAYER_MODULES, **POST_NORM_MODULES},
         has_optional_window=True,
-        read_fields=_read_gguf_fields,
+        read_fields=_read_olmo2_gguf_fields,
     ),
 )

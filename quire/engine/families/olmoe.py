@@ -5,15 +5,15 @@ from __future__ import annotations
 from quire.engine.families.base import (
     LAYER_MODULES,
     NORMALIZED_ROUTING,
-    Family,
+    DecoderFamily,
     GGUFFormat,
     attention_bias_readers,
     expert_modules,
     moe_reader,
-    read_wide_moe_fields,
+    read_mlp_sized_moe_fields,
 )
 
-OLMOE = Family(
+OLMOE = DecoderFamily(
     model_types=("olmoe",),
     defaults={"rms_norm_eps": 1e-05, "max_position_embeddings": 4096},
     unsupported_fields={"clip_qkv": "of an 'olmoe' is not supported"},
@@ -22,6 +22,6 @@ OLMOE = Family(
     gguf=GGUFFormat(
         architectures=("olmoe",),
         layer_modules={**LAYER_MODULES, **expert_modules()},
-        read_fields=read_wide_moe_fields,
+        read_fields=read_mlp_sized_moe_fields,
     ),
 )

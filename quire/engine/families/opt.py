@@ -6,7 +6,7 @@ from quire.engine.errors import ModelError
 from quire.engine.families.base import ModelConfig, WeightNames, default_true_reader, layer_norm_family, max_position
 
 
-def _check(config: ModelConfig) -> None:
+def _check_opt_config(config: ModelConfig) -> None:
     for name in ("do_layer_norm_before", "layer_norm_elementwise_affine"):
         if config.raw.get(name) is False:
             raise ModelError(f"model: config.json: {name}: false is not supported")
@@ -18,7 +18,7 @@ OPT = layer_norm_family(
     model_types=("opt",),
     field_names={"ffn_dim": "intermediate_size", "activation_function": "hidden_act"},
     defaults={"tie_word_embeddings": True, "rms_norm_eps": 1e-05, "hidden_act": "relu", "enable_bias": True},
-    check=_check,
+    check_config=_check_opt_config,
     bias=default_true_reader("enable_bias"),
     attention={"rope": None},
     decoder={"positions": max_position},

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base import FUSED, LAYER_MODULES, Family, GGUFFormat, WeightNames, field_reader, longrope
+from quire.engine.families.base import (
+    FUSED_MODULES,
+    LAYER_MODULES,
+    DecoderFamily,
+    GGUFFormat,
+    WeightNames,
+    field_reader,
+    longrope_parameters,
+)
 
-PHI3 = Family(
+PHI3 = DecoderFamily(
     model_types=("phi3",),
     defaults={"rms_norm_eps": 1e-05, "original_max_position_embeddings": 4096, "max_position_embeddings": 4096},
-    rotates_part=True,
+    has_partial_rotary=True,
     has_longrope=True,
-    attention={"rope": longrope, "window": field_reader("sliding_window")},
-    weight_names=WeightNames(layer_modules=FUSED),
+    attention={"rope": longrope_parameters, "window": field_reader("sliding_window")},
+    weight_names=WeightNames(layer_modules=FUSED_MODULES),
     gguf=GGUFFormat(
         architectures=("phi3",),
         layer_modules={**LAYER_MODULES, "ffn_up": "mlp.gate_up_proj"},

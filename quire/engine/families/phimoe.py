@@ -16,20 +16,20 @@ from quire.engine.families.base import (
     WeightNames,
     attention_bias_readers,
     flag_reader,
-    longrope,
+    longrope_parameters,
     moe_reader,
-    read_wide_moe_fields,
+    read_mlp_sized_moe_fields,
 )
 from quire.engine.families.phi3 import PHI3
 
 
-def _rope(config: ModelConfig) -> dict[str, Any]:
+def _read_rope(config: ModelConfig) -> dict[str, Any]:
     """What is rotated is multiplied by a number that config.json gives, for short contexts and for long ones."""
     rope = dict(config.rope)
     short, long = (rope.pop(f"{name}_mscale", None) for name in ("short", "long"))
     if short != long:
         raise ModelError(f"model: config.json: rope_scaling: short_mscale {short} and long_mscale {long} must be equal")
-    return longrope(replace(config, rope=rope if short is None else rope | {"attention_factor": short}))
+    return longrope_parameters(replace(config, rope=rope if short is None else rope | {"attention_factor": short}))
 
 
 def _router_jitter(config: ModelConfig) -> float:
@@ -37,7 +37,7 @@ def _router_jitter(config: ModelConfig) -> float:
     return 0.01 if noise is None else noise
 
 
-def _experts(config: ModelConfig, norm: NormSpec) -> MoELayerSpec:
+def _read_experts(config: ModelConfig, norm: NormSpec) -> MoELayerSpec:
     experts = moe_reader({"score_function": "mixer", "jitter": _router_jitter}, **BLOCK_SPARSE_MOE)(config, norm)
     if (count := experts.routing.top_k) != 2:
         raise ModelError(f"model: config.json: num_experts_per_tok: {count}, where a 'phimoe' has 2")
@@ -53,15 +53,15 @@ PHIMOE = PHI3.derive(
         "max_position_embeddings": 131_072,
     },
     missing_defaults={"num_key_value_heads": 8},
-    rotates_part=False,
+    has_partial_rotary=False,
     norm=lambda config: NormSpec(config.norm_eps, is_layer_norm=True, bias=True),
-    attention={"rope": _rope, **attention_bias_readers("attention_bias")},
-    experts=_experts,
+    attention={"rope": _read_rope, **attention_bias_readers("attention_bias")},
+    experts=_read_experts,
     decoder={"head_bias": flag_reader("lm_head_bias")},
     weight_names=WeightNames(),
     gguf=GGUFFormat(
         architectures=("phimoe",),
         layer_modules={**LAYER_MODULES, **MIXTRAL_EXPERT_MODULES},
-        read_fields=read_wide_moe_fields,
+        read_fields=read_mlp_sized_moe_fields,
     ),
 )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base import Family, GGUFFormat, upper_sliding_windows
+from quire.engine.families.base import DecoderFamily, GGUFFormat, upper_sliding_windows
 
-QWEN2 = Family(
+QWEN2 = DecoderFamily(
     model_types=("qwen2",),
     defaults={"max_position_embeddings": 32768},
     missing_defaults={"use_sliding_window": False},

@@ -25,7 +25,7 @@ GATED_SHARED_GGUF_MODULES = {
 }
 
 
-def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _read_qwen2_moe_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
     width = metadata.integer("expert_shared_feed_forward_length")
     return read_moe_fields(metadata) | {"shared_expert_intermediate_size": width}
 
@@ -37,6 +37,6 @@ QWEN2_MOE = QWEN2.derive(
     gguf=GGUFFormat(
         architectures=("qwen2moe",),
         layer_modules=GATED_SHARED_GGUF_MODULES,
-        read_fields=_read_gguf_fields,
+        read_fields=_read_qwen2_moe_gguf_fields,
     ),
 )

@@ -9,17 +9,17 @@ from typing import Any
 from quire.engine.architecture import DeltaNetSpec, NormSpec, SublayerSpec
 from quire.engine.errors import ModelError
 from quire.engine.families.base import (
-    GATED_DELTA_NET,
+    GATED_DELTA_NET_MODULES,
     GATED_SHARED_MOE,
     LAYER_MODULES,
-    Family,
+    DecoderFamily,
     GGUFFormat,
     GGUFMetadata,
     ModelConfig,
     StackedExperts,
     WeightNames,
     attention_bias_readers,
-    complete_layer_types,
+    fill_layer_types,
     hybrid_mixers_reader,
     mrope_axes_reader,
 )
@@ -39,11 +39,11 @@ def delta_net_spec(config: ModelConfig, norm: NormSpec) -> SublayerSpec:
     return DeltaNetSpec(heads, key, value, raw.get("linear_conv_kernel_dim") or 4, norm, key_heads)
 
 
-def _complete(fields: dict[str, Any]) -> None:
+def _fill_qwen3_5_fields(fields: dict[str, Any]) -> None:
     """Where config.json does not list the layers with attention, every full_attention_interval-th has it."""
     every = fields.get("full_attention_interval") or 4
     if isinstance(every, int):
-        complete_layer_types(fields, lambda layer: "linear_attention" if (layer + 1) % every else "full_attention")
+        fill_layer_types(fields, lambda layer: "linear_attention" if (layer + 1) % every else "full_attention")
 
 
 DELTA_NET_GGUF_MODULES = {
@@ -61,7 +61,7 @@ DELTA_NET_GGUF_MODULES = {
 DELTA_NET_GGUF_TENSORS = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
 
 
-def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _read_qwen3_5_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
     heads, inner = metadata.integer("ssm.time_step_rank"), metadata.integer("ssm.inner_size")
     return {
         "full_attention_interval": metadata.integer("full_attention_interval") or 4,
@@ -74,20 +74,20 @@ def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict
     }
 
 
-def read_moe_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
-    return _read_gguf_fields(metadata, fields) | {
+def read_qwen3_5_moe_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+    return _read_qwen3_5_gguf_fields(metadata, fields) | {
         "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
         "shared_expert_intermediate_size": metadata.integer("expert_shared_feed_forward_length"),
         "norm_topk_prob": True,
     }
 
 
-QWEN3_5 = Family(
+QWEN3_5 = DecoderFamily(
     model_types=("qwen3_5_text",),
     defaults={"head_dim": 256, "partial_rotary_factor": 0.25, "max_position_embeddings": 32768},
     missing_defaults={"num_key_value_heads": 4},
-    rotates_part=True,
-    complete=_complete,
+    has_partial_rotary=True,
+    fill_derived_fields=_fill_qwen3_5_fields,
     other_layer_types=("linear_attention",),
     norm=lambda config: NormSpec(config.norm_eps, weight_offset=1.0),
     attention={
@@ -97,13 +97,13 @@ QWEN3_5 = Family(
         **attention_bias_readers("attention_bias"),
     },
     mixers=hybrid_mixers_reader(delta_net_spec),
-    weight_names=WeightNames(layer_modules=GATED_DELTA_NET),
+    weight_names=WeightNames(layer_modules=GATED_DELTA_NET_MODULES),
     gguf=GGUFFormat(
         architectures=("qwen35",),
         layer_modules=DELTA_NET_GGUF_MODULES,
         layer_tensors=DELTA_NET_GGUF_TENSORS,
         tiles_value_heads=True,
-        read_fields=_read_gguf_fields,
+        read_fields=_read_qwen3_5_gguf_fields,
     ),
 )
 QWEN3_5_MOE = QWEN3_5.derive(
@@ -111,12 +111,14 @@ QWEN3_5_MOE = QWEN3_5.derive(
     defaults={**QWEN3_5.defaults, "norm_topk_prob": True, "intermediate_size": 512},
     missing_defaults={"num_key_value_heads": 2},
     experts=GATED_SHARED_MOE,
-    weight_names=WeightNames(layer_modules=GATED_DELTA_NET, stacked_experts=StackedExperts(gate_up_halves=True)),
+    weight_names=WeightNames(
+        layer_modules=GATED_DELTA_NET_MODULES, stacked_experts=StackedExperts(gate_up_halves=True)
+    ),
     gguf=GGUFFormat(
         architectures=("qwen35moe",),
         layer_modules={**GATED_SHARED_GGUF_MODULES, **DELTA_NET_GGUF_MODULES},
         layer_tensors=DELTA_NET_GGUF_TENSORS,
         tiles_value_heads=True,
-        read_fields=read_moe_gguf_fields,
+        read_fields=read_qwen3_5_moe_gguf_fields,
     ),
 )

@@ -17,7 +17,7 @@ from quire.engine.families.base import (
 from quire.engine.families.qwen3 import QWEN3
 
 
-def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _read_qwen3_moe_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"moe_intermediate_size": metadata.integer("expert_feed_forward_length"), "norm_topk_prob": True}
 
 
@@ -28,6 +28,6 @@ QWEN3_MOE = QWEN3.derive(
     gguf=GGUFFormat(
         architectures=("qwen3moe",),
         layer_modules={**LAYER_MODULES, **expert_modules()},
-        read_fields=_read_gguf_fields,
+        read_fields=_read_qwen3_moe_gguf_fields,
     ),
 )

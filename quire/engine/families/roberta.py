@@ -6,15 +6,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quire.engine.architecture import EncoderSpec
-from quire.engine.families.base import EncoderFamily, ModelConfig, make_two_layer_classifier_builder
-from quire.engine.families.bert import build_bert
+from quire.engine.families.base import EncoderFamily, ModelConfig, two_layer_classifier_builder
+from quire.engine.families.bert import build_bert_spec
 
 
-def build_roberta(config: ModelConfig) -> EncoderSpec:
+def build_roberta_spec(config: ModelConfig) -> EncoderSpec:
     padding = config.raw.get("pad_token_id")
     return replace(
-        build_bert(config),
-        classifier=make_two_layer_classifier_builder("classifier.dense", "tanh", "classifier.out_proj"),
+        build_bert_spec(config),
+        classifier=two_layer_classifier_builder("classifier.dense", "tanh", "classifier.out_proj"),
         first_position=1 + (1 if padding is None else padding),
         segments=config.raw.get("type_vocab_size") or 1,
     )
@@ -27,5 +27,5 @@ ROBERTA = EncoderFamily(
         "camembert",
     ),
     defaults={"type_vocab_size": 2, "max_position_embeddings": 512},
-    build=build_roberta,
+    build_spec=build_roberta_spec,
 )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base import Family, GGUFFormat, default_true_reader, mla_mixers_reader
-from quire.engine.families.deepseek_v2 import MLA_GGUF_MODULES, read_mla_fields
+from quire.engine.families.base import DecoderFamily, GGUFFormat, default_true_reader, mla_mixers_reader
+from quire.engine.families.deepseek_v2 import MLA_GGUF_MODULES, read_mla_gguf_fields
 
-YOUTU = Family(
+YOUTU = DecoderFamily(
     model_types=("youtu",),
     defaults={
         "kv_lora_rank": 512,
@@ -22,6 +22,6 @@ YOUTU = Family(
         matches=lambda metadata: not metadata.integer("expert_count"),
         layer_modules=MLA_GGUF_MODULES,
         has_latent_attention=True,
-        read_fields=read_mla_fields,
+        read_fields=read_mla_gguf_fields,
     ),
 )

@@ -11,32 +11,32 @@ from quire.engine.errors import ModelError
 from quire.engine.families.base import (
     MAMBA2_DEFAULTS,
     MAMBA2_PROJECTIONS,
-    Family,
+    DecoderFamily,
     LayerModules,
     ModelConfig,
     WeightNames,
-    complete_hybrid_layer_types,
-    complete_mamba2,
+    fill_hybrid_layer_types,
+    fill_mamba2_head_dim,
     hidden_activation,
     mamba2_spec,
 )
 from quire.kernels.parameters.activation import GELU, Activation
 
-_MAX_USES = 64
+_MAX_SHARED_USES = 64
 """Layers with a shared block: the checkpoint's names of their own linears are listed below."""
-_BLOCK = "shared_transformer"
-_GATE_UP = (f"{_BLOCK}.feed_forward.gate_proj", f"{_BLOCK}.feed_forward.up_proj")
+_SHARED_MODULE = "shared_transformer"
+_SHARED_GATE_UP = (f"{_SHARED_MODULE}.feed_forward.gate_proj", f"{_SHARED_MODULE}.feed_forward.up_proj")
 _GATE_ACTIVATIONS: dict[str, Activation] = {
     each.kind: each for each in (GELU, Activation("gelu_tanh"), Activation("relu"), Activation("relu2"))
 }
 
 
-def _complete(fields: dict[str, Any]) -> None:
+def _fill_zamba2_fields(fields: dict[str, Any]) -> None:
     """What follows from the size of hidden states, of which attention reads twice as much. config.json may have another
     size of attention's heads, which transformers takes."""
     hybrid = [*range(6, 48, 6), 47, 51]
-    complete_hybrid_layer_types(fields, lambda layer: "hybrid" if layer in hybrid else "linear_attention")
-    complete_mamba2(fields)
+    fill_hybrid_layer_types(fields, lambda layer: "hybrid" if layer in hybrid else "linear_attention")
+    fill_mamba2_head_dim(fields)
     heads, hidden, times = (fields.get(name) for name in ("num_attention_heads", "hidden_size", "mamba_expand"))
     if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
         fields["head_dim"] = fields.get("head_dim") or 2 * hidden // heads
@@ -48,24 +48,24 @@ def _complete(fields: dict[str, Any]) -> None:
         fields["max_position_embeddings"] = 16_384
 
 
-def _build(config: ModelConfig) -> DecoderSpec:
+def _build_zamba2_spec(config: ModelConfig) -> DecoderSpec:
     raw, norm = config.raw, NormSpec(config.norm_eps)
     least = raw.get("time_step_min")
     limits = (0.001 if least is None else least, float("inf"))
-    space = mamba2_spec(config, norm, dt_limits=limits, result_eps=1e-5, conv_bias=True)
+    mamba2 = mamba2_spec(config, norm, dt_limits=limits, result_eps=1e-5, conv_bias=True)
     hybrid = [layer for layer, kind in enumerate(raw.get("layer_types") or ()) if kind == "hybrid"]
     if not config.tie_embeddings:
         raise ModelError("model: config.json: tie_word_embeddings: where it is false, transformers shares no blocks")
-    if len(hybrid) > _MAX_USES:
-        raise ModelError(f"model: config.json: {len(hybrid)} layers share blocks, more than {_MAX_USES}")
+    if len(hybrid) > _MAX_SHARED_USES:
+        raise ModelError(f"model: config.json: {len(hybrid)} layers share blocks, more than {_MAX_SHARED_USES}")
     num_blocks = max(int(raw.get("num_mem_blocks") or 1), 1)
     blocks = {
         layer: _shared_transformer_spec(config, weights_layer=hybrid[use % num_blocks], use_index=use)
         for use, layer in enumerate(hybrid)
     }
-    mixer_after_shared = replace(space, joins_input_only=True, parent_module="mamba_decoder")
+    mixer_after_shared = replace(mamba2, joins_input_only=True, parent_module="mamba_decoder")
     layers = tuple(
-        (blocks[each], mixer_after_shared) if each in blocks else (space,) for each in range(config.num_layers)
+        (blocks[each], mixer_after_shared) if each in blocks else (mamba2,) for each in range(config.num_layers)
     )
     spec = DecoderSpec(config.vocab_size, config.hidden_size, layers, norm, tie_embeddings=config.tie_embeddings)
     return replace(spec, reads_embeddings=bool(blocks))
@@ -101,11 +101,11 @@ def _shared_transformer_spec(config: ModelConfig, *, weights_layer: int, use_ind
 
 
 def _adapter_modules() -> LayerModules:
-    adapters = [f"{_BLOCK}.feed_forward.gate_up_proj_adapter_list.{use}.1" for use in range(_MAX_USES)]
+    adapters = [f"{_SHARED_MODULE}.feed_forward.gate_up_proj_adapter_list.{use}.1" for use in range(_MAX_SHARED_USES)]
     return {name: (f"{name}.gate", f"{name}.up") for name in adapters}
 
 
-ZAMBA2 = Family(
+ZAMBA2 = DecoderFamily(
     model_types=("zamba2",),
     field_names={
         "layers_block_type": "layer_types",
@@ -127,16 +127,16 @@ ZAMBA2 = Family(
         "max_position_embeddings": 4096,
         "tie_word_embeddings": True,
     },
-    complete=_complete,
+    fill_derived_fields=_fill_zamba2_fields,
     other_layer_types=("linear_attention", "hybrid"),
-    build=_build,
+    build_base_spec=_build_zamba2_spec,
     weight_names=WeightNames(
         model_modules={"final_layernorm": "norm"},
         layer_modules={
             "mamba.in_proj": MAMBA2_PROJECTIONS,
             "mamba_decoder.mamba.in_proj": tuple(f"mamba_decoder.{name}" for name in MAMBA2_PROJECTIONS),
-            f"{_BLOCK}.pre_ff_layernorm": f"{_BLOCK}.post_attention_layernorm",
-            f"{_BLOCK}.feed_forward.gate_up_proj": _GATE_UP,
+            f"{_SHARED_MODULE}.pre_ff_layernorm": f"{_SHARED_MODULE}.post_attention_layernorm",
+            f"{_SHARED_MODULE}.feed_forward.gate_up_proj": _SHARED_GATE_UP,
             **_adapter_modules(),
         },
     ),

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.engine.errors import ModelError
 from quire.engine.families import find_gguf_families, gguf_architectures
-from quire.engine.families.base.family import Family
+from quire.engine.families.base.family import DecoderFamily
 from quire.engine.families.base.gguf.gguf_format import GGUFFormat, GGUFMetadata
 from quire.engine.folder_reader import open_if_present
 from quire.engine.gguf.header import GGUFHeader, GGUFTensor
@@ -56,7 +56,7 @@ def config_json(header: GGUFHeader) -> dict[str, Any]:
         "dtype": _dtype(header),
         "quantization_config": _quantization_config(header),
         "rope_parameters": _rope_parameters(header, metadata, family),
-        "rotary_dim": metadata.integer("rope.dimension_count") if family.rotates_part else None,
+        "rotary_dim": metadata.integer("rope.dimension_count") if family.has_partial_rotary else None,
     }
     if experts := metadata.integer("expert_count"):
         config |= {"num_local_experts": experts, "num_experts_per_tok": metadata.integer("expert_used_count")}
@@ -66,9 +66,9 @@ def config_json(header: GGUFHeader) -> dict[str, Any]:
     return fields | (_sliding_window_fields(metadata) if gguf.has_optional_window else {})
 
 
-def _find_family(metadata: GGUFMetadata) -> tuple[Family, GGUFFormat]:
+def _find_family(metadata: GGUFMetadata) -> tuple[DecoderFamily, GGUFFormat]:
     """The family that a file is of, and its format. Raises ModelError where there is none."""
-    arch = metadata.arch
+    arch = metadata.architecture
     if not (families := find_gguf_families(arch)):
         known = ", ".join(gguf_architectures())
         problem = f"general.architecture: {arch[:40]!r} is not served; served: {known}"
@@ -77,9 +77,9 @@ def _find_family(metadata: GGUFMetadata) -> tuple[Family, GGUFFormat]:
     family, gguf = next((f, g) for f, g in formats if g.matches is None or g.matches(metadata))
     experts = metadata.integer("expert_count")
     if experts and not (family.has_experts or gguf.has_optional_experts):
-        raise metadata.error("expert_count", f"{experts}, where models of this architecture have none")
+        raise metadata.field_error("expert_count", f"{experts}, where models of this architecture have none")
     if not experts and family.has_experts and not gguf.has_optional_experts:
-        raise metadata.error("expert_count", "missing, where models of this architecture have experts")
+        raise metadata.field_error("expert_count", "missing, where models of this architecture have experts")
     return family, gguf
 
 
@@ -102,13 +102,13 @@ def bytes_by_weight_type(header: GGUFHeader) -> dict[str, int]:
     return dict(sorted(bytes_by_type.items(), key=lambda item: -item[1]))
 
 
-def _check_head_dims(metadata: GGUFMetadata, family: Family, head_dim: int | None) -> None:
+def _check_head_dims(metadata: GGUFMetadata, family: DecoderFamily, head_dim: int | None) -> None:
     """Raise ModelError for what no family here computes: values of another size than keys, positions that are rotated
     into a part of a head."""
-    for key in ("attention.value_length", *(() if family.rotates_part else ("rope.dimension_count",))):
+    for key in ("attention.value_length", *(() if family.has_partial_rotary else ("rope.dimension_count",))):
         size = metadata.integer(key)
         if size is not None and size != head_dim:
-            raise metadata.error(key, f"{size}, where heads have {head_dim}, is not served")
+            raise metadata.field_error(key, f"{size}, where heads have {head_dim}, is not served")
 
 
 def _uniform_integer(metadata: GGUFMetadata, key: str, *, ignore_zeros: bool = False) -> int | None:
@@ -117,7 +117,7 @@ def _uniform_integer(metadata: GGUFMetadata, key: str, *, ignore_zeros: bool = F
         return metadata.integer(key)
     values = set(metadata.integers(key)) - ({0} if ignore_zeros else set())
     if len(values) != 1:
-        raise metadata.error(key, "layers of different sizes are not served")
+        raise metadata.field_error(key, "layers of different sizes are not served")
     return values.pop()
 
 
@@ -162,15 +162,15 @@ def _quantization_config(header: GGUFHeader) -> dict[str, Any] | None:
     return quantization | ({"activations": "float32"} if few else {})
 
 
-def _rope_parameters(header: GGUFHeader, metadata: GGUFMetadata, family: Family) -> dict[str, Any]:
-    kind = header.get_string(f"{metadata.arch}.rope.scaling.type")
+def _rope_parameters(header: GGUFHeader, metadata: GGUFMetadata, family: DecoderFamily) -> dict[str, Any]:
+    kind = header.get_string(f"{metadata.architecture}.rope.scaling.type")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": metadata.float("rope.freq_base") or 10000.0}
     factor = metadata.float("rope.scaling.factor")
     if kind is None:  # old files scale positions without naming a kind
         factor = factor or metadata.float("rope.scale_linear")
         kind = "none" if factor in (None, 1.0) else "linear"
     if kind not in ("none", "linear", "yarn"):
-        raise metadata.error("rope.scaling.type", f"{kind[:40]!r} is not computed (none, linear, yarn)")
+        raise metadata.field_error("rope.scaling.type", f"{kind[:40]!r} is not computed (none, linear, yarn)")
     if kind != "none":
         rope |= {"rope_type": kind, "factor": factor or 1.0}
     if kind == "yarn":
@@ -179,7 +179,7 @@ def _rope_parameters(header: GGUFHeader, metadata: GGUFMetadata, family: Family)
         return _longrope_parameters(header, metadata, rope, long)
     if (factors := header.tensors.get(_ROPE_FACTORS_TENSOR)) is not None:
         if rope["rope_type"] != "default":
-            raise metadata.error("rope.scaling.type", f"{kind!r} beside {_ROPE_FACTORS_TENSOR} is not computed")
+            raise metadata.field_error("rope.scaling.type", f"{kind!r} beside {_ROPE_FACTORS_TENSOR} is not computed")
         rope |= {"rope_type": "factors", "factors": _read_floats(header, _ROPE_FACTORS_TENSOR, factors)}
     return rope
 
@@ -205,7 +205,7 @@ def _yarn_parameters(metadata: GGUFMetadata) -> dict[str, Any]:
     """What rope_parameters say of YaRN beside its factor."""
     for part in ("yarn_ext_factor", "yarn_attn_factor", "attn_factor"):
         if (value := metadata.float(f"rope.scaling.{part}")) not in (None, 1.0):
-            raise metadata.error(f"rope.scaling.{part}", f"{value:g} is not computed (1)")
+            raise metadata.field_error(f"rope.scaling.{part}", f"{value:g} is not computed (1)")
     positions = metadata.integer("rope.scaling.original_context_length") or metadata.integer("context_length")
     betas = {name: metadata.float(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
     betas_in_file = {name: beta for name, beta in betas.items() if beta is not None}
@@ -224,7 +224,7 @@ def _sliding_window_fields(metadata: GGUFMetadata) -> dict[str, Any]:
     """Sliding windows of the families whose files may have none."""
     key, kinds = "attention.sliding_window", ("full_attention", "sliding_attention")
     types: dict[str, Any] = {}
-    if isinstance(slides := metadata.header.metadata.get(f"{metadata.arch}.{key}_pattern"), list):
+    if isinstance(slides := metadata.header.metadata.get(f"{metadata.architecture}.{key}_pattern"), list):
         types["layer_types"] = [kinds[bool(each)] for each in slides]
     return {"sliding_window": metadata.integer(key) or None, **types}
 

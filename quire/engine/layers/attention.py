@@ -14,7 +14,7 @@ from quire.engine.architecture.norm import NormSpec
 from quire.engine.architecture.rope import parse_query_scaling
 from quire.engine.layers.linear import FusedLinear, Projection
 from quire.engine.layers.norm import NormWeights
-from quire.engine.layers.parameters import ParameterTable, make_parameter, make_row_slicer, merge_parameters
+from quire.engine.layers.parameters import ParameterTable, make_loadable_parameter, make_row_slicer, merge_parameters
 from quire.engine.layers.sublayer import (
     BuildContext,
     CacheTensorSpec,
@@ -122,7 +122,7 @@ class Attention(PagedKVSublayer):
                 (self._spec.num_heads,),
                 make_row_slicer(self._build_context.shard.rank_span(self._spec.num_heads)),
             )
-            table[f"{self._prefix}.sinks"] = make_parameter(
+            table[f"{self._prefix}.sinks"] = make_loadable_parameter(
                 self._weights, "sinks", sinks, torch.float32, slice_tensor=cut
             )
         return table

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.engine.architecture.decoder import EMBED_POSITIONS, EMBED_TOKENS, LM_HEAD
-from quire.engine.layers.parameters import LoadableParameter, ParameterTable, make_parameter
+from quire.engine.layers.parameters import LoadableParameter, ParameterTable, make_loadable_parameter
 from quire.engine.layers.sublayer import BuildContext
 from quire.kernels.backend import Linear, LinearContext, QuantizedEmbedding
 
@@ -97,7 +97,9 @@ class PositionEmbedding:
         self._table: dict[str, Tensor] = {}
 
     def parameters(self) -> ParameterTable:
-        return {f"{EMBED_POSITIONS}.weight": make_parameter(self._table, EMBED_POSITIONS, self._shape, self._dtype)}
+        return {
+            f"{EMBED_POSITIONS}.weight": make_loadable_parameter(self._table, EMBED_POSITIONS, self._shape, self._dtype)
+        }
 
     def add_positions(self, x: Tensor, positions: Tensor) -> Tensor:
         """To embeddings [T, hidden], the caller's own."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.engine.architecture.mlp import MLPSpec
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.norm import NormWeights
-from quire.engine.layers.parameters import ParameterTable, identity, make_parameter, merge_parameters
+from quire.engine.layers.parameters import ParameterTable, identity, make_loadable_parameter, merge_parameters
 from quire.engine.layers.sublayer import (
     BuildContext,
     ForwardContext,
@@ -62,7 +62,7 @@ class MLP(Sublayer):
                 ("alpha_n", (1,), F.softplus),
                 ("beta", (), identity),
             ):
-                table[f"{self._prefix}.act_fn.{name}"] = make_parameter(
+                table[f"{self._prefix}.act_fn.{name}"] = make_loadable_parameter(
                     self._activation_weights, name, shape, torch.float32, make
                 )
         return table

@@ -14,7 +14,7 @@ from quire.engine.architecture.moe import LatentMoESpec, MoELayerSpec, SharedExp
 from quire.engine.layers.adapters import AdapterManager
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.norm import NormWeights
-from quire.engine.layers.parameters import ParameterTable, identity, make_parameter, merge_parameters
+from quire.engine.layers.parameters import ParameterTable, identity, make_loadable_parameter, merge_parameters
 from quire.engine.layers.schemes import UnquantizedScheme
 from quire.engine.layers.shard import UNSHARDED, LinearSlice, ModelShard
 from quire.engine.layers.sublayer import BuildContext, ForwardContext, Sublayer, activate_gate_up
@@ -99,7 +99,9 @@ class SparseMoE(Sublayer):
         )
         for name, shape, make in learned:
             if name is not None:
-                table[f"{self._prefix}.{name}"] = make_parameter(self._weights, name, shape, torch.float32, make)
+                table[f"{self._prefix}.{name}"] = make_loadable_parameter(
+                    self._weights, name, shape, torch.float32, make
+                )
         return table
 
     def process_weights_after_loading(self) -> None:

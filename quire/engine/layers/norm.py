@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.engine.architecture.norm import NormSpec
 from quire.engine.layers.linear import FusedLinear
-from quire.engine.layers.parameters import LoadableParameter, ParameterTable, make_parameter
+from quire.engine.layers.parameters import LoadableParameter, ParameterTable, make_loadable_parameter
 from quire.kernels.backend import Operations
 from quire.kernels.quantized_tensors import Activations, choose_rounding_and_needs_unrounded
 
@@ -82,14 +82,14 @@ class NormWeights:
 
     def parameters(self) -> ParameterTable:
         table = {
-            f"{name}.weight": make_parameter(
+            f"{name}.weight": make_loadable_parameter(
                 self._weights, name, (size,), self._dtype, partial(self._prepare_weight_and_zero_bias, name)
             )
             for name, size in self._sizes_by_name.items()
         }
         biases = self._sizes_by_name if self._spec.is_layer_norm and self._spec.bias else {}
         return table | {
-            f"{name}.bias": make_parameter(self._biases, name, (size,), self._dtype, Tensor.float)
+            f"{name}.bias": make_loadable_parameter(self._biases, name, (size,), self._dtype, Tensor.float)
             for name, size in biases.items()
         }
 

@@ -45,7 +45,7 @@ class LoadableParameter:
 ParameterTable = dict[str, LoadableParameter]
 
 
-def make_parameter(
+def make_loadable_parameter(
     weights: Any,
     key: Any,
     shape: tuple[int, ...],

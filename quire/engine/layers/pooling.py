@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.architecture.pooler_head import HeadLayerSpec
-from quire.engine.checkpoint.pooling import Pooling
+from quire.engine.checkpoint.pooling import PoolingConfig
 from quire.engine.core.scheduler_output import ScheduledRequest
 from quire.engine.layers.pooler_head import PoolerHead
 from quire.engine.types import PoolingParams
@@ -43,7 +43,7 @@ class Pooler:
     cut."""
 
     def __init__(
-        self, pooling: Pooling, head: PoolerHeadFunction, num_slots: int, hidden_size: int, device: torch.device
+        self, pooling: PoolingConfig, head: PoolerHeadFunction, num_slots: int, hidden_size: int, device: torch.device
     ) -> None:
         self.pooling = pooling
         self._head = head
@@ -51,30 +51,30 @@ class Pooler:
         """[slots, hidden] of that type: the sum of a prompt's hidden states so far, or the first."""
         self._token_vectors: dict[int, list[Tensor]] = {}
         """By slot: vectors [tokens, size] of a prompt's chunks so far, where each token has one."""
-        if pooling.kind in ("mean", "cls"):
+        if pooling.pooling_type in ("mean", "cls"):
             self._accumulated = torch.zeros((num_slots, hidden_size), dtype=accumulation_dtype(device), device=device)
 
     def pool(self, rows: Sequence[PoolingChunk], hidden: Tensor) -> Tensor:
         """The vectors [R, size] float32 of those rows that end their prompts, or of all tokens of these prompts. hidden
         [T, hidden]: of all of the step's tokens."""
-        if self.pooling.kind == "none":
+        if self.pooling.pooling_type == "none":
             return self._pool_tokens_across_chunks(rows, hidden)
         finished_rows = [each for each in rows if each.is_last_chunk]
-        if self.pooling.kind != "last":
+        if self.pooling.pooling_type != "last":
             self._accumulate(rows, hidden)
         if not finished_rows:
-            return hidden.new_empty((0, self.pooling.size), dtype=torch.float32)
-        if self.pooling.kind == "last":
+            return hidden.new_empty((0, self.pooling.vector_size), dtype=torch.float32)
+        if self.pooling.pooling_type == "last":
             return self._head(hidden[[each.first_row + each.scheduled.num_tokens - 1 for each in finished_rows]])
         pooled = self._accumulated[[each.scheduled.slot for each in finished_rows]]
-        if self.pooling.kind == "mean":
+        if self.pooling.pooling_type == "mean":
             pooled /= torch.tensor(
                 [[each.prompt_len] for each in finished_rows], dtype=pooled.dtype, device=pooled.device
             )
         return self._head(pooled)
 
     def _pool_tokens_across_chunks(self, rows: Sequence[PoolingChunk], hidden: Tensor) -> Tensor:
-        finished_vectors = [hidden.new_empty((0, self.pooling.size), dtype=torch.float32)]
+        finished_vectors = [hidden.new_empty((0, self.pooling.vector_size), dtype=torch.float32)]
         for each in rows:
             if each.scheduled.start == 0:
                 self._token_vectors[each.scheduled.slot] = []
@@ -89,7 +89,7 @@ class Pooler:
         accumulated = self._accumulated
         starting = [each for each in rows if each.scheduled.start == 0]
         slots = [each.scheduled.slot for each in starting]
-        if self.pooling.kind == "cls":
+        if self.pooling.pooling_type == "cls":
             if starting:
                 accumulated[slots] = hidden[[each.first_row for each in starting]].to(accumulated.dtype)
         else:
@@ -104,24 +104,24 @@ class Pooler:
 
 
 def make_pooler_head(
-    pooling: Pooling, backend: Backend, classifier: Callable[[int, int], Sequence[HeadLayerSpec]], hidden: int
+    pooling: PoolingConfig, backend: Backend, classifier: Callable[[int, int], Sequence[HeadLayerSpec]], hidden: int
 ) -> PoolerHead:
     """What follows the pooling: a classifier's linears, or the dense modules of an embedding model."""
     dense = [
         HeadLayerSpec(f"{each.folder}.linear", each.in_features, each.out_features, each.bias, each.activation)
-        for each in pooling.dense
+        for each in pooling.dense_modules
     ]
-    is_classifier = pooling.labels and pooling.score_tokens is None
-    return PoolerHead(classifier(hidden, pooling.size) if is_classifier else dense, backend)
+    is_classifier = pooling.labels and pooling.classifier_tokens is None
+    return PoolerHead(classifier(hidden, pooling.vector_size) if is_classifier else dense, backend)
 
 
 def postprocess_vectors_by_request_id(
-    rows: Sequence[PoolingChunk], vectors: Tensor, pooling: Pooling
+    rows: Sequence[PoolingChunk], vectors: Tensor, pooling: PoolingConfig
 ) -> dict[str, bytes]:
     """By request: the answers of the rows that end, whose vectors float32 `Pooler.pool` made."""
     last_chunks = [each for each in rows if each.is_last_chunk]
     row_vectors = list(vectors.numpy())
-    if pooling.kind == "none":
+    if pooling.pooling_type == "none":
         row_vectors = np.split(vectors.numpy(), np.cumsum([each.prompt_len for each in last_chunks])[:-1])
     return {
         each.scheduled.request_id: postprocess_vector_to_bytes(row_vectors[i], each.params, pooling)
@@ -129,7 +129,7 @@ def postprocess_vectors_by_request_id(
     }
 
 
-def postprocess_vector_to_bytes(vector: np.ndarray, params: PoolingParams, pooling: Pooling) -> bytes:
+def postprocess_vector_to_bytes(vector: np.ndarray, params: PoolingParams, pooling: PoolingConfig) -> bytes:
     """A vector [size] float32, or those of tokens [tokens, size], as it is answered: embeddings cut and scaled to
     length 1, scores as probabilities."""
     wide = vector.astype(np.float64)
@@ -142,7 +142,7 @@ def postprocess_vector_to_bytes(vector: np.ndarray, params: PoolingParams, pooli
     return wide.astype("<f4").tobytes()
 
 
-def _apply_activation(scores: np.ndarray, pooling: Pooling) -> np.ndarray:
+def _apply_activation(scores: np.ndarray, pooling: PoolingConfig) -> np.ndarray:
     if pooling.activation == "sigmoid":
         return 1 / (1 + np.exp(-scores))
     if pooling.activation == "softmax":

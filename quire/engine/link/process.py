@@ -21,7 +21,7 @@ from typing import IO, ClassVar
 import zmq
 
 from quire.engine import clock
-from quire.engine.checkpoint.kv_folder import forget_pages
+from quire.engine.checkpoint.kv_offload_dir import delete_kv_blocks
 from quire.engine.config import EngineConfig
 from quire.engine.errors import EngineError
 from quire.engine.link.engine_messages import (
@@ -315,4 +315,4 @@ def reset_prefix_cache(process: EngineProcess | None, config: EngineConfig) -> N
     if process is not None and process.connected:
         process.send(ResetPrefixCache())
     elif config.kv_offload_dir is not None:
-        forget_pages(config.kv_offload_dir)
+        delete_kv_blocks(config.kv_offload_dir)

@@ -16,9 +16,9 @@ from typing import Annotated, Any, TypedDict
 from msgspec import Meta
 
 from quire.engine.architecture.decoder import EMBED_TOKENS
-from quire.engine.checkpoint.safetensors import TensorHeader, read_file_headers, text_tensor
+from quire.engine.checkpoint.tensor_headers import TensorHeader, read_file_headers, text_tensor_name
 from quire.engine.errors import AdapterError, ModelError
-from quire.engine.families.base.weight_names import LAYER
+from quire.engine.families.base.weight_names import LAYER_MODULE_PATTERN
 from quire.engine.folder_reader import convert_parsed_json, read_json_if_present
 from quire.engine.lora.target_modules import ModuleShapes
 
@@ -184,8 +184,8 @@ def find_base_weights_in_adapter(folder: Path, modules: ModuleShapes) -> dict[st
 def _find_module(name: str, modules: ModuleShapes) -> str | None:
     """The model's module that PEFT calls `name`; None: the model has no such module."""
     plain = name.removeprefix("base_model.").removeprefix("model.")
-    text = text_tensor(plain) or ""
-    inner = LAYER.sub(r"model.layers.\1.\2", text)
+    text = text_tensor_name(plain) or ""
+    inner = LAYER_MODULE_PATTERN.sub(r"model.layers.\1.\2", text)
     return next((each for each in (plain, inner, f"model.{inner}", text) if each in modules), None)
 
 

@@ -13,7 +13,7 @@ import tempfile
 from hashlib import blake2b
 from pathlib import Path
 
-from quire.engine.checkpoint.files import resolve_adapter
+from quire.engine.checkpoint.model_resolver import resolve_adapter
 from quire.engine.errors import AdapterError, ModelError
 from quire.engine.folder_reader import open_if_present
 from quire.engine.lora.adapter_files import CONFIG_FILE, WEIGHTS_FILE, find_base_weights_in_adapter, read_adapter_specs

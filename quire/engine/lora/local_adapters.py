@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.engine.checkpoint.files import stored_at
+from quire.engine.checkpoint.model_resolver import resolve_weights
 from quire.engine.config import EngineConfig
 from quire.engine.errors import AdapterError, InvalidRequest
 from quire.engine.families.base.model_config import ModelConfig
@@ -84,7 +84,7 @@ class LocalAdapters:
     def _add_adapter(self, request: LoRARequest) -> Adapter:
         """Raises AdapterError."""
         root = Path(self._folder.name)
-        store = AdapterStore(root, self._modules, self._max_rank, weights=stored_at(self._config))
+        store = AdapterStore(root, self._modules, self._max_rank, weights=resolve_weights(self._config))
         try:
             adapter = store.add_adapter(request.lora_name, os.fspath(request.lora_path))
         except AdapterError as error:

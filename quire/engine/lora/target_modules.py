@@ -9,8 +9,8 @@ from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.decoder import EMBED_TOKENS, LM_HEAD, DecoderSpec
 from quire.engine.architecture.mlp import MLPSpec
 from quire.engine.architecture.norm import NormSpec
-from quire.engine.checkpoint.config_reader import normalize_fields, weight_names_of
-from quire.engine.checkpoint.family_spec import family_decoder_spec, read_family_spec
+from quire.engine.checkpoint.config_reader import find_weight_names, normalize_config_fields
+from quire.engine.checkpoint.family_spec import build_decoder_spec, read_decoder_spec
 from quire.engine.errors import ConfigError
 from quire.engine.families.base.model_config import ModelConfig
 
@@ -22,11 +22,11 @@ def adaptable_modules(model: ModelConfig) -> ModuleShapes:
     """The embedding, the head, and all linears of the layers except those of experts, with their names in the model's
     checkpoint. Several linears may be one module there. For a model that transformers' class computes, the result is
     empty: only its engine knows the modules."""
-    if model.given is not None:
+    if model.transformers_config is not None:
         return {}
     shapes: dict[str, tuple[int, int]] = {}
     for name, (in_features, out_features) in target_linears(model).items():
-        checkpoint_name = weight_names_of(model.model_type).stored_module(name)
+        checkpoint_name = find_weight_names(model.model_type).module_in_checkpoint(name)
         shapes[checkpoint_name] = (
             in_features,
             out_features + (shapes[checkpoint_name][1] if checkpoint_name in shapes else 0),
@@ -36,18 +36,18 @@ def adaptable_modules(model: ModelConfig) -> ModuleShapes:
 
 def target_linears(model: ModelConfig) -> ModuleShapes:
     """The same with the model's own names."""
-    return family_decoder_spec(model).adaptable_linears()
+    return build_decoder_spec(model).adaptable_linears()
 
 
 def modules_of_config(raw: Mapping[str, Any]) -> ModuleShapes:
     """The same for a config.json alone. The model need not be served: then it is taken for one whose layers are
     attention and a gated MLP. Raises ConfigError if a size is missing, and ModelError."""
-    text = normalize_fields(raw.get("text_config") or raw)
+    text = normalize_config_fields(raw.get("text_config") or raw)
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     sizes = [text.get(name) for name in names]
     if missing := [name for name, size in zip(names, sizes, strict=True) if not isinstance(size, int) or size < 1]:
         raise ConfigError(f"max_loras: config.json does not say {missing[0]}", param="max_loras")
-    if (spec := read_family_spec(raw)) is not None:
+    if (spec := read_decoder_spec(raw)) is not None:
         return spec.adaptable_linears()
     layers, hidden, inner, heads, vocab = (int(size or 0) for size in sizes)
     dim = int(text.get("head_dim") or hidden // heads)

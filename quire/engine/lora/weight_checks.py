@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from quire.engine.architecture.decoder import LM_HEAD
-from quire.engine.checkpoint.safetensors import is_pickled, tensor_places, text_tensor, weight_files
+from quire.engine.checkpoint.tensor_headers import find_weight_files, is_pickled, read_tensor_ranges, text_tensor_name
 from quire.engine.errors import AdapterError
-from quire.engine.families.base.weight_names import LAYER
+from quire.engine.families.base.weight_names import LAYER_MODULE_PATTERN
 
 _EXPONENT_BITS = {
     "F64": ("<u8", 0x7FF0 << 48),
@@ -32,7 +32,7 @@ def check_finite(file: Path) -> None:
     """Raise AdapterError, with the tensor's name, if a tensor of a safetensors file has an infinite number, a NaN, or
     another type than a floating-point one."""
     content = np.memmap(file, dtype=np.uint8, mode="r")
-    for name, (dtype, begin, end) in tensor_places(file).items():
+    for name, (dtype, begin, end) in read_tensor_ranges(file).items():
         if dtype not in _EXPONENT_BITS:
             raise AdapterError(f"{file.name}: {name[:120]}: is stored as {dtype[:20]}, not as floating-point numbers")
         kind, exponent = _EXPONENT_BITS[dtype]
@@ -54,19 +54,19 @@ def check_base_weights(file: Path, names: Mapping[str, str], weights: Path | Non
         location = None if weights is None or not weights.is_dir() else _find_model_weight(weights, module)
         if location is None:
             raise AdapterError(f"{where}: cannot be compared with the model's weights, and others are not served")
-        if not _are_close((file, *tensor_places(file)[tensor_name]), location):
+        if not _are_close((file, *read_tensor_ranges(file)[tensor_name]), location):
             raise AdapterError(f"{where}: differs from the model's weights: merge it into them, it is not served")
 
 
 def _find_model_weight(weights: Path, module: str) -> _TensorLocation | None:
     """A module's weight in the model's files; for a head that has none the embedding's."""
     locations: dict[str, _TensorLocation] = {}
-    for shard in weight_files(weights):
+    for shard in find_weight_files(weights):
         if is_pickled(shard) or not shard.is_file():
             continue
-        for stored, location in tensor_places(shard).items():
-            if stored.endswith(".weight") and (text := text_tensor(stored)) is not None:
-                name = LAYER.sub(r"model.layers.\1.\2", text.removesuffix(".weight"))
+        for stored, location in read_tensor_ranges(shard).items():
+            if stored.endswith(".weight") and (text := text_tensor_name(stored)) is not None:
+                name = LAYER_MODULE_PATTERN.sub(r"model.layers.\1.\2", text.removesuffix(".weight"))
                 locations[name.removeprefix("model.")] = (shard, *location)
     return locations.get(module.removeprefix("model.")) or (
         locations.get("embed_tokens") if module == LM_HEAD else None

@@ -22,7 +22,7 @@ from quire.engine.architecture.decoder import (
     LM_HEAD,
     DecoderSpec,
 )
-from quire.engine.checkpoint.page_groups import PageGroups, one_group
+from quire.engine.checkpoint.kv_cache_groups import KVCacheGroups, single_kv_cache_group
 from quire.engine.layers.builders import build_sublayer
 from quire.engine.layers.embedding import Embedding, PositionEmbedding
 from quire.engine.layers.linear import FusedLinear
@@ -45,8 +45,8 @@ from quire.kernels.streaming.layer_streamer import LayerHooks, LayerStreamer
 from quire.kernels.streaming.weight_offloader import WeightOffloader
 
 KVCache = list[LayerCache]
-"""By place (engine/checkpoint/page_groups.py), as `Decoder.block_tensor_specs` and `Decoder.slot_tensor_specs` asked
-for them."""
+"""By place (engine/checkpoint/kv_cache_groups.py), as `Decoder.block_tensor_specs` and `Decoder.slot_tensor_specs`
+asked for them."""
 _MAX_SINGLE_CALL_TOKENS = 64
 """Steps of up to this many tokens run all recorded layers in one call; longer ones report progress after each layer."""
 
@@ -106,7 +106,7 @@ class Decoder:
         report_progress: Callable[[], None],
         *,
         head: bool = True,
-        groups: PageGroups | None = None,
+        groups: KVCacheGroups | None = None,
         layers: range | None = None,
         offload: tuple[WeightOffloader, QuantizationScheme] | None = None,
     ) -> None:
@@ -124,7 +124,7 @@ class Decoder:
         self.dtype = build_context.dtype
         self.kv_dtype = build_context.kv_dtype
         self.layers = layers = range(spec.num_layers) if layers is None else layers
-        self.groups = one_group(len(layers)) if groups is None else groups
+        self.groups = single_kv_cache_group(len(layers)) if groups is None else groups
         self.is_first_stage, self.is_last_stage = layers.start == 0, layers.stop == spec.num_layers
         self.has_head = head and self.is_last_stage
         self.adapters = build_context.adapters
@@ -227,14 +227,18 @@ class Decoder:
     def block_tensor_specs(self, num_blocks: int) -> list[tuple[CacheTensorSpec, ...]]:
         """By place, the tensors that hold so many pages. Layers of one place, which are of different groups, share
         them."""
-        layers = [self._layers[self.groups.place_of.index(place)] for place in range(self.groups.places)]
+        layers = [
+            self._layers[self.groups.layer_index_in_block.index(place)] for place in range(self.groups.layers_per_block)
+        ]
         return [
             tuple(each for sublayer in layer for each in sublayer.block_tensor_specs(num_blocks)) for layer in layers
         ]
 
     def slot_tensor_specs(self, num_slots: int, num_drafts: int) -> list[tuple[CacheTensorSpec, ...]]:
         """By place, the tensors of so many slots, as Sublayer.slot_tensor_specs says it."""
-        layers = [self._layers[self.groups.place_of.index(place)] for place in range(self.groups.places)]
+        layers = [
+            self._layers[self.groups.layer_index_in_block.index(place)] for place in range(self.groups.layers_per_block)
+        ]
         return [
             tuple(each for sublayer in layer for each in sublayer.slot_tensor_specs(num_slots, num_drafts))
             for layer in layers
@@ -273,13 +277,13 @@ class Decoder:
     @property
     def block_bytes_formula(self) -> str:
         """The bytes of a page of every group, as a product."""
-        return self.total_block_bytes_formula(self.groups.places)
+        return self.total_block_bytes_formula(self.groups.layers_per_block)
 
     def total_block_bytes_formula(self, places: int) -> str:
         """The same where a page has so many places for layers, in all processes together."""
-        slots = places * self.groups.count
+        slots = places * self.groups.num_groups
         unused = f" ({slots - self.spec.num_layers} of them unused)" if slots > self.spec.num_layers else ""
-        layers = self.layers_of_all_stages if self.groups.count == 1 else self._layers
+        layers = self.layers_of_all_stages if self.groups.num_groups == 1 else self._layers
         kinds = Counter(each.block_bytes_formula for layer in layers for each in layer if each.block_tensor_specs(1))
         is_uniform = len(kinds) == 1 and all(any(each.block_tensor_specs(1) for each in layer) for layer in layers)
         counts = [slots] if is_uniform else kinds.values()
@@ -403,9 +407,9 @@ class Decoder:
         residual: Tensor | None,
         metadata: AttentionMetadata,
     ) -> tuple[Tensor, Tensor]:
-        cache = kv_cache[self.groups.place_of[index]]
+        cache = kv_cache[self.groups.layer_index_in_block[index]]
         step = ForwardContext(
-            metadata.group_metadata(self.groups.group_of[index]), cache, rows, metadata.per_layer_inputs
+            metadata.group_metadata(self.groups.group_of_layer[index]), cache, rows, metadata.per_layer_inputs
         )
         for sublayer, cache_indices, is_last_stateful in self._bound_sublayers[index]:
             sublayer_step = replace(
@@ -423,7 +427,7 @@ class Decoder:
         """Its layers as one call on these pages, where the backend can."""
         if self._recorded_layers[0] is not kv_cache:
             layers = [partial(self._run_layer, index, kv_cache, None) for index in range(len(self.layers))]
-            hidden, groups = self.spec.hidden_size, self.groups.count
+            hidden, groups = self.spec.hidden_size, self.groups.num_groups
             recorded = self._backend.record_layers(
                 layers, hidden, self.dtype, starts=self.is_first_stage, groups=groups
             )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from quire.engine.checkpoint.kv_folder import forget_pages
+from quire.engine.checkpoint.kv_offload_dir import delete_kv_blocks
 from quire.engine.config import EngineConfig, capacity_settings_from_info
 from quire.engine.core.stats import EngineStats, EngineView
 from quire.engine.errors import ConfigError, EngineError, QuireError
@@ -160,7 +160,7 @@ class InProcessLink(EngineLink):
         if self._engine is not None:
             self._engine.reset_prefix_cache()
         elif self._config.kv_offload_dir is not None:
-            forget_pages(self._config.kv_offload_dir)
+            delete_kv_blocks(self._config.kv_offload_dir)
 
     @property
     def responsive(self) -> bool:

@@ -335,7 +335,7 @@ class LLM(LLMBase):
                 self.tokenizer, self._input_processor.pooling, pairs, instruction, limit
             )
             return self._pool_prompts([EncodedPrompt(None, ids) for ids in prompts], params, use_tqdm, lora_request)
-        if self._input_processor.pooling.kind == "none":
+        if self._input_processor.pooling.pooling_type == "none":
             raise InvalidRequest("score needs one vector of each text, not of each token (pooling_type)", param="model")
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
         vectors = self.embed(texts, truncate_prompt_tokens=limit, use_tqdm=use_tqdm, lora_request=lora_request)

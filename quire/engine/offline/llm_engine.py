@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Literal
 
-from quire.engine.checkpoint.kv_plan import GIB
+from quire.engine.checkpoint.kv_cache_plan import GIB
 from quire.engine.errors import InvalidRequest
 from quire.engine.lora.local_adapters import LoRARequest, resolve_lora_requests
 from quire.engine.offline.offline_model import EncodedPrompt, Prompt, check_request_id_unused

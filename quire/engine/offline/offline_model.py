@@ -10,9 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypedDict
 
 from quire.engine import types
-from quire.engine.checkpoint.files import resolve_model
-from quire.engine.checkpoint.overrides import model_path, read_configured, sampling_defaults
-from quire.engine.checkpoint.pooling import read_tasks
+from quire.engine.checkpoint.model_resolver import resolve_model
+from quire.engine.checkpoint.overrides import load_model_config, read_sampling_defaults, resolve_model_with_overrides
+from quire.engine.checkpoint.pooling import read_pooling_and_tasks
 from quire.engine.config import EngineConfig
 from quire.engine.errors import EngineError, InvalidRequest, check_task
 from quire.engine.images.multimodal_prompt import RequestImage, make_multimodal_prompt_builder
@@ -76,12 +76,12 @@ class OfflineModel:
     """Reads the model's files beside the engine. Raises ModelError for what is wrong with them."""
 
     def __init__(self, config: EngineConfig) -> None:
-        path = model_path(config)
-        model_config = read_configured(config, path)
+        path = resolve_model_with_overrides(config)
+        model_config = load_model_config(config, path)
         folder = resolve_model(config.tokenizer, config.revision) if config.tokenizer else path
         self.name = config.model
         self.vocab_size = model_config.vocab_size
-        self.pooling, _ = read_tasks(path, model_config, config)
+        self.pooling, _ = read_pooling_and_tasks(path, model_config, config)
         skip = config.skip_tokenizer_init
         eos_token_ids = model_config.eos_token_ids
         self.tokenizer = load_tokenizer(folder, config.chat_template, self.vocab_size, eos_token_ids, skip=skip)
@@ -92,7 +92,7 @@ class OfflineModel:
         )
         self.adapters = LocalAdapters(config, model_config) if config.enable_lora else None
         self.multimodal_prompt_builder = make_multimodal_prompt_builder(path, self.tokenizer)
-        self._default_sampling = sampling_defaults(config)
+        self._default_sampling = read_sampling_defaults(config)
 
     def pass_engine_info_to_adapters(self, info: types.EngineInfo) -> None:
         """What the engine says of the model, once it is ready."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.engine import random_source
-from quire.engine.checkpoint.pooling import Pooling
+from quire.engine.checkpoint.pooling import PoolingConfig
 from quire.engine.errors import EngineError, InvalidRequest, check_task
 from quire.engine.link.client import EngineClient
 from quire.engine.text.pooling_inputs import encode_pairs_with_second_start, encode_reranker_prompts
@@ -48,24 +48,24 @@ class PoolingRequestOutput:
     finished: bool = True
 
 
-def check_pooling_params(params: Sequence[PoolingParams], info: EngineInfo, pooling: Pooling) -> None:
+def check_pooling_params(params: Sequence[PoolingParams], info: EngineInfo, pooling: PoolingConfig) -> None:
     """Raises InvalidRequest for what the model does not make."""
     for one in params:
         check_task(one.task, info.tasks)
-        if one.dimensions is not None and one.dimensions > pooling.size:
-            message = f"dimensions must be at most the model's {pooling.size}, got {one.dimensions}"
+        if one.dimensions is not None and one.dimensions > pooling.vector_size:
+            message = f"dimensions must be at most the model's {pooling.vector_size}, got {one.dimensions}"
             raise InvalidRequest(message, param="dimensions")
 
 
 def encode_pairs_with_pooling_params(
     tokenizer: Tokenizer,
-    pooling: Pooling,
+    pooling: PoolingConfig,
     pairs: Sequence[tuple[str, str]],
     instruction: str | None,
     limit: int | None,
 ) -> tuple[list[list[int]], list[PoolingParams]]:
     """Prompts whose one label is the score of a pair, at most `limit` tokens each. Raises InvalidRequest."""
-    if pooling.score_tokens is not None:
+    if pooling.classifier_tokens is not None:
         prompts = encode_reranker_prompts(tokenizer, pairs, instruction, limit)
         return prompts, [PoolingParams(task="classify")] * len(prompts)
     if len(pooling.labels) != 1:
@@ -86,7 +86,7 @@ async def pool_prompts(
     params: Sequence[PoolingParams],
     adapters: Sequence[Adapter | None],
     done: Callable[[], None],
-    pooling: Pooling,
+    pooling: PoolingConfig,
 ) -> list[PoolingRequestOutput]:
     """The vectors of prompts, each a text or None and its token ids; `done` is called after each. Raises EngineError
     when the engine failed one of them."""
@@ -107,7 +107,7 @@ async def pool_prompts(
                     raise EngineError(output.error or "the request was ended")
                 data = np.frombuffer(output.vector, dtype="<f4")
                 tokens = len(prompts_by_id[output.id][1])
-                vector = PoolingOutput(data.reshape(tokens, -1) if pooling.kind == "none" else data)
+                vector = PoolingOutput(data.reshape(tokens, -1) if pooling.pooling_type == "none" else data)
                 outputs_by_id[output.id] = PoolingRequestOutput(*prompts_by_id[output.id], vector, output.cached_tokens)
                 done()
     finally:

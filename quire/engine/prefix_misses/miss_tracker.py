@@ -157,7 +157,7 @@ class PrefixMissTracker:
         namespace = CacheNamespace(request.cache_salt, adapter, weights)
         tree, tokens = self._get_or_make_tenant_tree(request), _encode_tokens(request)
         prefix_match = tree.match_prefix(tokens, namespace)
-        comparison = _PromptComparison(
+        comparison = _PrefixMissAnalysis(
             prefix_match, tokens, namespace, min(num_cached, len(request.prompt_ids)), self._engines, engine
         )
         missed, own_load = comparison.count_lost_tokens_by_reason(tree.total_load)
@@ -225,7 +225,7 @@ class PrefixMissTracker:
 
 
 @dataclass(slots=True)
-class _PromptComparison:
+class _PrefixMissAnalysis:
     """Compares one prompt with what is known about its beginning."""
 
     prefix_match: PrefixMatch

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from quire.engine import VERSION
-from quire.engine.checkpoint.overrides import model_path
+from quire.engine.checkpoint.overrides import resolve_model_with_overrides
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ModelError
 from quire.engine.gguf.model_files import ModelFiles
@@ -110,7 +110,7 @@ def _weight_files_or_none(config: EngineConfig) -> WeightFiles | None:
 
 def hash_all_but_weights(config: EngineConfig, tokenizer: Tokenizer) -> tuple[str, str, str, str]:
     """Of config.json, the tokenizer, its chat templates, and the code of kernels, layers and models."""
-    model = ModelFiles(model_path(config)).read_json_file("config.json")
+    model = ModelFiles(resolve_model_with_overrides(config)).read_json_file("config.json")
     tokenizer_text = f"{tokenizer.backend.to_str()}{tokenizer.eos_token_ids}"
     return _hash_json(model), _hash_json(tokenizer_text), _hash_json(tokenizer.chat_templates), code_hash().hex()
 

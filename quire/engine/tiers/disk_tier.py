@@ -16,7 +16,14 @@ from pathlib import Path
 from threading import Lock
 
 from quire.engine import random_source
-from quire.engine.checkpoint.kv_folder import GONE, NEW, ROOT, forget_pages, make, open_root
+from quire.engine.checkpoint.kv_offload_dir import (
+    DELETED_PREFIX,
+    KV_DIR_NAME,
+    PARTIAL_PREFIX,
+    delete_kv_blocks,
+    make_private_dir,
+    open_kv_dir,
+)
 from quire.engine.tiers.tier import BlockContent
 
 log = logging.getLogger("quire.tiers")
@@ -29,7 +36,7 @@ class DiskTier:
 
     def __init__(self, folder: str, max_bytes: int, identity: bytes) -> None:
         """Raises ConfigError for a folder that is not ours alone, or that cannot be written."""
-        self._root = open_root(folder)
+        self._root = open_kv_dir(folder)
         self._identity_folder = identity.hex()
         self._max_bytes = max_bytes
         self._files: OrderedDict[str, int] = OrderedDict()
@@ -38,7 +45,7 @@ class DiskTier:
         self._lock = Lock()
         self._write_failed = False
         """Whether the last write found no room on the disk."""
-        make(self._root / self._identity_folder)
+        make_private_dir(self._root / self._identity_folder)
         for path, size in _scan_and_clean_folder(self._root):
             self._files[path] = size
             self._bytes += size
@@ -75,10 +82,10 @@ class DiskTier:
         with self._lock:
             if name in self._files or len(page) > self._max_bytes:
                 return
-        temporary = self._root / self._identity_folder / f"{NEW}{os.getpid()}-{random_source.token_hex(4)}"
+        temporary = self._root / self._identity_folder / f"{PARTIAL_PREFIX}{os.getpid()}-{random_source.token_hex(4)}"
         try:
-            make(self._root)  # somebody may have had all pages forgotten
-            make(temporary.parent)
+            make_private_dir(self._root)  # somebody may have had all pages forgotten
+            make_private_dir(temporary.parent)
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             with open(descriptor, "wb") as file:
                 file.write(page)
@@ -100,9 +107,9 @@ class DiskTier:
             with self._lock:
                 self._files.clear()
                 self._bytes = 0
-            forget_pages(self._root.parent)
-            make(self._root)
-            make(self._root / self._identity_folder)
+            delete_kv_blocks(self._root.parent)
+            make_private_dir(self._root)
+            make_private_dir(self._root / self._identity_folder)
         else:
             self._remove_file(self._block_path(digest))
 
@@ -129,15 +136,15 @@ class DiskTier:
 def _scan_and_clean_folder(root: Path) -> list[tuple[str, int]]:
     """The files of all identities by path below the root, with their bytes, the least recently used first. What a
     killed process left unfinished is removed."""
-    for leftover in root.parent.glob(f"{GONE}{ROOT}-*"):
+    for leftover in root.parent.glob(f"{DELETED_PREFIX}{KV_DIR_NAME}-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     files = []
     for folder in os.scandir(root):
         if not folder.is_dir(follow_symlinks=False):
             continue
         for file in os.scandir(folder):
-            if file.name.startswith(NEW):
-                if not _is_process_alive(file.name.removeprefix(NEW).split("-")[0]):
+            if file.name.startswith(PARTIAL_PREFIX):
+                if not _is_process_alive(file.name.removeprefix(PARTIAL_PREFIX).split("-")[0]):
                     Path(file.path).unlink(missing_ok=True)
             elif file.is_file(follow_symlinks=False):
                 status = file.stat(follow_symlinks=False)

@@ -14,8 +14,8 @@ from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 
-from quire.engine.checkpoint.files import stored_at
-from quire.engine.checkpoint.safetensors import weight_files
+from quire.engine.checkpoint.model_resolver import resolve_weights
+from quire.engine.checkpoint.tensor_headers import find_weight_files
 from quire.engine.config import EngineConfig
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.gguf.model_files import GGUF_SUFFIX, model_stem
@@ -86,7 +86,7 @@ class WeightFiles:
     def __init__(self, config: EngineConfig) -> None:
         self._is_dummy = config.load_format == "dummy"
         self._seed = config.seed
-        self._stamps = [] if self._is_dummy else _file_stamps(stored_at(config))
+        self._stamps = [] if self._is_dummy else _file_stamps(resolve_weights(config))
 
     def sample_digest(self) -> bytes | None:
         """Of their sizes and of pieces spread over them: milliseconds for any size. Another training changes some of
@@ -130,7 +130,7 @@ class WeightFiles:
 def _file_stamps(path: Path) -> list[FileStamp]:
     """Of the files at `path`: a folder's safetensors files, or a GGUF file with its other parts."""
     if path.is_dir():
-        return [_file_stamp(file) for file in weight_files(path)]
+        return [_file_stamp(file) for file in find_weight_files(path)]
     parts = [
         file for file in path.parent.iterdir() if file.suffix == GGUF_SUFFIX and model_stem(file) == model_stem(path)
     ]

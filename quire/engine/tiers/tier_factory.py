@@ -6,8 +6,8 @@ from collections.abc import Callable
 from importlib import import_module
 
 from quire.engine import clock
-from quire.engine.checkpoint.kv_folder import open_root
-from quire.engine.checkpoint.kv_plan import GIB
+from quire.engine.checkpoint.kv_cache_plan import GIB
+from quire.engine.checkpoint.kv_offload_dir import open_kv_dir
 from quire.engine.config import EngineConfig
 from quire.engine.core.executor import BlockMover
 from quire.engine.core.kv_offload import KVOffloader, NullKVOffloader
@@ -76,7 +76,7 @@ def make_kv_offloader(
         sizes[host.name] = lambda: host.num_blocks_and_bytes
         costs.record_load(host.name, _NUM_TRIAL_COPIES, _measure_copy_seconds(mover))
     if config.kv_offload_dir is not None or config.kv_offload_tier is not None:
-        kv_folder = None if config.kv_offload_dir is None else open_root(config.kv_offload_dir)
+        kv_folder = None if config.kv_offload_dir is None else open_kv_dir(config.kv_offload_dir)
         weights = None if weight_files is None else weight_files.content_hash(kv_folder)
         if weights is None:
             why = "are in no file" if weight_files is None else "changed on the disk while they were loaded"

@@ -13,19 +13,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire.engine.checkpoint.kv_plan import (
-    CPU_KV_BYTES,
+from quire.engine.checkpoint.kv_cache_groups import max_draft_tokens_per_step
+from quire.engine.checkpoint.kv_cache_plan import (
     GIB,
+    MAX_DEFAULT_CPU_KV_BYTES,
     available_host_bytes,
     check_kv_memory,
+    cuda_graph_bytes,
     device_kv_budget,
-    graph_calls,
-    graph_tokens,
-    graphs_bytes,
     host_kv_budget,
-    host_memory_bytes,
+    max_mixed_graph_tokens,
+    num_nccl_calls,
+    total_host_bytes,
 )
-from quire.engine.checkpoint.page_groups import most_drafts
 from quire.engine.config import EngineConfig
 from quire.engine.core.scheduler_output import BlockCopy, SlotCopy
 from quire.engine.errors import ConfigError, QuireError
@@ -54,7 +54,7 @@ def check_kv_cache_fits_device(config: EngineConfig, device: torch.device) -> No
     """Raise ConfigError for a KV cache of more memory than the devices have."""
     kv_gib = config.kv_cache_memory
     if device.type == "cpu":
-        check_kv_memory(kv_gib and kv_gib * config.data_parallel_size, host_memory_bytes(), "this machine")
+        check_kv_memory(kv_gib and kv_gib * config.data_parallel_size, total_host_bytes(), "this machine")
     elif device.type == "cuda" and kv_gib is not None:
         gpus = config.tensor_parallel_size
         where = "the GPU" if gpus == 1 else f"the {gpus} GPUs"
@@ -99,7 +99,7 @@ def max_kv_tokens(config: EngineConfig, token_bytes: int, device: torch.device, 
     if config.kv_cache_memory is not None:
         budget = int(config.kv_cache_memory * GIB)
     else:
-        budget = CPU_KV_BYTES if device.type != "cuda" else torch.cuda.mem_get_info(device)[1]
+        budget = MAX_DEFAULT_CPU_KV_BYTES if device.type != "cuda" else torch.cuda.mem_get_info(device)[1]
     budget *= config.tensor_parallel_size if device.type == "cuda" else config.nnodes  # each has some of the heads
     return max(budget // token_bytes, block_size)
 
@@ -147,13 +147,13 @@ def measure_step_bytes(model: Decoder, backend: Backend, config: EngineConfig) -
     device, length = model.device, min(config.max_step_tokens, model.max_model_len)
     seqs = -(-config.max_step_tokens // length)
     own = model.shard.context_shard(backend.block_size)
-    metadata = prefill_metadata(seqs, length, backend.block_size, device, model.groups.count, own)
+    metadata = prefill_metadata(seqs, length, backend.block_size, device, model.groups.num_groups, own)
     if model.adapters is not None:
         linear = LinearContext.from_adapter_slots(torch.ones_like(metadata.positions))
         others = tuple(replace(each, linear_context=linear) for each in metadata.other_groups)
         metadata = replace(metadata, linear_context=linear, other_groups=others)
     kv_cache = _allocate_dummy_kv_cache(
-        model, metadata.block_table.numel() * model.groups.count + (own.world_size > 1), seqs
+        model, metadata.block_table.numel() * model.groups.num_groups + (own.world_size > 1), seqs
     )
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -174,10 +174,14 @@ def measure_step_bytes(model: Decoder, backend: Backend, config: EngineConfig) -
     torch.cuda.empty_cache()
     if config.enforce_eager:
         return peak_bytes
-    max_graph_tokens = graph_tokens(length, config.max_num_seqs) if backend.cuda_graph_support == "steps" else None
+    max_graph_tokens = (
+        max_mixed_graph_tokens(length, config.max_num_seqs) if backend.cuda_graph_support == "steps" else None
+    )
     ranks = config.tensor_parallel_size
-    calls = graph_calls(model.spec.num_layers, ranks, divides_tokens=config.uses_context_parallel)
-    return peak_bytes + graphs_bytes(peak_bytes, len(ids), max_graph_tokens, calls, drafts=config.has_draft_weights)
+    calls = num_nccl_calls(model.spec.num_layers, ranks, context_parallel=config.uses_context_parallel)
+    return peak_bytes + cuda_graph_bytes(
+        peak_bytes, len(ids), max_graph_tokens, calls, has_drafter=config.has_draft_weights
+    )
 
 
 def prefill_metadata(
@@ -229,14 +233,14 @@ class KVModule(Protocol):
 
 
 def block_bytes(model: KVModule) -> int:
-    """Of one page of one group of layers (engine/checkpoint/page_groups.py)."""
+    """Of one page of one group of layers (engine/checkpoint/kv_cache_groups.py)."""
     return sum(tensor.total_bytes for layer in model.block_tensor_specs(1) for tensor in layer)
 
 
 def block_bytes_of_all_groups(model: Decoder, places: int) -> int:
     """Of a page of every group, which has so many places for layers in all stages of a pipeline together."""
-    if model.groups.count > 1:
-        return block_bytes(model) * places // model.groups.places * model.groups.count
+    if model.groups.num_groups > 1:
+        return block_bytes(model) * places // model.groups.layers_per_block * model.groups.num_groups
     return model.all_stages_block_bytes
 
 
@@ -270,7 +274,7 @@ def allocate_slot_states(model: Decoder, slots: int, drafts: int) -> list[LayerC
 
 def slot_state_bytes(model: Decoder, config: EngineConfig) -> int:
     """Of a slot of these, as a configuration asks for it, in all stages of a pipeline together."""
-    return model.total_slot_bytes(1, most_drafts(config))
+    return model.total_slot_bytes(1, max_draft_tokens_per_step(config))
 
 
 def copy_slot_states(states: Sequence[LayerCache], copy: SlotCopy) -> None:

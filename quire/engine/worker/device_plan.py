@@ -16,7 +16,7 @@ import torch
 from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.decoder import DecoderSpec
 from quire.engine.architecture.moe import MoELayerSpec
-from quire.engine.checkpoint.config_reader import wide_activations
+from quire.engine.checkpoint.config_reader import uses_float32_activations
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, refuse_setting_if
 from quire.engine.families.base.model_config import ModelConfig
@@ -198,7 +198,7 @@ def choose_dtypes(config: EngineConfig, model: ModelConfig, device: torch.device
     if kv_dtype == torch.bfloat16 != dtype:
         if device.type != "cpu":
             wrong = f"on {device.type} keys and values have the model's type, or 8 bits: --dtype bfloat16"
-        elif model.given is not None:
+        elif model.transformers_config is not None:
             wrong = "with transformers' class (see --model-impl) they have the model's type: --dtype bfloat16"
     if wrong is not None:
         raise ConfigError(f"kv_cache_dtype: {wrong}", param="kv_cache_dtype")
@@ -230,7 +230,9 @@ def _prefers_float32_activations(config: EngineConfig, model: ModelConfig, devic
     """Whether the weights have few bits and our kernels take them so: these kernels round activations of any type, and
     bfloat16 in the residual stream would be most of what rounding changes. It costs a twentieth to a tenth of the
     time."""
-    if config.dtype != "auto" or not wide_activations(model.raw):  # so that most starts need not load the kernels here
+    if config.dtype != "auto" or not uses_float32_activations(
+        model.raw
+    ):  # so that most starts need not load the kernels here
         return False
     return device.type == "cpu" and config.attention_backend in ("auto", "cpu") and CpuBackend().missing_reason is None
 
@@ -295,7 +297,7 @@ def choose_device_plan(config: EngineConfig, model_config: ModelConfig, *, backe
     check_non_cuda_accelerator_settings(config, device)
     types = choose_dtypes(config, model_config, device)
     dtype, kv_dtype = types.compute_dtype, types.kv_dtype
-    spec = apply_expert_parallel(config, decoder_spec(replace(model_config, context=config.max_model_len)))
+    spec = apply_expert_parallel(config, decoder_spec(replace(model_config, max_model_len=config.max_model_len)))
     check_device_supports_attention(device, model_config, spec)
     backend, why = choose_backend(config, device, (dtype, kv_dtype), spec, backend_tried=backend_tried)
     text_backend = context_parallel_backend(config, device, spec, backend) if config.uses_context_parallel else backend

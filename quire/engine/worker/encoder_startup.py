@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from quire.engine.checkpoint.family_spec import family_encoder_spec
-from quire.engine.checkpoint.files import stored_at
-from quire.engine.checkpoint.pooling import read_tasks
+from quire.engine.checkpoint.family_spec import build_encoder_spec
+from quire.engine.checkpoint.model_resolver import resolve_weights
+from quire.engine.checkpoint.pooling import read_pooling_and_tasks
 from quire.engine.config import EngineConfig
 from quire.engine.encoders.encoder import Encoder
 from quire.engine.encoders.encoder_runner import EncoderRunner
@@ -53,12 +53,12 @@ def start_encoder(
     fault. `progress` is called after every layer."""
     device = _set_threads_and_choose_device(config)
     dtype, changed = choose_compute_dtype_and_note(config, model_config, device)
-    stored = stored_at(config)
+    stored = resolve_weights(config)
     check_weights_fit(config, device, dtype, None if tensors is not None else stored, model_config.num_layers)
-    pooling, tasks = read_tasks(path, model_config, config)
+    pooling, tasks = read_pooling_and_tasks(path, model_config, config)
     check_encoder_config(config)
-    spec = family_encoder_spec(model_config)
-    length = encoder_context_length(config, model_config, spec.max_prompt_len, pooling.max_length)
+    spec = build_encoder_spec(model_config)
+    length = encoder_context_length(config, model_config, spec.max_prompt_len, pooling.max_seq_length)
     backend, why = choose_encoder_backend(config, device, dtype, spec.head_dim)
     deterministic = determine_batch_invariance(config, backend, device, dtype)
     with explain_weights_out_of_memory():
@@ -68,9 +68,9 @@ def start_encoder(
         )
         head = make_encoder_pooler_head(spec, pooling, backend)
         table = model.parameters() | head.parameters()
-        checkpoint = ExpectedWeights(table, tuple(each.folder for each in pooling.dense), spec.unused_prefixes)
+        checkpoint = ExpectedWeights(table, tuple(each.folder for each in pooling.dense_modules), spec.unused_prefixes)
         stream = checkpoint_stream(stored) if tensors is None else iter(tensors)
-        images = load_vector_tower(config, path, pooling.size, backend, dtype, device, progress)
+        images = load_vector_tower(config, path, pooling.vector_size, backend, dtype, device, progress)
         weight_bytes = images.weight_bytes + fill_weights(
             checkpoint, config, device, stream, None if tensors is not None else stored
         )

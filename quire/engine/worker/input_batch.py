@@ -206,7 +206,9 @@ class InputBatch:
         """[rows] bool: whether it is known what the matrices in these slots have seen, here and on the device."""
         return self._state_lengths[slots] >= 0
 
-    def set_lengths_and_get_previous(self, slots: np.ndarray, starts: np.ndarray, num_known: np.ndarray) -> np.ndarray:
+    def set_state_lengths_and_get_previous(
+        self, slots: np.ndarray, starts: np.ndarray, num_known: np.ndarray
+    ) -> np.ndarray:
         """How many tokens the matrices in these slots have seen; they will have seen the `num_known` ones."""
         num_seen = self._state_lengths[slots]
         self._state_lengths[slots] = num_known
@@ -349,7 +351,7 @@ class InputBatch:
         longest, slot_mapping = int(contexts.max()), self._slot_mapping(token_slots, positions)
         tables = self._block_table_with_group_axis[slots, : -(-longest // self.block_size)]
         cumulative_starts = _starts_from_cumulative_ends(ends, contexts.cumsum())
-        state_lengths = self._record_and_get_state_lengths(slots, starts, contexts, drafts)
+        state_lengths = self._advance_state_and_verified_lengths(slots, starts, contexts, drafts)
         division = PrefillDecodeSplit.from_lengths(counts, contexts, cumulative_starts[1])
         divided = () if division is None else (division.query_start, division.key_start)
         query_start, context_lens, key_start, at, device_token_slots, device_sampled, state_slots, *others = (
@@ -409,14 +411,14 @@ class InputBatch:
             slot_mapping[(offsets < own_range.start) | (offsets >= own_range.stop)] = self.context_shard.remote_slot
         return slot_mapping
 
-    def _record_and_get_state_lengths(
+    def _advance_state_and_verified_lengths(
         self, slots: np.ndarray, starts: np.ndarray, contexts: np.ndarray, drafts: np.ndarray | None
     ) -> tuple[np.ndarray, ...]:
         """What Guesses says; () where no sequence has guesses, or had some last."""
         if not self._has_draft_states:
             return ()
         known = contexts if drafts is None else contexts - drafts
-        seen = self.set_lengths_and_get_previous(slots, starts, known)
+        seen = self.set_state_lengths_and_get_previous(slots, starts, known)
         if (seen == starts).all() and (known == contexts).all():
             return ()
         return seen.astype(np.int32), known.astype(np.int32)

@@ -145,7 +145,7 @@ class ModelRunner:
         """Take in what a batch says, and make its tensors."""
         self._update_slots(scheduler_output)
         if self._encoder_cache is not None:
-            self._encoder_cache.encode_scheduled_chunks(scheduler_output, self._get_new_request)
+            self._encoder_cache.run_scheduled_encoder_chunks(scheduler_output, self._get_new_request)
         scheduler_output = scheduler_output.without_encoder_only
         sample_targets = self._input_batch.make_sample_targets(scheduler_output)
         if not scheduler_output.scheduled_requests:

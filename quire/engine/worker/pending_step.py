@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import islice
 
-from quire.engine.checkpoint.pooling import Pooling
+from quire.engine.checkpoint.pooling import PoolingConfig
 from quire.engine.core.scheduler_output import ModelRunnerOutput, RequestFailure, ScheduledRequest, SchedulerOutput
 from quire.engine.layers.pooling import PoolingChunk, postprocess_vectors_by_request_id
 from quire.engine.models.decoder import MediaEmbeddings
@@ -66,7 +66,7 @@ class PendingStep:
     logprob_indices: list[int]
     prompt_chunks: list[PromptLogprobTargets]
     pooled_rows: list[PoolingChunk]
-    pooling: Pooling | None
+    pooling: PoolingConfig | None
     download: HostDownload
     grammars: SlotGrammars
     used_cuda_graph: bool = False

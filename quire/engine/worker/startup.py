@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from quire.engine.checkpoint.kv_plan import KVPlan, StateShares
+from quire.engine.checkpoint.kv_cache_plan import KVCachePlan, StateSlotCounts
 from quire.engine.config import EngineConfig
 from quire.engine.core.executor import AdapterLoader
 from quire.engine.families.base.model_config import ModelConfig
@@ -73,7 +73,7 @@ class WorkerStartup:
         self._device_plan = device_plan
         self._ranks = ranks
 
-    def plan_kv_cache(self, weights: WorkerWeights) -> KVPlan:
+    def plan_kv_cache(self, weights: WorkerWeights) -> KVCachePlan:
         """The KV cache for what the loaded weights leave of the memory, here and where others compute."""
         model = weights.loaded_model.model
         backend = self._device_plan.backend
@@ -85,25 +85,25 @@ class WorkerStartup:
         )
         return sizer.plan_kv_cache(weights.drafter, lambda: self._ranks.measure_total_kv_bytes(available_here))
 
-    def allocate_on_all_ranks(self, weights: WorkerWeights, kv_plan: KVPlan) -> RunnerResources:
+    def allocate_on_all_ranks(self, weights: WorkerWeights, kv_plan: KVCachePlan) -> RunnerResources:
         """What the plan says, here and on the other ranks."""
-        shares = StateShares(kv_plan.sequences, kv_plan.snapshots)
+        shares = StateSlotCounts(kv_plan.request_slots, kv_plan.snapshot_slots)
         allocation = allocate_runner_resources(
             self._config,
             self._device_plan,
             weights.loaded_model,
-            kv_plan.group_pages,
+            kv_plan.num_group_blocks,
             kv_plan.max_model_len,
             shares,
         )
-        self._ranks.allocate_on_followers(AllocateCommand(kv_plan.group_pages, kv_plan.max_model_len, *shares))
+        self._ranks.allocate_on_followers(AllocateCommand(kv_plan.num_group_blocks, kv_plan.max_model_len, *shares))
         self._ranks.send_to_followers(MakeRunnerCommand(captures_mixed_batches=allocation.eager_prefill_reason is None))
         return allocation
 
     def make_worker(
         self,
         weights: WorkerWeights,
-        kv_plan: KVPlan,
+        kv_plan: KVCachePlan,
         allocation: RunnerResources,
         kernel_cache_note: str | None,
     ) -> StartedWorker:
@@ -162,7 +162,7 @@ class WorkerStartup:
             return None
         return make_adapter_loader(self._config, self._model_config, self._device_plan.spec, adapter_slots)
 
-    def _can_cache_prefixes(self, kv_plan: KVPlan) -> bool:
+    def _can_cache_prefixes(self, kv_plan: KVCachePlan) -> bool:
         if not self._config.enable_prefix_caching:
             return False
-        return kv_plan.snapshots > 0 or not self._device_plan.spec.needs_state_snapshots
+        return kv_plan.snapshot_slots > 0 or not self._device_plan.spec.needs_state_snapshots

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from quire.engine.checkpoint.kv_plan import KVPlan
+from quire.engine.checkpoint.kv_cache_plan import KVCachePlan
 from quire.engine.config import EngineConfig
 from quire.engine.core.executor import Executor
 from quire.engine.core.scheduler_output import NewRequestData, ScheduledRequest, SchedulerOutput
@@ -20,7 +20,7 @@ _MAX_SECONDS = 0.1
 """and no further one after this time."""
 
 
-def measure_step_costs(executor: Executor, plan: KVPlan, config: EngineConfig) -> list[tuple[int, float]]:
+def measure_step_costs(executor: Executor, plan: KVCachePlan, config: EngineConfig) -> list[tuple[int, float]]:
     """(tokens, seconds) of steps with a pick after each token, as guesses make them; empty where nobody was asked to
     guess. It writes to the first pages, which nobody uses yet."""
     if config.speculative_config is None or config.speculative_config.method == "none":
@@ -48,7 +48,7 @@ def measure_step_costs(executor: Executor, plan: KVPlan, config: EngineConfig) -
         executor.launch(SchedulerOutput(rows, admissions)).result()
 
     return measure_best_step_times(
-        run_step, [count for count in MEASURED_TOKEN_COUNTS if count <= max_width * plan.sequences]
+        run_step, [count for count in MEASURED_TOKEN_COUNTS if count <= max_width * plan.request_slots]
     )
 
 

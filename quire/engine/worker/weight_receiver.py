@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from quire.engine.checkpoint.safetensors import INDEX
+from quire.engine.checkpoint.tensor_headers import INDEX_FILE
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -76,7 +76,7 @@ class WeightFileReceiver:
 
     def finish(self, *, folder: str) -> None:
         """Name all that was received in the folder's index."""
-        (Path(folder) / INDEX).write_text(json.dumps({"weight_map": self._shard_of_tensor.pop(folder)}))
+        (Path(folder) / INDEX_FILE).write_text(json.dumps({"weight_map": self._shard_of_tensor.pop(folder)}))
         self._shard_of_tensor.clear()
 
 

@@ -16,7 +16,7 @@ from quire.server.access.authentication import tenant_of
 from quire.server.access.rate_limits import TokenReservation
 from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
-from quire.server.owner_budget import OwnerBudget
+from quire.server.shared_capacity import SharedCapacity
 
 SHUTTING_DOWN_MESSAGE = "The server is shutting down"
 ASLEEP_MESSAGE = "The model sleeps and takes no requests: POST /wake_up wakes it"
@@ -28,18 +28,18 @@ class AdmissionTicket:
     """A call that was admitted, until it is settled."""
 
     def __init__(
-        self, reservation: TokenReservation, token_budget: OwnerBudget, tenant: str, prompt_tokens: int
+        self, reservation: TokenReservation, token_budget: SharedCapacity, tenant: str, prompt_tokens: int
     ) -> None:
         self._reservation = reservation
         self._token_budget = token_budget
         self._tenant = tenant
         self._prompt_tokens = prompt_tokens
-        token_budget.add_usage(tenant, prompt_tokens)
+        token_budget.adjust_held_amount(tenant, prompt_tokens)
 
     def settle_usage(self, used_tokens: int) -> None:
         """As TokenReservation.settle_usage; the prompts are not needed any more."""
         self._reservation.settle_usage(used_tokens)
-        self._token_budget.add_usage(self._tenant, -self._prompt_tokens)
+        self._token_budget.adjust_held_amount(self._tenant, -self._prompt_tokens)
         self._prompt_tokens = 0
 
 
@@ -58,7 +58,7 @@ class Admission:
         self._client = client
         self._config = config
         self._has_api_keys = has_api_keys
-        self._token_budget = OwnerBudget(config.max_queued_tokens + config.max_running_requests * context_length)
+        self._token_budget = SharedCapacity(config.max_queued_tokens + config.max_running_requests * context_length)
         """Prompt tokens of calls that are not settled: as many as may wait and run. Those whose clients do not read
         hold theirs when the engine is done with them."""
 

@@ -19,7 +19,7 @@ from quire.engine.errors import InvalidRequest, Overloaded
 from quire.server.access.authentication import tenant_of
 from quire.server.access.content_encoding import BodyDecoder, BodyTooLarge, iter_parts_in_thread, parse_encodings
 from quire.server.access.fair_semaphore import FairSemaphore
-from quire.server.owner_budget import OwnerBudget
+from quire.server.shared_capacity import SharedCapacity
 
 UNCOUNTED_BYTES = 64 * 1024
 """Bodies up to this size are not counted: the connection that brings one has a buffer as large."""
@@ -78,7 +78,7 @@ class BodyReader:
         """max_bytes: of one body. budget: bytes of all; one body always fits."""
         self._max_bytes = max_bytes
         self._timeouts = timeouts
-        self._budget = OwnerBudget(max(budget_bytes, max_bytes))
+        self._budget = SharedCapacity(max(budget_bytes, max_bytes))
         self._open_bodies: set[BodyBuffer] = set()
         self._waiting: list[tuple[int, BodyBuffer, asyncio.Future[None]]] = []
         self._decode_slots = FairSemaphore(1)
@@ -207,7 +207,7 @@ class BodyReader:
         return self._budget.has_room(body.owner, size - body.reserved_bytes)
 
     def _set_reserved_bytes(self, body: BodyBuffer, size: int) -> None:
-        self._budget.add_usage(body.owner, size - body.reserved_bytes)
+        self._budget.adjust_held_amount(body.owner, size - body.reserved_bytes)
         body.reserved_bytes = size
 
     def _grant_waiting_bodies(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from quire.server.owner_budget import BytesByOwner, OwnerBudget
+from quire.server.shared_capacity import BytesByOwner, SharedCapacity
 
 
 @dataclass(eq=False, slots=True)
@@ -24,7 +24,7 @@ class FairSemaphore:
         """`reserves_for_others`: a key gets a turn only while as many are left to others as it has; for turns that take
         long."""
         self._slots_in_use = BytesByOwner()
-        self._budget = OwnerBudget(num_slots, self._slots_in_use)
+        self._budget = SharedCapacity(num_slots, self._slots_in_use)
         self._num_slots = num_slots
         self._reserves_for_others = reserves_for_others
         self._waiters: list[_Waiter] = []
@@ -56,7 +56,7 @@ class FairSemaphore:
             raise
 
     def release_slot(self, owner: str) -> None:
-        self._budget.add_usage(owner, -1)
+        self._budget.adjust_held_amount(owner, -1)
         self._grant_slots()
         self._drop_idle_owner(owner)
 
@@ -72,7 +72,7 @@ class FairSemaphore:
                 continue
             self._num_granted += 1
             self._last_grants[waiter.owner] = self._num_granted
-            self._budget.add_usage(waiter.owner, 1)
+            self._budget.adjust_held_amount(waiter.owner, 1)
             waiter.granted.set_result(None)
 
     def _grant_sort_key(self, waiter: _Waiter) -> tuple[int, int]:

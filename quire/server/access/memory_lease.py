@@ -7,7 +7,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.engine.errors import Overloaded
 from quire.server.access.authentication import tenant_of
 from quire.server.access.body_reader import UNCOUNTED_BYTES
-from quire.server.owner_budget import OwnerBudget
+from quire.server.shared_capacity import SharedCapacity
 
 MAX_LEASED_BYTES = 64 << 20
 """Of all requests. Sixty agents that send 100 KB of tools and instructions, which a response repeats, hold 18 MB."""
@@ -21,7 +21,7 @@ class MemoryLease:
 
     __slots__ = ("_budget", "_counted", "_free", "_owner", "_size")
 
-    def __init__(self, budget: OwnerBudget, owner: str, uncounted_bytes: int = UNCOUNTED_BYTES) -> None:
+    def __init__(self, budget: SharedCapacity, owner: str, uncounted_bytes: int = UNCOUNTED_BYTES) -> None:
         self._budget = budget
         self._owner = owner
         self._free = uncounted_bytes
@@ -48,7 +48,7 @@ class MemoryLease:
             )
         self._size += size
         self._counted = leased_bytes
-        self._budget.add_usage(self._owner, added_bytes)
+        self._budget.adjust_held_amount(self._owner, added_bytes)
 
     def move_to_new_lease(self) -> MemoryLease:
         """Another hold that has all of this one, which is empty then. It has no connection: each byte counts."""
@@ -59,14 +59,14 @@ class MemoryLease:
         return other
 
     def release_lease(self) -> None:
-        self._budget.add_usage(self._owner, -self._counted)
+        self._budget.adjust_held_amount(self._owner, -self._counted)
         self._size = self._counted = 0
 
 
 class MemoryLeaseMiddleware:
     """Gives every request a Hold, and ends it when the answer has been taken from the connection's buffer."""
 
-    def __init__(self, app: ASGIApp, budget: OwnerBudget) -> None:
+    def __init__(self, app: ASGIApp, budget: SharedCapacity) -> None:
         self._app = app
         self._budget = budget
 

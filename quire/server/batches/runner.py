@@ -30,7 +30,7 @@ from quire.server.batches.input_file import read_batch_lines
 from quire.server.batches.output_files import finish_batch
 from quire.server.batches.pacer import BATCH_TENANT_SUFFIX, BatchPacer
 from quire.server.config import ServerConfig
-from quire.server.owner_budget import OwnerBudget
+from quire.server.shared_capacity import SharedCapacity
 from quire.server.store.batches import TERMINAL_STATUSES, Batch, BatchError, BatchLine, LineResult, with_batch_status
 from quire.server.store.data_dir import DataDir
 from quire.server.store.write_retry import Result, retry_until_written
@@ -72,7 +72,7 @@ class BatchRunner:
         self.files = data.files
         self.contents = data.contents
         """What is stored; any thread may use these."""
-        self.uploads = OwnerBudget(MAX_UPLOADS)
+        self.uploads = SharedCapacity(MAX_UPLOADS)
         """Uploads that this process receives, by owner."""
         self._tenants = tenants
         self._config = config
@@ -150,7 +150,7 @@ class BatchRunner:
             if batch.status == "validating":
                 await self._import_input_file(owner, batch)
             if (now := await self._current_batch(owner, batch.id)).status == "in_progress":
-                await self._answer_batch(owner, now)
+                await self._answer_batch_lines(owner, now)
             if (
                 not self._closing
                 and (now := await self._current_batch(owner, batch.id)).status not in TERMINAL_STATUSES
@@ -180,7 +180,7 @@ class BatchRunner:
         )
         await self._retry_until_written(lambda: self.batches.store_lines_and_batch(owner, updated_batch, lines))
 
-    async def _answer_batch(self, owner: str, batch: Batch) -> None:
+    async def _answer_batch_lines(self, owner: str, batch: Batch) -> None:
         """Until all lines have a result, or the time is over, or nobody wants more."""
         cancelled, seconds_left = self._cancel_events[batch.id], max(0.0, batch.expires_at - clock.time())
         expire = asyncio.get_running_loop().call_later(seconds_left, cancelled.set)

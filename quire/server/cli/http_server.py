@@ -19,10 +19,10 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from quire.engine.checkpoint.files import resolve_model, stored_at
-from quire.engine.checkpoint.overrides import model_path, read_configured, sampling_defaults
-from quire.engine.checkpoint.pooling import read_tasks
-from quire.engine.checkpoint.safetensors import read_stored_weights
+from quire.engine.checkpoint.model_resolver import resolve_model, resolve_weights
+from quire.engine.checkpoint.overrides import load_model_config, read_sampling_defaults, resolve_model_with_overrides
+from quire.engine.checkpoint.pooling import read_pooling_and_tasks
+from quire.engine.checkpoint.tensor_headers import read_checkpoint_size
 from quire.engine.errors import ConfigError, Overloaded
 from quire.engine.images.multimodal_prompt import make_multimodal_prompt_builder
 from quire.engine.link.client import EngineClient
@@ -185,11 +185,11 @@ def load_served_model_spec(config: ServerConfig) -> tuple[ServedModelSpec, Modul
     Of the weights it reads the headers, because the engine, which has much to import, would find what is wrong with
     them seconds later.
     """
-    path = model_path(config)
-    model_config, defaults = read_configured(config, path), sampling_defaults(config)
-    vocab_size, (pooling, _) = model_config.vocab_size, read_tasks(path, model_config, config)
+    path = resolve_model_with_overrides(config)
+    model_config, defaults = load_model_config(config, path), read_sampling_defaults(config)
+    vocab_size, (pooling, _) = model_config.vocab_size, read_pooling_and_tasks(path, model_config, config)
     if config.load_format == "auto":
-        read_stored_weights(stored_at(config))
+        read_checkpoint_size(resolve_weights(config))
     tokenizer_path = resolve_model(config.tokenizer, config.revision) if config.tokenizer else path
     skip = config.skip_tokenizer_init
     tokenizer = load_tokenizer(tokenizer_path, config.chat_template, vocab_size, model_config.eos_token_ids, skip=skip)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from quire.engine.checkpoint.files import must_come, read_raw_config
+from quire.engine.checkpoint.model_resolver import needs_download, read_raw_config
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError, ModelError
 from quire.engine.link.client import EngineClient
@@ -123,7 +123,7 @@ def _bind_or_explain(config: ServerConfig) -> socket.socket:
         return bind_tcp_socket(config.host, config.port)
     except ConfigError as error:
         try:
-            if not must_come(config.model, config.revision):
+            if not needs_download(config.model, config.revision):
                 read_raw_config(config.model, config.revision)
         except ModelError as wrong:
             raise ConfigError(f"{error}; {wrong}") from None

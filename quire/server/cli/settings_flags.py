@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from quire.engine.checkpoint.names import ANY_GGUF
+from quire.engine.checkpoint.hub_names import ANY_GGUF
 from quire.engine.errors import ConfigError
 from quire.engine.settings.settings_reader import (
     Settings,

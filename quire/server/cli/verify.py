@@ -15,8 +15,8 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from quire.engine.checkpoint.files import read_model_config
-from quire.engine.checkpoint.overrides import model_path
+from quire.engine.checkpoint.model_resolver import read_model_config
+from quire.engine.checkpoint.overrides import resolve_model_with_overrides
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError
 from quire.engine.link.client import EngineClient
@@ -125,7 +125,7 @@ class Verification:
 
     async def run_checks(self) -> tuple[EngineInfo, list[CheckResult]]:
         """Run all checks. Raises ConfigError or EngineError when an engine cannot start or fails a request."""
-        model = read_model_config(model_path(self._config), self._config.model_impl)
+        model = read_model_config(resolve_model_with_overrides(self._config), self._config.model_impl)
         longest = min(MAX_PROMPT_TOKENS + MAX_OUTPUT_TOKENS + 1024, model.max_position)
         async with self._open_engine(enable_prefix_caching=False, max_model_len=longest) as (client, info):
             self._requests = build_test_requests(self._num_requests, model.vocab_size, info.block_size, longest)

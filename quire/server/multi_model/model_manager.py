@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from quire.engine import clock
-from quire.engine.checkpoint.files import stored_at
-from quire.engine.checkpoint.safetensors import read_stored_weights
+from quire.engine.checkpoint.model_resolver import resolve_weights
+from quire.engine.checkpoint.tensor_headers import read_checkpoint_size
 from quire.engine.errors import (
     ConfigError,
     EngineError,
@@ -86,9 +86,9 @@ class ManagedModel:
         if self.runtime is not None:
             info = self.runtime.info
             return int(engines * (info.weight_bytes + info.kv_bytes + info.state_bytes + _PROCESS_OVERHEAD_BYTES))
-        stored = read_stored_weights(stored_at(config))
+        stored = read_checkpoint_size(resolve_weights(config))
         width = 4 if config.dtype == "float32" else 2
-        weights = 0 if stored is None else stored.floats * width + stored.other_bytes
+        weights = 0 if stored is None else stored.num_floats * width + stored.packed_bytes
         return int((config.kv_cache_memory or 0) * 2**30 + engines * (weights + _PROCESS_OVERHEAD_BYTES))
 
 

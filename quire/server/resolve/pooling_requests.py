@@ -99,14 +99,14 @@ def _resolve_conversation_embedding(
 
 def token_vector_size(body: EmbeddingRequest | ConversationEmbeddingRequest, model: ServedModel) -> int | None:
     """Numbers of each token's vector, where tokens have some."""
-    if model.pooling is None or model.pooling.kind != "none":
+    if model.pooling is None or model.pooling.pooling_type != "none":
         return None
-    return body.dimensions or model.pooling.size
+    return body.dimensions or model.pooling.vector_size
 
 
 def check_one_vector_per_text(model: ServedModel) -> None:
     """Raises InvalidRequest where a text has no vector of its own."""
-    if model.pooling is not None and model.pooling.kind == "none":
+    if model.pooling is not None and model.pooling.pooling_type == "none":
         message = "this endpoint needs one vector of each text, and --pooling-type none gives one of each token"
         raise InvalidRequest(message, param="model")
 
@@ -142,7 +142,7 @@ def check_pooling_task(body: PoolingBody, task: Task, model: ServedModel) -> Non
 
 
 def embedding_params(body: EmbeddingRequest | ConversationEmbeddingRequest, model: ServedModel) -> PoolingParams:
-    size = None if model.pooling is None else model.pooling.size
+    size = None if model.pooling is None else model.pooling.vector_size
     if body.dimensions is not None and size is not None and body.dimensions > size:
         message = f"dimensions must be at most the model's {size}, got {body.dimensions}"
         raise InvalidRequest(message, param="dimensions")
@@ -161,7 +161,11 @@ def build_vector_request_spec(
     """`params`: of all prompts, or of each."""
     each = [params] * len(prompts) if isinstance(params, PoolingParams) else params
     pooling = model.pooling
-    if pooling is not None and pooling.kind == "none" and sum(map(len, prompts)) * pooling.size > MAX_VECTOR_NUMBERS:
+    if (
+        pooling is not None
+        and pooling.pooling_type == "none"
+        and sum(map(len, prompts)) * pooling.vector_size > MAX_VECTOR_NUMBERS
+    ):
         raise InvalidRequest(
             f"input: vectors of all tokens are more than {MAX_VECTOR_NUMBERS} numbers: send less", param="input"
         )
@@ -233,7 +237,7 @@ def prompt_by_name(name: str | None, model: ServedModel) -> str:
     """The model's own text of this name, or the one it has for calls that name none. Raises InvalidRequest."""
     if model.pooling is None:
         return ""
-    prompts, name = model.pooling.prompts, name or model.pooling.default_prompt
+    prompts, name = model.pooling.prompts, name or model.pooling.default_prompt_name
     if name is None:
         return ""
     if name not in prompts:

@@ -80,7 +80,7 @@ def build_pair_inputs(
         return _embedding_inputs(body, firsts, seconds, names, model)
     if len(pooling.labels) != 1:
         raise InvalidRequest(f"the model tells {len(pooling.labels)} labels apart and gives no score", param="model")
-    if pooling.score_tokens is not None:
+    if pooling.classifier_tokens is not None:
         return _generative_reranker_inputs(body, firsts, seconds, names, model)
     _refuse_instruction(body)
     limit = _pair_truncation_limit(body, model)

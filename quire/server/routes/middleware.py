@@ -19,8 +19,8 @@ from quire.server.observe.http_metrics import HttpMetrics
 from quire.server.observe.log_setup import log_request
 from quire.server.observe.request_log import RequestLogMiddleware, RequestRecord
 from quire.server.observe.request_spans import RequestSpanExporter
-from quire.server.owner_budget import OwnerBudget
 from quire.server.routes.data_dir.streams import ResumptionMiddleware
+from quire.server.shared_capacity import SharedCapacity
 
 
 def add_middleware(
@@ -42,7 +42,7 @@ def add_middleware(
         record_sinks.append(span_exporter.export_request)
     if config.data_dir is not None:
         app.add_middleware(ResumptionMiddleware)
-    app.add_middleware(MemoryLeaseMiddleware, budget=OwnerBudget(budget_bytes))
+    app.add_middleware(MemoryLeaseMiddleware, budget=SharedCapacity(budget_bytes))
     app.add_middleware(AuthenticationMiddleware, tenants=tenants, gateways=gateways)
     app.add_middleware(UnexpectedErrorMiddleware)
     app.add_middleware(wrap_in_cors, config)

@@ -112,7 +112,7 @@ class Batches:
 
     def cancel(self, owner: str, id: str) -> Batch | None:
         """None where there is none. Raises InvalidRequest for one that has ended or is about to."""
-        return self._update_batch(owner, id, _to_cancelling)
+        return self._update_batch(owner, id, _to_cancelling_or_raise)
 
     def mark_finalizing(self, owner: str, id: str) -> None:
         """Note that all lines are answered and the files are being written, unless the batch is ending otherwise."""
@@ -249,7 +249,7 @@ def with_batch_status(batch: Batch, status: BatchStatus) -> Batch:
     return replace(batch, status=status, **{f"{status}_at": int(clock.time())})
 
 
-def _to_cancelling(batch: Batch) -> Batch:
+def _to_cancelling_or_raise(batch: Batch) -> Batch:
     """Raises InvalidRequest for one that has ended or is about to."""
     if batch.status in (*TERMINAL_STATUSES, "finalizing"):
         raise InvalidRequest(f"batch_id: the batch is {batch.status} already", param="batch_id")

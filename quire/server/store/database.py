@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.errors import ConfigError
-from quire.server.owner_budget import BytesByOwner
+from quire.server.shared_capacity import BytesByOwner
 from quire.server.store.schema import SCHEMA_VERSION, prepare_database
 
 DATABASE_FILE = "responses.sqlite3"

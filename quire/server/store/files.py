@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from quire.engine import clock, random_source
 from quire.engine.errors import InvalidRequest
-from quire.server.owner_budget import BytesByOwner, OwnerBudget
+from quire.server.shared_capacity import BytesByOwner, SharedCapacity
 from quire.server.store.database import ROW_OVERHEAD_BYTES, Database, query_page
 
 STORAGE_FULL_MESSAGE = "The files kept take all the room of --max-stored-size: delete some"
@@ -96,13 +96,13 @@ class Files:
         self.contents.folder.mkdir(mode=0o700, exist_ok=True)
         self.sizes = BytesByOwner()
         """Bytes by owner."""
-        self._budget = OwnerBudget(max_bytes, self.sizes)
+        self._budget = SharedCapacity(max_bytes, self.sizes)
         self._reservations: dict[str, _UploadReservation] = {}
         """Of uploads that have not ended, by the file's id. Only who has the database to himself uses these."""
         with database.read_connection() as connection:
             rows = connection.execute("select owner, id, bytes from files").fetchall()
         for owner, _, size in rows:
-            self._budget.add_usage(owner, size + ROW_OVERHEAD_BYTES)
+            self._budget.adjust_held_amount(owner, size + ROW_OVERHEAD_BYTES)
         known_ids = {id for _, id, _ in rows}
         # A process that ended between the two left what nobody knows. One of several that share the folder may be
         # between them while this one takes the place of who had the data: `insert_files` says so, and it writes again.
@@ -139,7 +139,7 @@ class Files:
         """Bytes that the owner's file with this id may have; below zero: none."""
         other_reservations = [each for other, each in self._reservations.items() if other != id]
         room = self._budget.available_to_owner(owner) - sum(each.size for each in other_reservations)
-        if owner:  # as OwnerBudget.available_to_owner, which leaves as much to others as the owner has
+        if owner:  # as SharedCapacity.available_to_owner, which leaves as much to others as the owner has
             room -= sum(each.size for each in other_reservations if each.owner == owner)
         return room - ROW_OVERHEAD_BYTES
 
@@ -162,7 +162,7 @@ class Files:
                 raise FileNotFoundError(errno.ENOENT, _CONTENT_GONE_MESSAGE)
             row = (owner, file.id, file.created, file.expires, file.bytes, file.name, file.purpose)
             connection.execute("insert into files values (?, ?, ?, ?, ?, ?, ?)", row)
-            self._budget.add_usage(owner, file.bytes + ROW_OVERHEAD_BYTES)
+            self._budget.adjust_held_amount(owner, file.bytes + ROW_OVERHEAD_BYTES)
 
     def find(self, owner: str, id: str) -> StoredFile | None:
         with self._database.read_connection() as connection:
@@ -206,7 +206,7 @@ class Files:
             query = "delete from files where owner = ? and id = ? returning bytes"
             row: tuple[int] | None = connection.execute(query, (owner, id)).fetchone()
             if row is not None:
-                self._budget.add_usage(owner, -row[0] - ROW_OVERHEAD_BYTES)
+                self._budget.adjust_held_amount(owner, -row[0] - ROW_OVERHEAD_BYTES)
             return row
 
     def list_expired_files(self, after: tuple[int, str, str] | None, limit: int) -> list[tuple[int, str, str]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from quire.server.owner_budget import BytesByOwner
+from quire.server.shared_capacity import BytesByOwner
 from quire.server.store.database import ROW_OVERHEAD_BYTES, Database
 
 MAX_TRANSACTION_ROWS = 128

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from quire.engine import clock
-from quire.server.owner_budget import BytesByOwner
+from quire.server.shared_capacity import BytesByOwner
 from quire.server.store.database import ROW_OVERHEAD_BYTES, Database
 from quire.server.store.garbage import MAX_TRANSACTION_BYTES, MAX_TRANSACTION_OBJECTS
 from quire.server.store.progress import CallProgress
@@ -135,7 +135,7 @@ class Calls:
         self._answering_processes[owner, call.pins.id] = process
         self._claims.pop((owner, call.pins.id), None)
         if not (is_new := self._insert_call(owner, call, expires_at)):
-            self.release_call(owner, call.pins.id, process)
+            self.remove_answering_process(owner, call.pins.id, process)
         return is_new
 
     def _insert_call(self, owner: str, call: JournaledCall, expires_at: float) -> bool:
@@ -175,7 +175,7 @@ class Calls:
         finally:
             for each in updates:
                 if each.is_complete:
-                    self.release_call(each.owner, each.id, process)
+                    self.remove_answering_process(each.owner, each.id, process)
 
     def register_answering_process(self, process: str, calls: Iterable[tuple[str, str]]) -> None:
         """A process answers these already, but for those that another one does."""
@@ -202,7 +202,7 @@ class Calls:
             if (claim := self._claims.get((owner, id))) is not None and claim.attempt == attempt:
                 del self._claims[owner, id]
 
-    def release_call(self, owner: str, id: str, process: str) -> None:
+    def remove_answering_process(self, owner: str, id: str, process: str) -> None:
         """This process answers it no longer."""
         if self._answering_processes.get((owner, id)) == process:
             del self._answering_processes[owner, id]

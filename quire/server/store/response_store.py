@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from quire.engine import clock, random_source
 from quire.engine.errors import InvalidRequest
 from quire.server.encoding import encode_json
-from quire.server.owner_budget import BytesByOwner
+from quire.server.shared_capacity import BytesByOwner
 from quire.server.store.database import BUSY_TIMEOUT_SECONDS, DATABASE_FILE, ROW_OVERHEAD_BYTES, Database, SQLiteConnect
 from quire.server.store.garbage import MAX_TRANSACTION_BYTES, MAX_TRANSACTION_OBJECTS, MAX_TRANSACTION_ROWS, Garbage
 from quire.server.store.storage_quota import StorageQuota

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable
 
-from quire.server.owner_budget import BytesByOwner
+from quire.server.shared_capacity import BytesByOwner
 from quire.server.store.database import Database
 from quire.server.store.garbage import Garbage
 

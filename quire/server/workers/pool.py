@@ -18,8 +18,8 @@ from quire.engine.processes.procfs import Standstill
 from quire.engine.replicas.cores import usable_cpus
 from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
-from quire.server.owner_budget import OwnerBudget
 from quire.server.served_model import ServedModel, ServedModelSpec
+from quire.server.shared_capacity import SharedCapacity
 from quire.server.workers.frames import encode_frame, receive_frame
 from quire.server.workers.job_queue import JobQueue, WorkerSlotClaim
 from quire.server.workers.worker import JobLimits, WorkerJob
@@ -64,7 +64,7 @@ class WorkerPool:
         self.max_workers = min(8, max(2, usable_cpus() // 2))
         """Workers at the same time."""
         self._queue = JobQueue(self.max_workers)
-        self._waiting_budget = OwnerBudget(MAX_WAITING_JOBS)
+        self._waiting_budget = SharedCapacity(MAX_WAITING_JOBS)
         """Jobs that wait, by tenant: one that has many gets more only while as many are left to others."""
         self._idle_workers: list[_WorkerProcess] = []
         self._busy_workers: set[_WorkerProcess] = set()
@@ -145,11 +145,11 @@ class WorkerPool:
 
     async def _wait_for_slot(self, claim: WorkerSlotClaim) -> None:
         if not claim.grant_future.done():
-            self._waiting_budget.add_usage(claim.tenant.name, 1)
+            self._waiting_budget.adjust_held_amount(claim.tenant.name, 1)
             try:
                 await claim.grant_future
             finally:
-                self._waiting_budget.add_usage(claim.tenant.name, -1)
+                self._waiting_budget.adjust_held_amount(claim.tenant.name, -1)
         claim.grant_future.result()
 
     def start_fork_server(self) -> asyncio.Task[None]:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from quire.engine.architecture.parameter_shapes import count_parameters
-from quire.engine.checkpoint.family_spec import family_encoder_spec
-from quire.engine.checkpoint.files import read_model_config
-from quire.engine.checkpoint.safetensors import read_stored_weights
+from quire.engine.checkpoint.family_spec import build_encoder_spec
+from quire.engine.checkpoint.model_resolver import read_model_config
+from quire.engine.checkpoint.tensor_headers import read_checkpoint_size
 from quire.engine.encoders.encoder import Encoder
 from quire.engine.layers.schemes import UnquantizedScheme
 from quire.engine.layers.sublayer import BuildContext
@@ -34,12 +34,12 @@ def test_a_spec_says_the_parameters_of_its_decoder(family: str, tmp_path: Path) 
     context = BuildContext(backend, scheme, spec.hidden_size, torch.float32, torch.float32, CPU, max_model_len=64)
     shapes = spec.parameter_shapes()
     assert shapes == {name: each.shape for name, each in Decoder(spec, context, lambda: None).parameters().items()}
-    assert count_parameters(shapes) + NOT_LOADED.get(family, 0) == read_stored_weights(path).floats
+    assert count_parameters(shapes) + NOT_LOADED.get(family, 0) == read_checkpoint_size(path).num_floats
 
 
 @pytest.mark.parametrize("family", tiny_encoders.ENCODERS)
 def test_a_spec_says_the_parameters_of_its_encoder(family: str, tmp_path: Path) -> None:
-    spec = family_encoder_spec(read_model_config(tiny_encoders.save_tiny_encoder(tmp_path, family)))
+    spec = build_encoder_spec(read_model_config(tiny_encoders.save_tiny_encoder(tmp_path, family)))
     backend = ReferenceBackend()
     scheme = UnquantizedScheme(backend, torch.float32)
     placement = {"dtype": torch.float32, "device": CPU, "max_model_len": 64, "report_progress": lambda: None}

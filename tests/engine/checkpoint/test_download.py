@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.checkpoint.files import read_raw_config, resolve_model
+from quire.engine.checkpoint.model_resolver import read_raw_config, resolve_model
 from quire.engine.errors import ModelError
 from tests.stand_in_hub import Hub, Repo, stand_in_hub, tiny_gguf, used_here
 

@@ -12,10 +12,15 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from quire.engine.architecture.attention import AttentionLayerSpec
-from quire.engine.checkpoint.files import read_generation_defaults, read_model_config, read_raw_config
-from quire.engine.checkpoint.sizes.model_sizes import read_sizes
+from quire.engine.checkpoint.model_resolver import read_generation_defaults, read_model_config, read_raw_config
+from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
 from quire.engine.errors import ModelError
-from quire.engine.families.base.schema.config_schema import OneRope, PlannedFields, Ropes, ServedFields
+from quire.engine.families.base.schema.config_schema import (
+    FamilyConfigFields,
+    PlanConfigFields,
+    RopeFields,
+    RopesByLayerType,
+)
 from quire.engine.layers.rope import rope_table
 from quire.engine.models import decoder_spec
 from tests import tiny_models
@@ -36,8 +41,8 @@ def read_all(path: Path) -> None:
 
 
 def plan(path: Path) -> None:
-    sizes = read_sizes(read_raw_config(str(path))[0])
-    assert sizes.kv_numbers + sizes.column_numbers > 0
+    sizes = read_model_sizes(read_raw_config(str(path))[0])
+    assert sizes.kv_values_per_token + sizes.conv_values_per_token > 0
 
 
 def refusal(read: Callable[[Path], None], path: Path) -> str:
@@ -97,7 +102,7 @@ def test_a_wrong_value_is_named_whatever_the_field(family: str, tmp_path: Path) 
     file.write_text(json.dumps(config))
     read_all(tmp_path)
     refused = 0
-    for field in get_type_hints(ServedFields):
+    for field in get_type_hints(FamilyConfigFields):
         for value in VALUES:
             inner = {field: value}
             changed = config | inner
@@ -117,7 +122,7 @@ ROPES = {
 
 
 @pytest.mark.few(12)
-@pytest.mark.parametrize("field", [*get_type_hints(OneRope), *get_type_hints(Ropes)])
+@pytest.mark.parametrize("field", [*get_type_hints(RopeFields), *get_type_hints(RopesByLayerType)])
 def test_a_wrong_value_in_a_rope(field: str, tmp_path: Path) -> None:
     for family in ROPES.get(field, ("llama3-rope", "gemma3-linear-rope", "gpt_oss")):
         config = tiny_models.SHAPE | tiny_models.FAMILIES[family]
@@ -164,7 +169,7 @@ def test_the_plan_reads_or_refuses_any_value(kind: str, tmp_path: Path) -> None:
     config = tiny_models.SHAPE | {"model_type": kind, "num_local_experts": 4, "num_experts_per_tok": 2}
     if kind == "deepseek_v3":
         config |= {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
-    for field in get_type_hints(PlannedFields):
+    for field in get_type_hints(PlanConfigFields):
         for value in VALUES:
             (tmp_path / "config.json").write_text(json.dumps(config | {field: value}))
             assert "\n" not in refusal(plan, tmp_path)
@@ -177,11 +182,11 @@ def test_the_plan_refuses_nothing_that_transformers_writes(tmp_path: Path) -> No
     for kind in CONFIG_MAPPING:
         try:
             text = CONFIG_MAPPING[kind]().to_json_string()
-            expected = read_sizes(json.loads(text))
+            expected = read_model_sizes(json.loads(text))
         except Exception:  # it has no defaults, or it is no decoder
             continue
         (tmp_path / "config.json").write_text(text)
-        assert read_sizes(read_raw_config(str(tmp_path))[0]) == expected, kind
+        assert read_model_sizes(read_raw_config(str(tmp_path))[0]) == expected, kind
         planned += 1
     assert planned > 100
 
@@ -198,7 +203,7 @@ def test_null_means_that_a_field_is_not_there(tmp_path: Path) -> None:
     config = tiny_models.SHAPE | {"model_type": "llama"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     plain = read_model_config(tmp_path)
-    nulls = dict.fromkeys(get_type_hints(ServedFields))
+    nulls = dict.fromkeys(get_type_hints(FamilyConfigFields))
     (tmp_path / "config.json").write_text(json.dumps(nulls | config))
     (tmp_path / "generation_config.json").write_text('{"temperature": null, "do_sample": null, "top_k": 5}')
     with_nulls = read_model_config(tmp_path)

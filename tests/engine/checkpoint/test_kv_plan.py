@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.engine.checkpoint.files import read_model_config
-from quire.engine.checkpoint.kv_plan import (
+from quire.engine.checkpoint.kv_cache_groups import KVBlockNeeds
+from quire.engine.checkpoint.kv_cache_plan import (
     GIB,
-    PageBytes,
-    StateShares,
+    BlockBytes,
+    StateSlotCounts,
     check_kv_memory,
-    check_room,
-    host_memory_bytes,
-    plan_kv,
+    check_weights_fit_memory,
+    make_kv_cache_plan,
+    total_host_bytes,
 )
-from quire.engine.checkpoint.page_groups import PageNeeds
-from quire.engine.checkpoint.safetensors import StoredWeights
+from quire.engine.checkpoint.model_resolver import read_model_config
+from quire.engine.checkpoint.tensor_headers import CheckpointSize
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
@@ -28,15 +28,17 @@ from quire.kernels.reference import ReferenceBackend
 from tests.engine.harness import request, run
 from tests.tiny_models import save_tiny_model
 
-PAGE_NEEDS = PageNeeds((None,), block_size=16, at_once=1)
+PAGE_NEEDS = KVBlockNeeds((None,), block_size=16, max_chunk_tokens=1)
 
 
 def test_pages_cost_what_the_formula_says_and_the_context_is_fitted(tmp_path: Path) -> None:
     model = read_model_config(save_tiny_model(tmp_path, "llama"))
-    each, shares = 2 * 16 * 2 * 16 * 2 * 3, StateShares(8, 0)
-    plan = plan_kv(model, PAGE_NEEDS, PageBytes(each, ""), available_bytes=10 * each + 5, shares=shares)
+    each, shares = 2 * 16 * 2 * 16 * 2 * 3, StateSlotCounts(8, 0)
+    plan = make_kv_cache_plan(
+        model, PAGE_NEEDS, BlockBytes(each, ""), available_bytes=10 * each + 5, slot_counts=shares
+    )
     assert (plan.num_blocks, plan.max_model_len, plan.kv_bytes) == (10, 160, 10 * each)
-    roomy = plan_kv(model, PAGE_NEEDS, PageBytes(each, ""), available_bytes=GIB, shares=shares)
+    roomy = make_kv_cache_plan(model, PAGE_NEEDS, BlockBytes(each, ""), available_bytes=GIB, slot_counts=shares)
     assert (roomy.num_blocks, roomy.max_model_len) == (8 * 32, 512), "no more pages than max_num_seqs full contexts use"
 
 
@@ -44,24 +46,24 @@ def test_a_context_that_cannot_fit_is_refused_with_all_numbers(tmp_path: Path) -
     model = read_model_config(save_tiny_model(tmp_path, "llama"))
     each = 2 * 16 * 2 * 16 * 4 * 3
     with pytest.raises(ConfigError) as error:
-        plan_kv(
+        make_kv_cache_plan(
             model,
             PAGE_NEEDS,
-            PageBytes(each, "a product"),
+            BlockBytes(each, "a product"),
             available_bytes=3 * each,
-            shares=StateShares(1, 0),
+            slot_counts=StateSlotCounts(1, 0),
             max_model_len=200,
         )
     assert error.value.param == "max_model_len"
     for number in (f"{13 * each:,}", f"{3 * each:,}", "48 tokens"):
         assert number in error.value.message
     with pytest.raises(ConfigError, match="512 positions"):
-        plan_kv(
+        make_kv_cache_plan(
             model,
             PAGE_NEEDS,
-            PageBytes(each, "a product"),
+            BlockBytes(each, "a product"),
             available_bytes=GIB,
-            shares=StateShares(1, 0),
+            slot_counts=StateSlotCounts(1, 0),
             max_model_len=513,
         )
 
@@ -119,11 +121,13 @@ def enlarge(file: Path) -> None:
 
 
 def test_weights_larger_than_the_memory_are_refused_before_they_are_read(tmp_path: Path) -> None:
-    weights = StoredWeights(floats=GIB, other_bytes=0)
+    weights = CheckpointSize(num_floats=GIB, packed_bytes=0)
     for free, dtype, fits in ((4.1, "float32", True), (3.9, "float32", False), (1.6, "bfloat16", True)):
         with nullcontext() if fits else pytest.raises(ConfigError, match=r"take 4\.0 GiB or more, and 3\.9 GiB"):
-            check_room(weights, dtype, meminfo={"MemAvailable": int(free * GIB)}.get)
-    check_room(weights, "float32", meminfo=lambda key: None)  # where free memory is not reported, nothing is refused
+            check_weights_fit_memory(weights, dtype, meminfo={"MemAvailable": int(free * GIB)}.get)
+    check_weights_fit_memory(
+        weights, "float32", meminfo=lambda key: None
+    )  # where free memory is not reported, nothing is refused
     path = save_tiny_model(tmp_path, "llama")
     enlarge(path / "model.safetensors")
     with pytest.raises(ConfigError, match="model: the weights take"):
@@ -193,7 +197,7 @@ def test_the_kv_cache_leaves_room_for_the_largest_step() -> None:
 
 
 def test_a_kv_cache_larger_than_the_machine_is_refused_with_both_sizes() -> None:
-    total = host_memory_bytes()
+    total = total_host_bytes()
     assert total is not None
     with pytest.raises(ConfigError, match=rf"100000 GiB are more than the {total / GIB:.1f} GiB of memory of this"):
         check_kv_memory(100_000, total, "this machine")

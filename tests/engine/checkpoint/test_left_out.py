@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from quire.engine.checkpoint.family_spec import family_encoder_spec
-from quire.engine.checkpoint.files import read_model_config
+from quire.engine.checkpoint.family_spec import build_encoder_spec
+from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.families import decoder_model_types, encoder_model_types, find_encoder_family
@@ -45,7 +45,7 @@ def meant(folder: Path, raw: dict[str, Any]) -> tuple[Any, ...]:
     (folder / "config.json").write_text(json.dumps(raw))
     config = read_model_config(folder)
     if find_encoder_family(config.model_type) is not None:
-        return replace(family_encoder_spec(config), classifier=None), config.max_position  # which is a function
+        return replace(build_encoder_spec(config), classifier=None), config.max_position  # which is a function
     return decoder_spec(config), config.tie_embeddings, config.max_position
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.engine.checkpoint.names import HubName, hub_name
+from quire.engine.checkpoint.hub_names import HubName, parse_hub_name
 from quire.engine.errors import ModelError
 from quire.engine.gguf.file_selection import file_tag, group_models_by_tag, select_files
 
@@ -29,14 +29,14 @@ NAMES = {
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_says_repository_tag_file_and_revision(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://mirror.test/hub/")
-    assert hub_name(name) == NAMES[name]
+    assert parse_hub_name(name) == NAMES[name]
 
 
 @pytest.mark.parametrize(
     "name", ["name", "/owner/name", "./owner/name", "~/name", "owner//name", "a/b/c", "a/b:", "a/b:c/d", "é/b", ""]
 )
 def test_a_path_is_no_name(name: str) -> None:
-    assert hub_name(name) is None
+    assert parse_hub_name(name) is None
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_path_is_no_name(name: str) -> None:
 )
 def test_an_address_that_is_no_models_is_refused(name: str, says: str) -> None:
     with pytest.raises(ModelError, match=says):
-        hub_name(name)
+        parse_hub_name(name)
 
 
 @pytest.mark.parametrize(

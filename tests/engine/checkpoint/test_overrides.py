@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.checkpoint.files import read_model_config
-from quire.engine.checkpoint.overrides import configured, model_path, sampling_defaults
-from quire.engine.checkpoint.safetensors import read_stored_weights
+from quire.engine.checkpoint.model_resolver import read_model_config
+from quire.engine.checkpoint.overrides import (
+    read_raw_config_with_overrides,
+    read_sampling_defaults,
+    resolve_model_with_overrides,
+)
+from quire.engine.checkpoint.tensor_headers import read_checkpoint_size
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.errors import ConfigError, ModelError
 from quire.engine.link.client import EngineClient
@@ -27,15 +31,15 @@ def test_overrides_are_in_the_config_that_everything_reads() -> None:
     config = EngineConfig(
         hf_overrides={"rope_parameters": {"rope_type": "default", "rope_theta": 5e3}, "max_position_embeddings": 512}
     )
-    path = model_path(config)
+    path = resolve_model_with_overrides(config)
     assert path != Path(DEMO_MODEL)
     assert path.name == Path(DEMO_MODEL).name
     model = read_model_config(path)
     assert (model.max_position, model.rope["rope_theta"]) == (512, 5000.0)
-    raw, folder = configured(config)
+    raw, folder = read_raw_config_with_overrides(config)
     assert raw["max_position_embeddings"] == 512
     assert folder == Path(DEMO_MODEL)
-    assert read_stored_weights(path) == read_stored_weights(Path(DEMO_MODEL))
+    assert read_checkpoint_size(path) == read_checkpoint_size(Path(DEMO_MODEL))
     assert (path / "tokenizer.json").read_bytes() == (Path(DEMO_MODEL) / "tokenizer.json").read_bytes()
 
 
@@ -44,28 +48,31 @@ def test_the_folder_is_one_for_all_processes_and_another_for_other_contents(tmp_
     model.mkdir()
     (model / "config.json").write_text('{"vocab_size": 8}')
     config = EngineConfig(model=str(model), hf_overrides={"hidden_size": 4})
-    first = model_path(config)
-    assert model_path(config) == first
-    assert model_path(EngineConfig(model=str(model), hf_overrides={"hidden_size": 5})) != first
+    first = resolve_model_with_overrides(config)
+    assert resolve_model_with_overrides(config) == first
+    assert resolve_model_with_overrides(EngineConfig(model=str(model), hf_overrides={"hidden_size": 5})) != first
     (model / "config.json").write_text('{"vocab_size": 9}')
-    assert json.loads((model_path(config) / "config.json").read_text()) == {"vocab_size": 9, "hidden_size": 4}
-    assert model_path(EngineConfig(model=str(model))) == model
-    assert model_path(EngineConfig(model=str(model), hf_overrides={})) == model
+    assert json.loads((resolve_model_with_overrides(config) / "config.json").read_text()) == {
+        "vocab_size": 9,
+        "hidden_size": 4,
+    }
+    assert resolve_model_with_overrides(EngineConfig(model=str(model))) == model
+    assert resolve_model_with_overrides(EngineConfig(model=str(model), hf_overrides={})) == model
 
 
 def test_overrides_of_the_wrong_type_are_refused_as_the_file_s_would_be() -> None:
     config = EngineConfig(hf_overrides={"hidden_size": "many"})
     with pytest.raises(ModelError, match="hidden_size"):
-        read_model_config(model_path(config))
+        read_model_config(resolve_model_with_overrides(config))
     with pytest.raises(ModelError, match="hidden_size"):
-        configured(config)
+        read_raw_config_with_overrides(config)
 
 
 def test_a_gguf_file_has_nothing_to_override(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
     with pytest.raises(ConfigError, match="a GGUF file has no config"):
-        model_path(EngineConfig(model=str(file), hf_overrides={"a": 1}))
+        resolve_model_with_overrides(EngineConfig(model=str(file), hf_overrides={"a": 1}))
 
 
 async def test_an_answer_of_another_config_has_another_fingerprint() -> None:
@@ -85,18 +92,18 @@ def folder(tmp_path: Path, **content: object) -> str:
 
 
 def test_defaults_of_sampling_are_the_file_s_that_the_settings_name(tmp_path: Path) -> None:
-    own = sampling_defaults(EngineConfig())
-    assert sampling_defaults(EngineConfig(generation_config="vllm")) == {}
+    own = read_sampling_defaults(EngineConfig())
+    assert read_sampling_defaults(EngineConfig(generation_config="vllm")) == {}
     given = folder(tmp_path, temperature=0.3, top_k=7, max_new_tokens=64)
-    assert sampling_defaults(EngineConfig(generation_config=given)) == {
+    assert read_sampling_defaults(EngineConfig(generation_config=given)) == {
         "temperature": 0.3,
         "top_k": 7,
         "max_tokens": 64,
     }
-    assert sampling_defaults(EngineConfig(override_generation_config={"top_p": 0.5})) == {**own, "top_p": 0.5}
+    assert read_sampling_defaults(EngineConfig(override_generation_config={"top_p": 0.5})) == {**own, "top_p": 0.5}
     overrides = {"temperature": None, "max_new_tokens": None, "min_p": 0.1}
     config = EngineConfig(generation_config=given, override_generation_config=overrides)
-    assert sampling_defaults(config) == {"top_k": 7, "min_p": 0.1}
+    assert read_sampling_defaults(config) == {"top_k": 7, "min_p": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -110,4 +117,4 @@ def test_defaults_of_sampling_are_the_file_s_that_the_settings_name(tmp_path: Pa
 )
 def test_defaults_that_no_request_could_have_are_refused(settings: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        sampling_defaults(EngineConfig(**settings))  # type: ignore[arg-type]
+        read_sampling_defaults(EngineConfig(**settings))  # type: ignore[arg-type]

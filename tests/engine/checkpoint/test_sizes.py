@@ -10,11 +10,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from quire.engine.checkpoint.files import read_model_config, read_raw_config
-from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
-from quire.engine.checkpoint.sizes.model_sizes import read_sizes
+from quire.engine.checkpoint.model_resolver import read_model_config, read_raw_config
+from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
+from quire.engine.checkpoint.tensor_headers import CheckpointSize, read_checkpoint_size
 from quire.engine.errors import ModelError
-from quire.engine.families import decoder_model_types, find_family
+from quire.engine.families import decoder_model_types, find_decoder_family
 from tests import tiny_models
 
 OTHERS = ("axk1",)
@@ -60,9 +60,9 @@ def test_parameters_are_those_of_the_real_model(kind: str) -> None:
     config = AutoConfig.for_model(kind, **UNSAID.get(kind, {}))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    found = read_sizes(content_of(kind, **UNSAID.get(kind, {})))
+    found = read_model_sizes(content_of(kind, **UNSAID.get(kind, {})))
     expected = count_parameters(model) + NOT_COUNTED.get(kind, lambda config: 0)(config)
-    assert found.parameters == pytest.approx(expected, rel=0.001 if find_family(kind) is None else 0)
+    assert found.num_parameters == pytest.approx(expected, rel=0.001 if find_decoder_family(kind) is None else 0)
 
 
 @pytest.mark.few(6)
@@ -73,13 +73,15 @@ def test_the_headers_of_a_checkpoint_give_the_number_of_its_weights(family: str,
     assert folder is not None
     layers, hidden = (int(raw.get(name) or 0) for name in ("num_hidden_layers", "hidden_size"))
     others = {"apertus": layers, "opt": 2 * hidden}  # an eps of each layer; positions that no token has
-    assert read_stored_weights(folder) == StoredWeights(read_sizes(raw).parameters + others.get(family, 0), 0)
+    assert read_checkpoint_size(folder) == CheckpointSize(
+        read_model_sizes(raw).num_parameters + others.get(family, 0), 0
+    )
 
 
 def test_experts_are_read_only_when_chosen() -> None:
-    found = read_sizes(content_of("mixtral"))
+    found = read_model_sizes(content_of("mixtral"))
     assert found.active_parameters == pytest.approx(12.9e9, rel=0.02), "the number that Mixtral's authors give"
-    assert found.active_parameters < found.touched(4) < found.touched(64) <= found.parameters
+    assert found.active_parameters < found.parameters_read(4) < found.parameters_read(64) <= found.num_parameters
 
 
 def test_experts_of_smaller_vectors_are_counted_with_what_stands_around_them() -> None:
@@ -88,39 +90,39 @@ def test_experts_of_smaller_vectors_are_counted_with_what_stands_around_them() -
     spaces = {"mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4}
     experts = {"n_routed_experts": 512, "num_experts_per_tok": 22, "moe_intermediate_size": 2688}
     experts |= {"moe_latent_size": 1024, "moe_shared_expert_intermediate_size": 5376, "n_shared_experts": 1}
-    found = read_sizes(
+    found = read_model_sizes(
         {"model_type": "nemotron_h", "vocab_size": 131072, **sizes, **spaces, **experts}
         | {"hybrid_override_pattern": "MEMEMEMEME*" * 8, "tie_word_embeddings": False}
     )
-    assert found.parameters == pytest.approx(120.67e9, rel=1e-4)
+    assert found.num_parameters == pytest.approx(120.67e9, rel=1e-4)
     assert found.active_parameters == pytest.approx(12.2e9, rel=0.01)
 
 
 def test_latent_attention_caches_the_latent() -> None:
-    found = read_sizes(content_of("deepseek_v32"))
-    assert (found.kv_numbers, found.kv_heads) == ((512 + 64) * 61, 1)
+    found = read_model_sizes(content_of("deepseek_v32"))
+    assert (found.kv_values_per_token, found.num_kv_heads) == ((512 + 64) * 61, 1)
 
 
 def test_latent_attention_by_transformers_class_caches_what_it_makes_of_the_latent() -> None:
     config = content_of("deepseek_v3")
-    found = read_sizes({**config, "model_type": "axk1"})
-    assert (found.kv_numbers, found.kv_heads) == (2 * 128 * (128 + 64) * 61, 128)
-    ours = read_sizes(config)
-    assert (ours.kv_numbers, ours.kv_heads) == ((512 + 64) * 61, 1)
+    found = read_model_sizes({**config, "model_type": "axk1"})
+    assert (found.kv_values_per_token, found.num_kv_heads) == (2 * 128 * (128 + 64) * 61, 128)
+    ours = read_model_sizes(config)
+    assert (ours.kv_values_per_token, ours.num_kv_heads) == ((512 + 64) * 61, 1)
 
 
 def test_only_the_text_part_of_a_model_with_images_is_counted() -> None:
     text = content_of("qwen3")
-    found = read_sizes({"model_type": "some_vl", "text_config": text})
-    assert found.parameters == read_sizes(text).parameters
+    found = read_model_sizes({"model_type": "some_vl", "text_config": text})
+    assert found.num_parameters == read_model_sizes(text).num_parameters
     assert any("text part" in note for note in found.notes)
 
 
 def test_quantized_linear_layers_take_their_number_of_bits() -> None:
     llama = content_of("llama")
-    plain = read_sizes(llama)
-    packed = read_sizes(llama | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}})
-    assert packed.parameters == plain.parameters
+    plain = read_model_sizes(llama)
+    packed = read_model_sizes(llama | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}})
+    assert packed.num_parameters == plain.num_parameters
     assert 0.25 < packed.weight_ratio < 0.32
     assert plain.weight_ratio == 1.0
 
@@ -129,13 +131,15 @@ def test_mxfp4_is_of_experts_alone() -> None:
     """gpt-oss-20b, whose file names no type: its index says 13,761,264,768 bytes."""
     config = content_of("gpt_oss", num_hidden_layers=24, num_local_experts=32)
     config |= {"quantization_config": {"quant_method": "mxfp4"}, "dtype": None}
-    found = read_sizes(config)
-    assert (found.dtype, found.unserved) == ("bfloat16", ())
-    assert 2 * found.parameters * found.weight_ratio == pytest.approx(13_761_264_768, rel=0.002)
+    found = read_model_sizes(config)
+    assert (found.dtype, found.unsupported_reasons) == ("bfloat16", ())
+    assert 2 * found.num_parameters * found.weight_ratio == pytest.approx(13_761_264_768, rel=0.002)
     experts = found.expert_parameters * 4.25 / 8
-    beside = 2 * (found.parameters - found.embeddings + found.head_parameters - found.expert_parameters)
-    assert found.share_read(1) * 13_761_264_768 == pytest.approx(beside + experts * 4 / 32, rel=0.002)
-    assert read_sizes(config | {"quantization_config": None}).share_read(1) == pytest.approx(3.61 / 20.91, rel=0.002)
+    beside = 2 * (found.num_parameters - found.embedding_parameters + found.head_parameters - found.expert_parameters)
+    assert found.weight_fraction_read(1) * 13_761_264_768 == pytest.approx(beside + experts * 4 / 32, rel=0.002)
+    assert read_model_sizes(config | {"quantization_config": None}).weight_fraction_read(1) == pytest.approx(
+        3.61 / 20.91, rel=0.002
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,7 +148,7 @@ def test_mxfp4_is_of_experts_alone() -> None:
 )
 def test_what_is_not_a_decoder_is_refused_with_the_reason(raw: dict[str, object], named: str) -> None:
     with pytest.raises(ModelError, match=named):
-        read_sizes(raw)
+        read_model_sizes(raw)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +169,7 @@ def test_a_family_that_is_not_served_is_named(config: dict[str, Any], says: str,
         read_model_config(tmp_path)
     if not inner:
         with pytest.raises(ModelError, match=f"Quire does not serve {says} models: "):
-            read_sizes(config)
+            read_model_sizes(config)
 
 
 @pytest.mark.parametrize(
@@ -176,4 +180,4 @@ def test_what_a_plan_does_not_read_of_other_families_is_named(field: str, value:
     """Gemma 4's layers are counted one by one."""
     raw = {**tiny_models.SHAPE, **tiny_models.FAMILIES["gemma4-moe"], field: value}
     with pytest.raises(ModelError, match=field):
-        read_sizes(raw)
+        read_model_sizes(raw)

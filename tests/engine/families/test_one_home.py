@@ -10,7 +10,7 @@ from tests import supported_models
 from tests.tree import ROOT
 
 OTHER_USES = {
-    "quire/engine/checkpoint/adapted/__init__.py": {
+    "quire/engine/checkpoint/transformers_classes/__init__.py": {
         "camembert",
         "data2vec-text",
         "roberta",

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.engine.checkpoint.files import read_model_config, resolve_model
-from quire.engine.checkpoint.safetensors import read_stored_weights
+from quire.engine.checkpoint.model_resolver import read_model_config, resolve_model
+from quire.engine.checkpoint.tensor_headers import read_checkpoint_size
 from quire.engine.errors import ModelError
 from quire.engine.gguf.header import read_header
 from quire.engine.gguf.model_files import read_gguf_header
@@ -101,7 +101,7 @@ def test_what_is_broken_is_named(content: bytes, says: str, tmp_path: Path) -> N
 def everything(path: Path) -> None:
     """All that a start reads of a header."""
     read_model_config(path)
-    read_stored_weights(path)
+    read_checkpoint_size(path)
     Tokenizer.from_pretrained(path)
 
 

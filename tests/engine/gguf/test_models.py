@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.checkpoint.files import read_model_config, resolve_model
+from quire.engine.checkpoint.model_resolver import read_model_config, resolve_model
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.checkpoint.files import read_raw_config
-from quire.engine.checkpoint.safetensors import read_stored_weights
-from quire.engine.checkpoint.sizes.model_sizes import read_sizes
+from quire.engine.checkpoint.model_resolver import read_raw_config
+from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
+from quire.engine.checkpoint.tensor_headers import read_checkpoint_size
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.kernels.cpu.backend import CpuBackend
@@ -41,7 +41,7 @@ def test_what_is_chosen_is_planned(kind: str, settings: dict[str, str], dtype: s
     info = EngineCore(EngineConfig(model=str(file), num_kv_blocks=8, **settings)).info
     assert (info.dtype, info.kv_cache_dtype) == (dtype, pages)
     if "attention_backend" not in settings:
-        sizes, stored = read_sizes(read_raw_config(str(file))[0]), read_stored_weights(file)
+        sizes, stored = read_model_sizes(read_raw_config(str(file))[0]), read_checkpoint_size(file)
         planned = estimate_model(
             sizes, Machine("test", 2**30, gpu=False), PlanRequest(EngineConfig(**settings)), stored
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 import gguf
 import pytest
 
-from quire.engine.checkpoint.files import read_generation_defaults
+from quire.engine.checkpoint.model_resolver import read_generation_defaults
 from quire.engine.errors import ModelError
 
 

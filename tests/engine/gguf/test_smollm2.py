@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.checkpoint.files import resolve_model
+from quire.engine.checkpoint.model_resolver import resolve_model
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ModelError

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 import torch
 
-from quire.engine.checkpoint.files import read_raw_config
-from quire.engine.checkpoint.sizes.model_sizes import read_sizes
+from quire.engine.checkpoint.model_resolver import read_raw_config
+from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.encoders.vision.tower import TowerBuildContext
 from quire.engine.encoders.vision.tower_factory import make_tower
@@ -170,4 +170,4 @@ def test_the_plan_counts_the_tower(path: Path) -> None:
     scheme = UnquantizedScheme(ReferenceBackend(), torch.float32)
     tower = make_tower(vision, TowerBuildContext(ReferenceBackend(), scheme, torch.float32, 64, int))
     numbers = sum(math.prod(each.shape) for each in tower.parameters().values())
-    assert read_sizes(read_raw_config(str(path))[0]).tower == numbers
+    assert read_model_sizes(read_raw_config(str(path))[0]).tower_parameters == numbers

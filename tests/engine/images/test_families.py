@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from quire.engine.checkpoint.files import read_model_config, read_raw_config
-from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
-from quire.engine.checkpoint.sizes.model_sizes import read_sizes
+from quire.engine.checkpoint.model_resolver import read_model_config, read_raw_config
+from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
+from quire.engine.checkpoint.tensor_headers import CheckpointSize, read_checkpoint_size
 from quire.engine.config import EngineConfig
 from quire.engine.encoders.vision.tower import TowerBuildContext, normalize_pixels
 from quire.engine.encoders.vision.tower_factory import make_tower
@@ -121,9 +121,9 @@ def test_the_plan_counts_the_tower(name: str, tmp_path: Path) -> None:
     scheme = UnquantizedScheme(ReferenceBackend(), torch.float32)
     tower = make_tower(vision, TowerBuildContext(ReferenceBackend(), scheme, torch.float32, 64, int))
     numbers = sum(math.prod(each.shape) for each in tower.parameters().values())
-    sizes = read_sizes(read_raw_config(str(path))[0])
-    assert sizes.tower == numbers
-    assert read_stored_weights(path) == StoredWeights(sizes.parameters, 0)
+    sizes = read_model_sizes(read_raw_config(str(path))[0])
+    assert sizes.tower_parameters == numbers
+    assert read_checkpoint_size(path) == CheckpointSize(sizes.num_parameters, 0)
 
 
 def about(path: Path, name: str, asked: str, *pictures: int, more: str = "", **options: object) -> EngineCoreRequest:

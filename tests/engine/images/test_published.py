@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from quire.engine.architecture.attention import AttentionLayerSpec
-from quire.engine.checkpoint.files import read_model_config
-from quire.engine.checkpoint.sizes.model_sizes import read_sizes
+from quire.engine.checkpoint.model_resolver import read_model_config
+from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
 from quire.engine.images.vision_config import read_vision_spec
 from quire.engine.models import decoder_spec
 
@@ -93,9 +93,9 @@ PARAMETERS = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_parameters_are_those_of_the_published_files(name: str, tmp_path: Path) -> None:
-    found = read_sizes(CONFIGS[name])
-    assert found.unserved == ()
-    assert found.parameters + found.tower == PARAMETERS[name]
+    found = read_model_sizes(CONFIGS[name])
+    assert found.unsupported_reasons == ()
+    assert found.num_parameters + found.tower_parameters == PARAMETERS[name]
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
     assert read_model_config(tmp_path).num_layers == CONFIGS[name].get("text_config", CONFIGS[name]).get(
         "num_hidden_layers", 32

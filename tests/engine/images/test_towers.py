@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from quire.engine.checkpoint.files import read_raw_config
-from quire.engine.checkpoint.sizes.model_sizes import read_sizes
+from quire.engine.checkpoint.model_resolver import read_raw_config
+from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.encoders.vision.tower import Tower
 from quire.engine.engine_core import EngineCore
@@ -66,7 +66,7 @@ def test_few_bits(tmp_path: Path) -> None:
     assert vision is not None
     held = EngineCore(EngineConfig(model=str(path), **text)).info.weight_bytes
     numbers = sum(math.prod(each.shape) for each in few.parameters().values())
-    beside = read_sizes(read_raw_config(str(path))[0])
+    beside = read_model_sizes(read_raw_config(str(path))[0])
     assert beside.tower_bytes(2, "int8") == 2 * numbers - vision.num_linear_parameters
     assert beside.tower_bytes(2, None) == 2 * numbers
-    assert held < 2 * beside.parameters + beside.tower_bytes(2, "int8")
+    assert held < 2 * beside.num_parameters + beside.tower_bytes(2, "int8")

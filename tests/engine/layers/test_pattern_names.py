@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.engine.checkpoint.quantization import WeightFormats, weight_formats
+from quire.engine.checkpoint.quantization import WeightFormatRules, parse_quantization_config
 from quire.engine.worker.loading.weight_mapper import make_stored_module_name_lookup
 
 ARGS = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
@@ -12,10 +12,10 @@ Q, K = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
 ROOTS = ("model.", "model.language_model.", "language_model.model.", "language_model.", "transformer.", "")
 
 
-def formats(ignore: list[str], targets: list[str]) -> WeightFormats:
+def formats(ignore: list[str], targets: list[str]) -> WeightFormatRules:
     group = {"targets": targets, "weights": ARGS, "format": "int-quantized"}
     config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ignore}
-    return weight_formats(config)  # type: ignore[arg-type]
+    return parse_quantization_config(config)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("root", ROOTS)
@@ -43,5 +43,5 @@ def test_names_in_files_are_those_of_the_files(root: str) -> None:
 )
 def test_pattern_of_a_text_model_inside_of_another(pattern: str, matches: bool) -> None:
     name_of = make_stored_module_name_lookup(["model.language_model.layers.0.self_attn.q_proj.weight"])
-    assert (formats([pattern], ["Linear"]).of(name_of(Q)) is None) is matches
-    assert (formats([], [pattern]).of(name_of(Q)) is not None) is matches
+    assert (formats([pattern], ["Linear"]).find_format(name_of(Q)) is None) is matches
+    assert (formats([], [pattern]).find_format(name_of(Q)) is not None) is matches

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from quire.engine.checkpoint.config_reader import why_not_served
-from quire.engine.checkpoint.files import read_model_config
+from quire.engine.checkpoint.config_reader import explain_unsupported_model
+from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.layers.rope import rope_table
 from tests.tiny_models import SHAPE
 
@@ -45,7 +45,7 @@ def test_dynamic_scaling_is_none_within_the_models_positions(tmp_path: Path) -> 
     angles = torch.outer(torch.arange(512.0), frequencies)
     assert torch.allclose(rope_table(rope, 32, 512), torch.cat((angles.cos(), angles.sin()), -1), atol=1e-4)
     given = SHAPE | {"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 4.0}}
-    assert not why_not_served(given)
+    assert not explain_unsupported_model(given)
     (tmp_path / "config.json").write_text(json.dumps(given))
     assert read_model_config(tmp_path).max_position == 512
 

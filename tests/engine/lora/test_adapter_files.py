@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from quire.engine.checkpoint.files import read_model_config
+from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.errors import AdapterError
 from quire.engine.lora.adapter_files import read_adapter_specs
 from quire.engine.lora.adapter_store import AdapterStore

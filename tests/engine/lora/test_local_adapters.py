@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from quire import LoRARequest
-from quire.engine.checkpoint.files import read_model_config
+from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.config import EngineConfig
 from quire.engine.errors import InvalidRequest
 from quire.engine.lora.local_adapters import LocalAdapters

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from quire.engine.checkpoint.config_reader import family_not_served
-from quire.engine.checkpoint.files import read_model_config
-from quire.engine.checkpoint.sizes.model_sizes import read_sizes
+from quire.engine.checkpoint.config_reader import explain_unsupported_family
+from quire.engine.checkpoint.model_resolver import read_model_config
+from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError, ModelError
@@ -211,7 +211,7 @@ def test_a_class_drafts_and_is_drafted_for(drafts: bool, laguna: str, tmp_path: 
 def test_a_class_that_pages_do_not_serve_is_refused_with_the_reason(kind: str, reason: str, tmp_path: Path) -> None:
     save_tiny_class(tmp_path, kind)
     given = json.loads((tmp_path / "config.json").read_text())
-    assert family_not_served(given) is not None
+    assert explain_unsupported_family(given) is not None
     with pytest.raises(ModelError, match=f"Quire does not serve {kind} models"):
         read_model_config(tmp_path)
     with pytest.raises(ModelError, match=reason):
@@ -288,11 +288,13 @@ def test_a_class_says_what_its_layers_keep(tmp_path: Path) -> None:
 
 def test_the_plan_counts_what_a_class_keeps_of_latents(tmp_path: Path) -> None:
     save_tiny_class(tmp_path, "axk1")
-    sizes = read_sizes(json.loads((tmp_path / "config.json").read_text()))
+    sizes = read_model_sizes(json.loads((tmp_path / "config.json").read_text()))
     calls = probe_attention(model_at(tmp_path), 512)
-    assert sizes.kv_numbers == sum(2 * each.num_kv_heads * max(each.head_dim, each.value_dim) for each in calls)
+    assert sizes.kv_values_per_token == sum(
+        2 * each.num_kv_heads * max(each.head_dim, each.value_dim) for each in calls
+    )
     assert sizes.notes[0].startswith("transformers' class computes it")
-    assert not sizes.unserved
+    assert not sizes.unsupported_reasons
 
 
 def model_at(path: Path) -> PreTrainedModel:

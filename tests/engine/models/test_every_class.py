@@ -1,14 +1,16 @@
-"""Every causal language model of transformers that is served comes out as tried.toml says, and the tables are those of
-this transformers."""
+"""Every causal language model of transformers that is served comes out as class_support.toml says, and the tables are
+those of this transformers."""
 
 import pytest
 import transformers
 
-from quire.engine.checkpoint.adapted import tried, tried_version
+from quire.engine.checkpoint.transformers_classes import rejection_reasons_by_model_type, transformers_version_tested
 from tests.every_class import TABLE, as_table, outcome, recorded
 from tests.tiny_classes import KINDS
 
-pinned = pytest.mark.skipif(transformers.__version__ != tried_version(), reason="the table is of another transformers")
+pinned = pytest.mark.skipif(
+    transformers.__version__ != transformers_version_tested(), reason="the table is of another transformers"
+)
 
 
 @pinned
@@ -27,6 +29,6 @@ def test_tables_hold_every_class_and_agree() -> None:
     assert TABLE.read_text(encoding="utf-8") == as_table(outcomes)
     assert sum(bool(each.by) for each in outcomes) >= 120
     assert sum(each.by == "quire" for each in outcomes) >= 40
-    assert {kind for kind, reason in tried().items() if not reason} == {
+    assert {kind for kind, reason in rejection_reasons_by_model_type().items() if not reason} == {
         each.kind for each in outcomes if each.by == "transformers"
     }

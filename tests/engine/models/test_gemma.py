@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.decoder import DecoderSpec
-from quire.engine.checkpoint.files import read_model_config
-from quire.engine.checkpoint.sizes.model_sizes import read_sizes
+from quire.engine.checkpoint.model_resolver import read_model_config
+from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ModelError
@@ -50,7 +50,7 @@ def test_gemma_2_without_a_list_of_layers(tmp_path: Path) -> None:
     assert spec == spec_of(tmp_path, saved)
     first, *others = spec.sublayers_of_kind(AttentionLayerSpec)
     assert [each.window for each in (first, *others)] == [4096, None] * 13
-    assert read_sizes(raw).sliding == read_sizes(saved).sliding == 13
+    assert read_model_sizes(raw).num_sliding_layers == read_model_sizes(saved).num_sliding_layers == 13
     assert (first.scale, first.softcap, spec.logit_softcap, spec.tie_embeddings) == (1 / 16, 50.0, 30.0, True)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.checkpoint.files import read_model_config
+from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.layers.schemes import UnquantizedScheme
 from quire.engine.layers.sublayer import BuildContext
 from quire.engine.models import decoder_spec

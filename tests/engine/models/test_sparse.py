@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quire.engine.architecture.moe import MoELayerSpec
-from quire.engine.checkpoint.files import read_model_config
+from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ModelError
 from quire.engine.lora.adapter_store import AdapterStore

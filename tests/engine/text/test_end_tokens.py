@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.checkpoint.files import read_model_config
-from quire.engine.checkpoint.overrides import read_configured
+from quire.engine.checkpoint.model_resolver import read_model_config
+from quire.engine.checkpoint.overrides import load_model_config
 from quire.engine.config import EngineConfig
 from quire.engine.gguf.model_files import ModelFiles
 from quire.engine.text.tokenizer import Tokenizer
@@ -139,5 +139,5 @@ def test_other_tokenizer_and_template_of_the_settings_count(tmp_path: Path) -> N
     model = save(tmp_path / "model", added=("<|endoftext|>",), generation_config={"eos_token_id": 2})
     other = save(tmp_path / "tokenizer", added=("<a>", "<|im_end|>"), tokenizer_config={"eos_token": "<a>"})
     config = EngineConfig(model=str(model), tokenizer=str(other), chat_template=CHATML)
-    assert read_configured(config, model).eos_token_ids == (2, EOS, TURN)
+    assert load_model_config(config, model).eos_token_ids == (2, EOS, TURN)
     assert read_eos_token_ids(ModelFiles(model)) == (2,)

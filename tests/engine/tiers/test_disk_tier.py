@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.checkpoint.kv_folder import forget_pages
+from quire.engine.checkpoint.kv_offload_dir import delete_kv_blocks
 from quire.engine.errors import ConfigError
 from quire.engine.tiers.disk_tier import DiskTier
 from quire.engine.tiers.guarded_tier import GuardedTier
@@ -127,11 +127,11 @@ def test_all_is_dropped_at_once(tmp_path: Path) -> None:
     assert files(tmp_path / "quire-kv") == []
     tier.put(digest(2), page(2))
     assert tier.lookup(digest(2))
-    forget_pages(tmp_path)
+    delete_kv_blocks(tmp_path)
     assert tier.fetch(digest(2)) is None
     assert not tier.lookup(digest(2))
-    forget_pages(tmp_path)
-    forget_pages(tmp_path)  # nothing is there
+    delete_kv_blocks(tmp_path)
+    delete_kv_blocks(tmp_path)  # nothing is there
     left = sealed(tmp_path)
     assert files(tmp_path) == []
     assert not left.lookup(digest(2))

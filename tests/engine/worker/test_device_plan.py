@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.engine.checkpoint.files import read_model_config
+from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.models import decoder_spec

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from quire.engine.checkpoint.files import read_model_config
-from quire.engine.checkpoint.page_groups import one_group
+from quire.engine.checkpoint.kv_cache_groups import single_kv_cache_group
+from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
 from quire.engine.engine_core import EngineCore
@@ -57,7 +57,7 @@ def fake_flash(monkeypatch: pytest.MonkeyPatch) -> None:
     install_flash(monkeypatch, library)
     monkeypatch.setattr(flash2.Flash2Backend, "unsupported_reason", lambda *_: None)
     monkeypatch.setattr(
-        mixed_batch_graphs, "GRAPH_TOKENS", ()
+        mixed_batch_graphs, "MIXED_GRAPH_PREFILL_SIZES", ()
     )  # steps with prompts: tests/engine/worker/test_prompt_graphs.py
 
 
@@ -149,7 +149,7 @@ def test_graphs_read_the_tables_of_every_window(monkeypatch: pytest.MonkeyPatch,
     path = save_tiny_model(tmp_path, "gemma2", dtype=torch.bfloat16, max_position_embeddings=1024, sliding_window=200)
     capture, options = FakeCapture(), {"model": str(path), "enable_prefix_caching": False}
     with monkeypatch.context() as patch:
-        patch.setattr(loading, "page_groups", lambda states, *_, **__: one_group(len(states)))
+        patch.setattr(loading, "build_kv_cache_groups", lambda states, *_, **__: single_kv_cache_group(len(states)))
         wanted = run(start(patch, None, **options), traffic())
     engine = start(monkeypatch, capture, ahead=1, **options)
     assert engine.info.page_groups == 2

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.engine.architecture.decoder import EMBED_TOKENS, LM_HEAD
-from quire.engine.checkpoint.files import read_model_config
+from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
 from quire.engine.engine_core import EngineCore

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire.engine.checkpoint.pickled import read_tensors
-from quire.engine.checkpoint.safetensors import read_file_headers, read_stored_weights
+from quire.engine.checkpoint.pickled import read_pickled_tensor_headers
+from quire.engine.checkpoint.tensor_headers import read_checkpoint_size, read_file_headers
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ModelError
@@ -53,7 +53,7 @@ def test_the_same_model_comes_of_both_formats(options: dict[str, Any], tmp_path:
     path = save_tiny_model(tmp_path / "a", "qwen3")
     other = pickled(path, tmp_path / "b", **options)
     assert answer(other) == answer(path)
-    assert read_stored_weights(other) == read_stored_weights(path)
+    assert read_checkpoint_size(other) == read_checkpoint_size(path)
 
 
 def test_a_class_of_transformers_reads_them_too(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_headers_are_read_without_torch(old: bool, tmp_path: Path) -> None:
     torch.save(held, tmp_path / OTHER, _use_new_zipfile_serialization=not old)
     save_file({name: each.detach().clone().contiguous() for name, each in held.items()}, tmp_path / FILE)
     assert read_file_headers(tmp_path / OTHER) == read_file_headers(tmp_path / FILE)
-    sizes = read_tensors(tmp_path / OTHER) or {}
+    sizes = read_pickled_tensor_headers(tmp_path / OTHER) or {}
     assert sum(each.nbytes for each in sizes.values()) == sum(each.nbytes for each in plain.values()) + 28
 
 
@@ -113,7 +113,7 @@ def test_a_broken_file_is_one_line(name: str, tmp_path: Path) -> None:
         (tmp_path / OTHER).write_bytes(content)
     else:
         torch.save(content, tmp_path / OTHER)
-    for read in (read_stored_weights, lambda path: list(checkpoint_stream(path))):
+    for read in (read_checkpoint_size, lambda path: list(checkpoint_stream(path))):
         with pytest.raises(ModelError, match=rf"^model: pytorch_model\.bin .*{said}") as refused:
             read(tmp_path)
         assert "\n" not in refused.value.message
@@ -125,7 +125,7 @@ def test_a_file_that_would_run_something_does_not(old: bool, tmp_path: Path) -> 
         {"w": torch.ones(2), "x": _Runs(tmp_path / "ran")}, tmp_path / OTHER, _use_new_zipfile_serialization=not old
     )
     with pytest.raises(ModelError, match="calls 'posix mkdir', which tensors need not"):
-        read_stored_weights(tmp_path)
+        read_checkpoint_size(tmp_path)
     with pytest.raises(ModelError, match=r"pytorch_model\.bin cannot be read"):
         list(checkpoint_stream(tmp_path))
     assert not (tmp_path / "ran").exists()
@@ -137,7 +137,7 @@ def test_a_pickle_is_followed_in_bounded_memory(tmp_path: Path) -> None:
         start = b"".join(pickle.dumps(each, 2) for each in (1, 2, {}))
         (tmp_path / OTHER).write_bytes(start + b"\x80\x02" + instructions)
         with suppress(ModelError):
-            assert read_tensors(tmp_path / OTHER) == {}
+            assert read_pickled_tensor_headers(tmp_path / OTHER) == {}
 
 
 def test_they_are_written_in_few_bits_as_safetensors(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.checkpoint.kv_plan import graph_tokens
+from quire.engine.checkpoint.kv_cache_plan import max_mixed_graph_tokens
 from quire.engine.core.scheduler_output import ScheduledRequest, SchedulerOutput
 from quire.engine.engine_core import EngineCore
 from quire.engine.types import EngineCoreRequest
@@ -48,8 +48,8 @@ def traffic(lengths: tuple[int, ...] = (40, 5, 45, 130, 1, 70), **options: Any) 
 @pytest.fixture
 def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_graphs, "FIRST_GRAPH_CONTEXT", 256)
-    monkeypatch.setattr(mixed_batch_graphs, "GRAPH_ROWS", (4, 16))
-    monkeypatch.setattr(mixed_batch_graphs, "GRAPH_TOKENS", (16, 64))
+    monkeypatch.setattr(mixed_batch_graphs, "MIXED_GRAPH_DECODE_SIZES", (4, 16))
+    monkeypatch.setattr(mixed_batch_graphs, "MIXED_GRAPH_PREFILL_SIZES", (16, 64))
 
 
 def graphed(monkeypatch: pytest.MonkeyPatch, capture: FakeCapture | None, **options: Any) -> EngineCore:
@@ -66,7 +66,7 @@ def twice(engine: EngineCore, asked: list[EngineCoreRequest]) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
 def test_a_step_is_that_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixed_batch_graphs, "GRAPH_TOKENS", (16,))
+    monkeypatch.setattr(mixed_batch_graphs, "MIXED_GRAPH_PREFILL_SIZES", (16,))
     asked = [request(name, [5, 6, 7, 8, 9], max_tokens=2, temperature=0.0) for name in ("one", "two")]
     options = {"max_model_len": 256, "max_num_seqs": 1, "enable_prefix_caching": False}
     wanted = picked(run(graphed(monkeypatch, None, **options), asked))
@@ -322,12 +322,12 @@ def test_short_contexts_bound_what_fills_up(monkeypatch: pytest.MonkeyPatch) -> 
         for count in (25, 25, 26, 26)
     ]
     assert [each and each.key.num_prefill_tokens for each in planned] == [None, 32, None, None]
-    assert graph_tokens(40, 1) == 4 + 32
-    assert graph_tokens(8, 300) == 256
+    assert max_mixed_graph_tokens(40, 1) == 4 + 32
+    assert max_mixed_graph_tokens(8, 300) == 256
 
 
 def test_graphs_are_bounded_and_captured_in_idle_moments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixed_batch_graphs, "MOST_GRAPHS", 11)
+    monkeypatch.setattr(mixed_batch_graphs, "MAX_MIXED_GRAPHS", 11)
     graphs, _ = made(monkeypatch)
     few, some, many = (SchedulerOutput([*ROWS[:1] * count, ROWS[1]]) for count in (5, 9, 17))
     assert graphs.plan_batch(few) is None

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire.engine.checkpoint.files import read_model_config, read_raw_config
-from quire.engine.checkpoint.sizes.model_sizes import read_sizes
+from quire.engine.checkpoint.model_resolver import read_model_config, read_raw_config
+from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
 from quire.engine.errors import ModelError
 from quire.engine.layers.parameters import LoadableParameter
 from quire.engine.worker.loading.weight_loader import load_weights
@@ -77,9 +77,11 @@ def test_embedding_saved_under_the_name_of_the_head_alone(family: str, tmp_path:
 
 
 def test_plan_counts_a_head_of_its_own(tmp_path: Path) -> None:
-    both = read_sizes(read_raw_config(str(untied(tmp_path / "both", "llama")))[0])
-    one = read_sizes(read_raw_config(str(save_tiny_model(tmp_path / "one", "llama", tie_word_embeddings=True)))[0])
-    assert both.parameters - one.parameters == VOCAB * 64
+    both = read_model_sizes(read_raw_config(str(untied(tmp_path / "both", "llama")))[0])
+    one = read_model_sizes(
+        read_raw_config(str(save_tiny_model(tmp_path / "one", "llama", tie_word_embeddings=True)))[0]
+    )
+    assert both.num_parameters - one.num_parameters == VOCAB * 64
 
 
 def test_weights_with_another_head_do_not_take_the_place_of_tied_ones(tmp_path: Path) -> None:

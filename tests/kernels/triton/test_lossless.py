@@ -52,7 +52,7 @@ def test_neither_chunks_nor_neighbours_nor_hits_nor_guesses_change_a_token(
     wanted = [run(alone, [each])[each.id].ids for each in asked]
     if graphs:
         monkeypatch.setattr(kv_allocation, "make_graph_capture", lambda *_: run_again)
-        monkeypatch.setattr(prompt_graphs, "GRAPH_TOKENS", (32,))
+        monkeypatch.setattr(prompt_graphs, "MIXED_GRAPH_PREFILL_SIZES", (32,))
     made = EngineCore(
         EngineConfig(num_kv_blocks=40, warmup_seconds=0, max_num_batched_tokens=21, snapshot_tokens=16, **options),
         make_drafter=lambda *_: AdaptiveLengthDrafter(Garbage(random.Random(3)), 8, CHEAP),
@@ -83,7 +83,7 @@ def test_small_steps_of_graphs_give_the_tokens_of_a_request_alone(
     alone = EngineCore(EngineConfig(num_kv_blocks=40, enable_prefix_caching=False, **options))
     wanted = [run(alone, [each])[each.id].ids for each in asked]
     monkeypatch.setattr(kv_allocation, "make_graph_capture", lambda *_: run_again)
-    monkeypatch.setattr(prompt_graphs, "GRAPH_TOKENS", (16,))
+    monkeypatch.setattr(prompt_graphs, "MIXED_GRAPH_PREFILL_SIZES", (16,))
     kept = {"num_kv_blocks": 40, "warmup_seconds": 0, "max_num_batched_tokens": 10, "enable_prefix_caching": False}
     made = EngineCore(EngineConfig(**kept, **options))
     for _ in range(2):

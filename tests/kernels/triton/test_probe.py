@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.engine.checkpoint.files import read_model_config
+from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.models import decoder_spec
 from quire.engine.models.requirements import make_dummy_recurrence_params
 from quire.kernels.gpu.triton_backend import TritonBackend

@@ -13,13 +13,13 @@ from quire.server.access.body_reader import UNCOUNTED_BYTES
 from quire.server.access.memory_lease import MemoryLease, MemoryLeaseMiddleware, grow_request_lease
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
-from quire.server.owner_budget import OwnerBudget
+from quire.server.shared_capacity import SharedCapacity
 
 MIB = 1 << 20
 
 
 def test_small_holds_are_free_until_they_are_not() -> None:
-    budget = OwnerBudget(MIB)
+    budget = SharedCapacity(MIB)
     one, other = MemoryLease(budget, ""), MemoryLease(budget, "")
     one.grow_lease(UNCOUNTED_BYTES)
     assert budget.total_used == 0
@@ -39,7 +39,7 @@ def test_small_holds_are_free_until_they_are_not() -> None:
 
 
 def test_what_goes_on_without_a_connection_counts_whole() -> None:
-    budget = OwnerBudget(MIB)
+    budget = SharedCapacity(MIB)
     one = MemoryLease(budget, "")
     one.grow_lease(100)
     moved = one.move_to_new_lease()
@@ -51,7 +51,7 @@ def test_what_goes_on_without_a_connection_counts_whole() -> None:
 
 
 def test_a_key_leaves_as_much_to_others() -> None:
-    budget = OwnerBudget(8 * MIB)
+    budget = SharedCapacity(8 * MIB)
     greedy = [MemoryLease(budget, "greedy") for _ in range(5)]
     for each in greedy[:4]:
         each.grow_lease(MIB)
@@ -62,7 +62,7 @@ def test_a_key_leaves_as_much_to_others() -> None:
 
 
 async def test_an_answer_is_held_until_its_reader_has_it() -> None:
-    budget, read, sent = OwnerBudget(8 * MIB), asyncio.Event(), list[Message]()
+    budget, read, sent = SharedCapacity(8 * MIB), asyncio.Event(), list[Message]()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         grow_request_lease(scope, 2 * UNCOUNTED_BYTES)

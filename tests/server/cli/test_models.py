@@ -13,11 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from quire.engine.checkpoint.catalog import known_models, nearest_models
-from quire.engine.checkpoint.config_reader import why_not_served
-from quire.engine.checkpoint.files import read_raw_config, resolve_model
-from quire.engine.checkpoint.kv_plan import GIB
-from quire.engine.checkpoint.sizes.model_sizes import read_sizes
+from quire.engine.checkpoint.config_reader import explain_unsupported_model
+from quire.engine.checkpoint.kv_cache_plan import GIB
+from quire.engine.checkpoint.model_catalog import load_catalog, suggest_short_name
+from quire.engine.checkpoint.model_resolver import read_raw_config, resolve_model
+from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
 from quire.engine.errors import ModelError
 from quire.server.cli.main import main
 from quire.server.cli.models import table
@@ -194,10 +194,10 @@ PARAMETERS |= {"qwen2.5-coder:7b": 7.62, "bge:small": 0.0334, "e5:small": 0.118,
 450 M of towers): shapes that are mistyped would not give them."""
 
 
-@pytest.mark.parametrize("name", known_models())
+@pytest.mark.parametrize("name", load_catalog())
 def test_a_short_name_has_a_shape_that_is_served(name: str) -> None:
-    model, machine = known_models()[name], table.read_laptop_machines()[-1]
-    assert not why_not_served(model.config)
+    model, machine = load_catalog()[name], table.read_laptop_machines()[-1]
+    assert not explain_unsupported_model(model.config)
     row = table.build_row(model, machine)
     assert row.parameters / 1e9 == pytest.approx(PARAMETERS.get(name, row.parameters / 1e9), rel=0.006)
     if not row.context and model.gigabytes is None:  # 16-bit weights of a model for a GPU
@@ -207,10 +207,10 @@ def test_a_short_name_has_a_shape_that_is_served(name: str) -> None:
     assert 0 < row.memory < machine.memory
     assert row.context >= min(4096, model.config["max_position_embeddings"])
     if model.gigabytes is not None:
-        bits = {"Q4_K_M": (4.5, 8.0), "Q8_0": (8.4, 8.9), "MXFP4": (4.25, 4.8)}[str(model.hub.tag)]
+        bits = {"Q4_K_M": (4.5, 8.0), "Q8_0": (8.4, 8.9), "MXFP4": (4.25, 4.8)}[str(model.hub_name.tag)]
         assert bits[0] < 8e9 * model.gigabytes / row.parameters < bits[1], "a file of this size has that many bits"
         assert row.speed is not None
-        experts = bool(read_sizes(model.config).experts)
+        experts = bool(read_model_sizes(model.config).num_experts)
         assert (row.speed > 1.2 * 120 / model.gigabytes) == experts, "what is read is weights, of experts a few"
 
 
@@ -238,7 +238,7 @@ def test_the_documents_have_the_table() -> None:
 
 
 def test_the_readme_counts_the_models() -> None:
-    assert f"`.venv/bin/quire models` lists {len(known_models())} for" in (ROOT / "README.md").read_text()
+    assert f"`.venv/bin/quire models` lists {len(load_catalog())} for" in (ROOT / "README.md").read_text()
 
 
 def test_rows_of_2026_name_their_pages_and_when_they_were_read() -> None:
@@ -258,7 +258,7 @@ def test_a_short_name_is_planned_without_a_network(
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
     assert main(["plan", name, "--gpu", "h100"]) == 0
-    parameters = table.build_row(known_models()[name.lower()], find_gpu("H100")).parameters
+    parameters = table.build_row(load_catalog()[name.lower()], find_gpu("H100")).parameters
     assert f"{parameters / 1e9:.2f} B parameters" in capsys.readouterr().out
 
 
@@ -273,7 +273,7 @@ def test_a_short_name_is_planned_without_a_network(
     ],
 )
 def test_a_near_miss_names_the_nearest(name: str, advice: str) -> None:
-    assert nearest_models(name, known_models()) == advice
+    assert suggest_short_name(name, load_catalog()) == advice
 
 
 def test_a_short_name_is_a_file_of_the_hub(hub: Hub) -> None:

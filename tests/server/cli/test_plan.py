@@ -18,14 +18,20 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from quire.engine.checkpoint.files import read_model_config, read_raw_config
-from quire.engine.checkpoint.kv_plan import CALL_BYTES, DRAFT_GRAPHS_BYTES, GIB, GRAPH_BYTES, MOST_GRAPHS
-from quire.engine.checkpoint.safetensors import read_stored_weights
-from quire.engine.checkpoint.sizes.model_sizes import read_sizes
+from quire.engine.checkpoint.kv_cache_plan import (
+    DRAFT_GRAPHS_BYTES,
+    DRIVER_BYTES_PER_GRAPH,
+    GIB,
+    MAX_MIXED_GRAPHS,
+    NCCL_BYTES_PER_GRAPH_CALL,
+)
+from quire.engine.checkpoint.model_resolver import read_model_config, read_raw_config
+from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
+from quire.engine.checkpoint.tensor_headers import read_checkpoint_size
 from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError, ModelError
-from quire.engine.families import find_family
+from quire.engine.families import find_decoder_family
 from quire.engine.images.multimodal_prompt import RequestImage, make_multimodal_prompt_builder
 from quire.engine.layers.rope import rope_table
 from quire.engine.text.tokenizer import Tokenizer
@@ -158,9 +164,9 @@ def test_limits_are_the_roofline(coder: str, capsys: pytest.CaptureFixture[str])
 
 
 def test_two_devices_share_weights_and_cache() -> None:
-    one = estimate_model(read_sizes(LLAMA_70B), find_gpu("h100"), PlanRequest())
+    one = estimate_model(read_model_sizes(LLAMA_70B), find_gpu("h100"), PlanRequest())
     assert "nothing is left" in one.reasons[0]
-    two = estimate_model(read_sizes(LLAMA_70B), replace(find_gpu("h100"), count=4), PlanRequest())
+    two = estimate_model(read_model_sizes(LLAMA_70B), replace(find_gpu("h100"), count=4), PlanRequest())
     assert two.fits
     assert two.kv_token_bytes == 2 * 8 * 128 * 80 * 2 // 4
     assert two.kv_budget_bytes > 30 * GIB
@@ -207,7 +213,7 @@ def test_tiers_below_the_cache(coder: str, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_host_s_tier_takes_from_the_cache_of_a_cpu(coder: str) -> None:
-    sizes = read_sizes(read_raw_config(coder)[0])
+    sizes = read_model_sizes(read_raw_config(coder)[0])
     machine = Machine("test", memory=18 * GIB, gpu=False, bf16=True)
     without, with_it = (
         estimate_model(sizes, machine, PlanRequest(EngineConfig(kv_offload_memory=each))) for each in (None, 1.0)
@@ -303,10 +309,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def test_a_gpu_holds_weights_in_their_bits() -> None:
     """As the plan of a CPU says it: 5 bits for a linear's weights, 8 for the embedding's and the head's."""
-    sizes = read_sizes(DEEPSEEK_CODER)
+    sizes = read_model_sizes(DEEPSEEK_CODER)
     found = estimate_model(sizes, find_gpu("h100"), PlanRequest(EngineConfig(quantization="int4")))
-    linears = sizes.parameters - sizes.embeddings
-    assert found.device_weight_bytes == pytest.approx(linears * 5 / 8 + sizes.embeddings, rel=1e-6)
+    linears = sizes.num_parameters - sizes.embedding_parameters
+    assert found.device_weight_bytes == pytest.approx(linears * 5 / 8 + sizes.embedding_parameters, rel=1e-6)
     assert "--quantization" in found.flags
 
 
@@ -389,7 +395,7 @@ def test_stages_are_planned(stages: int, tmp_path: Path, capsys: pytest.CaptureF
     planned = predict_kv_tokens(config, machine)
     assert planned is not None
     assert abs(planned - info.num_blocks * info.block_size) <= info.block_size
-    sizes = read_sizes(read_raw_config(config.model)[0])
+    sizes = read_model_sizes(read_raw_config(config.model)[0])
     made = estimate_model(
         sizes, divide_machine_by_parallelism(machine, 1, 1, stages), PlanRequest(EngineConfig(dtype="bfloat16"))
     )
@@ -401,7 +407,7 @@ def test_stages_are_planned(stages: int, tmp_path: Path, capsys: pytest.CaptureF
 
 def test_a_pipeline_is_as_fast_as_one_of_its_stages_for_one_stream() -> None:
     """A stream alone is in one stage at a time; two are in both."""
-    sizes = read_sizes(read_raw_config(DEMO_MODEL)[0])
+    sizes = read_model_sizes(read_raw_config(DEMO_MODEL)[0])
     machine = Machine("test", memory=4 * GIB, gpu=False, bandwidth=20e9, flops=1e11)
     one, two = (
         estimate_model(sizes, divide_machine_by_parallelism(machine, 1, 1, stages), PlanRequest()) for stages in (1, 2)
@@ -421,7 +427,7 @@ def test_a_pipeline_is_as_fast_as_one_of_its_stages_for_one_stream() -> None:
 
 def test_replicas_share_what_is_there() -> None:
     """Each has a copy of the weights, and its part of the memory for keys and values; the fit is the engines' rule."""
-    sizes, machine = read_sizes(read_raw_config(DEMO_MODEL)[0]), Machine("test", memory=GIB, gpu=False)
+    sizes, machine = read_model_sizes(read_raw_config(DEMO_MODEL)[0]), Machine("test", memory=GIB, gpu=False)
     wishes = PlanRequest(EngineConfig(dtype="float32", max_num_seqs=4096))
     one, each = (
         estimate_model(sizes, machine, wishes),
@@ -441,7 +447,7 @@ def test_replicas_share_what_is_there() -> None:
 
 def test_machines_each_have_a_memory(capsys: pytest.CaptureFixture[str]) -> None:
     """Of four ranks on two machines two share a memory, as two ranks of one machine do, and each has a quarter."""
-    sizes, machine = read_sizes(read_raw_config(DEMO_MODEL)[0]), Machine("test", memory=GIB, gpu=False)
+    sizes, machine = read_model_sizes(read_raw_config(DEMO_MODEL)[0]), Machine("test", memory=GIB, gpu=False)
     wishes = PlanRequest(EngineConfig(dtype="float32", max_num_seqs=4096))
     four, two = (
         estimate_model(sizes, divide_machine_by_parallelism(machine, 4, nodes=nodes), wishes) for nodes in (1, 2)
@@ -459,7 +465,7 @@ def test_machines_each_have_a_memory(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_mixtures_of_experts_are_planned_on_ranks_and_in_stages(tmp_path: Path) -> None:
     path = tiny_models.save_tiny_model(tmp_path, "mixtral")
-    sizes = read_sizes(read_raw_config(str(path))[0])
+    sizes = read_model_sizes(read_raw_config(str(path))[0])
     for parts in ((2,), (1, 1, 2)):
         assert not unserved_reasons(
             estimate_model(
@@ -472,7 +478,7 @@ def test_whole_experts_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture
     """Of seven experts a rank has four, which is half an expert more than half; what it has is counted."""
     path = tiny_models.save_tiny_model(tmp_path, "mixtral", num_local_experts=7, intermediate_size=512)
     sizes, machine = (
-        read_sizes(read_raw_config(str(path))[0]),
+        read_model_sizes(read_raw_config(str(path))[0]),
         divide_machine_by_parallelism(Machine("test", 4 * GIB, gpu=False), 2),
     )
     parts, whole = (
@@ -495,7 +501,7 @@ def test_experts_on_a_disk_are_planned(tmp_path: Path, capsys: pytest.CaptureFix
     """What lies there needs no memory but for what is kept; the engine has as much of it as was planned."""
     shape = {"num_local_experts": 16, "intermediate_size": 512, "hidden_size": 256}
     path = tiny_models.save_tiny_model(tmp_path, "mixtral", **shape)
-    sizes, machine = read_sizes(read_raw_config(str(path))[0]), Machine("test", 4 * GIB, gpu=False)
+    sizes, machine = read_model_sizes(read_raw_config(str(path))[0]), Machine("test", 4 * GIB, gpu=False)
     settings: list[dict[str, Any]] = [{}, {"weights_on_disk": "/disk"}]
     settings.append({**settings[1], "weights_in_memory": 0.004})
     memory, disk, some = (
@@ -517,7 +523,7 @@ def test_experts_on_a_disk_are_planned(tmp_path: Path, capsys: pytest.CaptureFix
 def test_streamed_layers_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is on a disk, or in a GPU's host, needs no memory but for two layers, and sets the pace."""
     path = tiny_models.save_tiny_model(tmp_path, "llama", num_hidden_layers=8, hidden_size=256, intermediate_size=1024)
-    sizes = read_sizes(read_raw_config(str(path))[0])
+    sizes = read_model_sizes(read_raw_config(str(path))[0])
     for gpu, moved in (
         (False, {"weights_on_disk": "/disk", "weights_in_memory": 0.02}),
         (True, {"cpu_offload_gb": 0.02}),
@@ -526,7 +532,7 @@ def test_streamed_layers_are_planned(tmp_path: Path, capsys: pytest.CaptureFixtu
         memory, some = (
             estimate_model(sizes, machine, PlanRequest(EngineConfig(dtype="float32", **each))) for each in ({}, moved)
         )
-        plan, each = some.layers_plan, (sizes.parameters - sizes.embeddings) * 4 // 8
+        plan, each = some.layers_plan, (sizes.num_parameters - sizes.embedding_parameters) * 4 // 8
         assert 0 < plan.num_streamed < plan.num_layers == 8
         assert plan.read_bytes == plan.num_streamed * each
         assert memory.device_weight_bytes - some.device_weight_bytes == plan.read_bytes - 2 * each
@@ -576,7 +582,7 @@ def test_drafts_are_planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     used = info.kv_bytes + 2 * 16 * page // 2
     assert 0.05 * GIB - page < used <= 0.05 * GIB
     plain, drafting = (
-        estimate_model(read_sizes(read_raw_config(DEMO_MODEL)[0]), machine, PlanRequest(draft=each))
+        estimate_model(read_model_sizes(read_raw_config(DEMO_MODEL)[0]), machine, PlanRequest(draft=each))
         for each in (None, plan_draft(config.speculative_config, {}, None))
     )
     assert drafting.device_weight_bytes - plain.device_weight_bytes == drafting.draft_bytes > 2**20
@@ -730,7 +736,9 @@ def test_a_page_is_as_large_as_the_backend_s(
 def test_contexts_are_counted_in_the_backend_s_pages() -> None:
     """A context of one token more than a page takes two pages, of 256 tokens on a GPU and of 16 on a CPU."""
     for machine, size in ((find_gpu("h100"), 256), (Machine("cpu", memory=64 * GIB, gpu=False), 16)):
-        made = estimate_model(read_sizes(DEEPSEEK_CODER), machine, PlanRequest(EngineConfig(max_model_len=size + 1)))
+        made = estimate_model(
+            read_model_sizes(DEEPSEEK_CODER), machine, PlanRequest(EngineConfig(max_model_len=size + 1))
+        )
         pages = made.kv_budget_bytes // (made.kv_token_bytes * size)
         assert made.concurrency == min(pages // 2, EngineConfig().max_num_seqs)
         assert made.num_blocks == min(pages, 2 * EngineConfig().max_num_seqs)
@@ -770,7 +778,7 @@ def test_a_serve_command_is_printed_for_what_is_served(
         try:
             served = read_model_config(tmp_path)
             rope_table(served.rope, 8, 8) if served.model_type == "llama" else None
-            said = "no such family" if find_family(served.model_type) is None else None
+            said = "no such family" if find_decoder_family(served.model_type) is None else None
         except ModelError as error:
             said = error.message
         assert (said is None) is (reason is None)
@@ -783,11 +791,11 @@ def test_the_command_names_the_directory_of_a_config_json(coder: str, capsys: py
 
 def test_an_encoder_needs_room_for_its_weights_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = save_tiny_encoder(tmp_path, "bert")
-    sizes = read_sizes(json.loads((path / "config.json").read_text()))
+    sizes = read_model_sizes(json.loads((path / "config.json").read_text()))
     model = AutoModel.from_pretrained(path)
     unused = sum(parameter.numel() for name, parameter in model.named_parameters() if name.startswith("pooler"))
-    assert sizes.parameters == pytest.approx(model.num_parameters() - unused, rel=0.005)
-    assert sizes.kv_numbers == 0
+    assert sizes.num_parameters == pytest.approx(model.num_parameters() - unused, rel=0.005)
+    assert sizes.kv_values_per_token == 0
     assert cli.main(["plan", str(path), "--memory", "1"]) == 0
     said = capsys.readouterr().out
     assert "none: an encoder" in said
@@ -803,7 +811,7 @@ def test_keys_and_values_in_few_bits(card: str | None, kv: str, head: int) -> No
     """Two heads in each of six layers; flash-attn, whose pages have 256 tokens, holds no 8 bits."""
     machine = Machine("cpu", memory=64 * GIB, gpu=False) if card is None else find_gpu(card)
     made = estimate_model(
-        read_sizes(read_raw_config(DEMO_MODEL)[0]), machine, PlanRequest(EngineConfig(kv_cache_dtype=kv))
+        read_model_sizes(read_raw_config(DEMO_MODEL)[0]), machine, PlanRequest(EngineConfig(kv_cache_dtype=kv))
     )
     assert made.kv_token_bytes == 2 * 2 * 6 * head
     assert made.block_size == (256 if card is not None and kv == "auto" else 16)
@@ -839,15 +847,15 @@ def test_a_plan_counts_what_graphs_take_as_the_engine_does(
     card: str, config: dict[str, Any], beside: float | None
 ) -> None:
     """beside: what graphs share, as a part of the largest step's bytes; None: a quarter, and none is of prompts."""
-    sizes, machine, asked = read_sizes(DEEPSEEK_CODER), find_gpu(card), EngineConfig(**config)
+    sizes, machine, asked = read_model_sizes(DEEPSEEK_CODER), find_gpu(card), EngineConfig(**config)
     step = max_step_bytes(sizes, 2, max_step_tokens(machine, asked))
-    more = 0 if not beside else MOST_GRAPHS * GRAPH_BYTES
+    more = 0 if not beside else MAX_MIXED_GRAPHS * DRIVER_BYTES_PER_GRAPH
     made = estimate_model(sizes, machine, PlanRequest(asked))
     assert made.step_bytes == pytest.approx(step * (1 + (1 / 4 if beside is None else beside)) + more, abs=1)
     for settings, calls in (({}, 2), ({"decode_context_parallel_size": 2}, 4)):
         together = asked.model_copy(update={"tensor_parallel_size": 2} | settings)
         of_two = estimate_model(sizes, divide_machine_by_parallelism(machine, 2), PlanRequest(together)).step_bytes
-        nccl = MOST_GRAPHS * (1 + calls * sizes.num_layers) * CALL_BYTES if beside else 0
+        nccl = MAX_MIXED_GRAPHS * (1 + calls * sizes.num_layers) * NCCL_BYTES_PER_GRAPH_CALL if beside else 0
         assert of_two == made.step_bytes + nccl
     guessed = asked.model_copy(update={"speculative_config": SpeculativeConfig(method="mtp")})
     assert (
@@ -911,9 +919,9 @@ def test_a_gguf_file_s_embedding_is_planned_as_it_is_held(kind: str, tmp_path: P
     gguf_models = pytest.importorskip("tests.gguf_models", reason="the package gguf is not installed")
     folder = tiny_models.save_tiny_model(tmp_path / "folder", "llama", tie_word_embeddings=True)
     file = gguf_models.write_gguf(folder, tmp_path / "model.gguf", lambda _: kind)
-    sizes, stored = read_sizes(read_raw_config(str(file))[0]), read_stored_weights(file)
+    sizes, stored = read_model_sizes(read_raw_config(str(file))[0]), read_checkpoint_size(file)
     assert stored is not None
-    assert sizes.embeddings == sizes.head_parameters, "tied"
+    assert sizes.embedding_parameters == sizes.head_parameters, "tied"
     planned = estimate_model(
         sizes,
         Machine("test", GIB, gpu=False),

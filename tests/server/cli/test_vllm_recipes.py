@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.checkpoint.overrides import with_overrides
+from quire.engine.checkpoint.overrides import merge_overrides
 from quire.engine.config import EngineConfig
 from quire.server.cli.bench.serve import build_serve_bench_parser
 from quire.server.cli.bench.vllm_flags import apply_vllm_flags
@@ -97,7 +97,7 @@ def test_flags_of_the_recipes_mean_what_they_mean_there() -> None:
 
 def test_overrides_are_merged_into_inner_configurations_and_replace_all_else() -> None:
     raw = {"rope_scaling": {"factor": 2, "type": "yarn"}, "text_config": {"hidden_size": 8, "rope": {"a": 1}}}
-    merged = with_overrides(raw, {"rope_scaling": {"factor": 4}, "text_config": {"rope": {"b": 2}}, "new": 1})
+    merged = merge_overrides(raw, {"rope_scaling": {"factor": 4}, "text_config": {"rope": {"b": 2}}, "new": 1})
     assert merged == {"rope_scaling": {"factor": 4}, "text_config": {"hidden_size": 8, "rope": {"b": 2}}, "new": 1}
 
 

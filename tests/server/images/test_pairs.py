@@ -20,8 +20,8 @@ from transformers import CLIPConfig, CLIPModel, SiglipConfig, SiglipModel
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from quire.engine.checkpoint.files import read_raw_config
-from quire.engine.checkpoint.sizes.model_sizes import read_sizes
+from quire.engine.checkpoint.model_resolver import read_raw_config
+from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
 from quire.server.config import ServerConfig
 from tests.server.images.serving import serving
 from tests.server.images.test_vectors import talk
@@ -137,9 +137,9 @@ async def test_a_text_and_an_image_are_refused_together(served: Served) -> None:
 
 
 async def test_the_plan_counts_both_parts(served: Served) -> None:
-    sizes = read_sizes(read_raw_config(str(served.path))[0])
+    sizes = read_model_sizes(read_raw_config(str(served.path))[0])
     model: Any = (CLIPModel if served.kind == "clip" else SiglipModel).from_pretrained(served.path)
     vision = sum(each.numel() for name, each in model.named_parameters() if name.startswith(("vision", "visual")))
-    assert sizes.tower == vision
+    assert sizes.tower_parameters == vision
     text = sum(each.numel() for name, each in model.named_parameters() if not name.startswith(("vision", "visual")))
-    assert sizes.parameters == pytest.approx(text, rel=0.05)  # without what follows the pooling
+    assert sizes.num_parameters == pytest.approx(text, rel=0.05)  # without what follows the pooling

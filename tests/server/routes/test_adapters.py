@@ -14,7 +14,7 @@ import pytest
 from openai import AsyncOpenAI
 from transformers import AutoModelForCausalLM
 
-from quire.engine.checkpoint.files import read_model_config
+from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.errors import ConfigError
 from quire.engine.link.client import EngineClient
 from quire.engine.lora.target_modules import adaptable_modules

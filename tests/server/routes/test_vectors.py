@@ -17,8 +17,8 @@ import torch
 from openai import AsyncOpenAI, BadRequestError
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from quire.engine.checkpoint.files import read_model_config
-from quire.engine.checkpoint.pooling import read_tasks
+from quire.engine.checkpoint.model_resolver import read_model_config
+from quire.engine.checkpoint.pooling import read_pooling_and_tasks
 from quire.engine.link.client import EngineClient
 from quire.engine.offline.in_process import InProcessLink
 from quire.engine.text.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ async def serving(path: Path, tokenizer: Tokenizer, **options: Any) -> AsyncIter
     """The app on an engine in this process."""
     config = ServerConfig(model=str(path), **{"served_model_name": ["tiny"], "num_kv_blocks": 200, **options})
     client = EngineClient(InProcessLink(config))
-    pooling, _ = read_tasks(path, read_model_config(path), config)
+    pooling, _ = read_pooling_and_tasks(path, read_model_config(path), config)
     app = create_app(client, ServedModelSpec(config, tokenizer, VOCAB, {}, pooling=pooling), launch_process=FORKED)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with (

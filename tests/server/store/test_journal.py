@@ -45,7 +45,7 @@ def test_a_call_that_is_answered_is_not_forgotten_when_the_clock_is_set(tmp_path
     data.calls.delete_expired_calls()
     assert data.calls.find("me", "one") == data.calls.find_by_idempotency_key("me", "key") == call("one", "key")
     assert not data.calls.put("me", call("two", "key"), LATER, "b")
-    data.calls.release_call("me", "one", "a")
+    data.calls.remove_answering_process("me", "one", "a")
     assert data.calls.find("me", "one") is None
     data.calls.delete_expired_calls()
     assert data.calls.stored_bytes == 0
@@ -59,10 +59,10 @@ def test_calls_that_have_not_ended_are_the_last_to_make_room(tmp_path: Path) -> 
     for id in ("left", "answered", "ended"):
         data.calls.put("me", call(id, body=large), LATER + len(id), "a")
     for id in ("left", "ended"):
-        data.calls.release_call("me", id, "a")
+        data.calls.remove_answering_process("me", id, "a")
     for number in range(5):
         data.calls.put("me", call(str(number), body=large), LATER + 100, "a")
-        data.calls.release_call("me", str(number), "a")
+        data.calls.remove_answering_process("me", str(number), "a")
     there = [id for id in ("left", "answered", "ended", "3", "4") if data.calls.find("me", id) is not None]
     assert there == ["left", "answered", "3", "4"]
     data.close()

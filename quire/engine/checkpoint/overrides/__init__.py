@@ -11,26 +11,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.engine.checkpoint.files import (
-    check_planned,
+from quire.engine.checkpoint.model_resolver import (
+    check_config_fields,
     read_generation_defaults,
     read_model_config,
     read_raw_config,
     resolve_model,
-    stored_at,
+    resolve_weights,
 )
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, ModelError
 from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.families.base.schema.config_schema import GenerationFields
+from quire.engine.families.base.schema.config_schema import GenerationConfigFields
 from quire.engine.folder_reader import convert_parsed_json, read_json_if_present
 
-_CONFIG, _GENERATION = "config.json", "generation_config.json"
-_PART = "_config"
+_CONFIG_FILE, _GENERATION_CONFIG_FILE = "config.json", "generation_config.json"
+_NESTED_CONFIG_SUFFIX = "_config"
 """The end of the names of configurations inside config.json. Overrides of these are merged, others replace a value."""
 
 
-def model_path(config: EngineConfig) -> Path:
+def resolve_model_with_overrides(config: EngineConfig) -> Path:
     """As resolve_model, of the configuration's model; with hf_overrides a folder whose config.json has them.
 
     That folder consists of links to the model's files. It has a place of its own for each model and each content, so
@@ -41,44 +41,44 @@ def model_path(config: EngineConfig) -> Path:
         return path
     if path.is_file():
         raise ConfigError("hf_overrides: a GGUF file has no config.json to merge them into", param="hf_overrides")
-    raw = read_json_if_present(path / _CONFIG)
+    raw = read_json_if_present(path / _CONFIG_FILE)
     if raw is None:
-        raise ModelError(f"model: {path.absolute().name} has no {_CONFIG}")
-    content = json.dumps(with_overrides(raw, config.hf_overrides)).encode()
-    return _linked(path.absolute(), content)
+        raise ModelError(f"model: {path.absolute().name} has no {_CONFIG_FILE}")
+    content = json.dumps(merge_overrides(raw, config.hf_overrides)).encode()
+    return _make_linked_folder(path.absolute(), content)
 
 
-def read_configured(config: EngineConfig, path: Path) -> ModelConfig:
+def load_model_config(config: EngineConfig, path: Path) -> ModelConfig:
     """What the model's files say, read as the settings ask for. Raises ModelError."""
     tokenizer = None if config.tokenizer is None else resolve_model(config.tokenizer, config.revision)
-    return read_model_config(path, config.model_impl, tokenizer, config.chat_template, stored_at(config))
+    return read_model_config(path, config.model_impl, tokenizer, config.chat_template, resolve_weights(config))
 
 
-def configured(config: EngineConfig) -> tuple[dict[str, Any], Path | None]:
+def read_raw_config_with_overrides(config: EngineConfig) -> tuple[dict[str, Any], Path | None]:
     """As read_raw_config, of the configuration's model, with its hf_overrides."""
     if not config.hf_overrides:
         return read_raw_config(config.model, config.revision)
     raw, folder = read_raw_config(config.model, config.revision)
     if folder is not None and folder.is_file():
         raise ConfigError("hf_overrides: a GGUF file has no config.json to merge them into", param="hf_overrides")
-    merged = with_overrides(raw, config.hf_overrides)
-    check_planned(merged, _CONFIG)
+    merged = merge_overrides(raw, config.hf_overrides)
+    check_config_fields(merged, _CONFIG_FILE)
     return merged, folder
 
 
-def with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def merge_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """config.json's content with other values; those of a configuration inside it are merged into that."""
     merged = dict(raw)
     for name, value in overrides.items():
         inner = merged.get(name)
-        if name.endswith(_PART) and isinstance(value, Mapping) and isinstance(inner, Mapping):
-            merged[name] = with_overrides(inner, value)
+        if name.endswith(_NESTED_CONFIG_SUFFIX) and isinstance(value, Mapping) and isinstance(inner, Mapping):
+            merged[name] = merge_overrides(inner, value)
         else:
             merged[name] = value
     return merged
 
 
-def sampling_defaults(config: EngineConfig) -> dict[str, float]:
+def read_sampling_defaults(config: EngineConfig) -> dict[str, float]:
     """What requests sample with where they do not say, and as `max_tokens` the most that any may generate: of
     generation_config.json, as the settings choose it. Raises ModelError, and ConfigError naming the setting."""
     source = config.generation_config
@@ -86,18 +86,18 @@ def sampling_defaults(config: EngineConfig) -> dict[str, float]:
     if source == "auto":
         defaults = read_generation_defaults(resolve_model(config.model, config.revision))
     elif source != "vllm":
-        defaults = _defaults_of(Path(source).expanduser())
+        defaults = _read_folder_defaults(Path(source).expanduser())
     overrides = dict(config.override_generation_config or {})
-    unknown = sorted(overrides.keys() - {*_SAMPLING, "max_new_tokens"})
+    unknown = sorted(overrides.keys() - {*_SAMPLING_PARAM_NAMES, "max_new_tokens"})
     if unknown:
         raise ConfigError(
             f"override_generation_config: {unknown[0]} is no default that requests have; there are "
-            f"{', '.join(_SAMPLING)} and max_new_tokens",
+            f"{', '.join(_SAMPLING_PARAM_NAMES)} and max_new_tokens",
             param="override_generation_config",
         )
     try:
-        convert_parsed_json(overrides, GenerationFields, "override_generation_config")
-        most = _most_tokens(overrides, "override_generation_config")
+        convert_parsed_json(overrides, GenerationConfigFields, "override_generation_config")
+        max_tokens_default = _max_tokens_default(overrides, "override_generation_config")
     except ModelError as error:
         raise ConfigError(error.message.removeprefix("model: "), param="override_generation_config") from None
     for name, value in overrides.items():
@@ -108,61 +108,64 @@ def sampling_defaults(config: EngineConfig) -> dict[str, float]:
             defaults[name] = value
     if "max_new_tokens" in overrides:
         defaults.pop("max_tokens", None)
-    return defaults | most
+    return defaults | max_tokens_default
 
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SAMPLING_PARAM_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def _defaults_of(folder: Path) -> dict[str, float]:
+def _read_folder_defaults(folder: Path) -> dict[str, float]:
     """Of a folder that the setting generation_config names."""
     try:
-        content = read_json_if_present(folder / _GENERATION)
+        content = read_json_if_present(folder / _GENERATION_CONFIG_FILE)
         if content is None:
-            raise ModelError(f"there is no {_GENERATION} in {str(folder)!r}; auto is the model's, and vllm none")
-        return read_generation_defaults(folder) | _most_tokens(content, _GENERATION)
+            raise ModelError(
+                f"there is no {_GENERATION_CONFIG_FILE} in {str(folder)!r}; auto is the model's, and vllm none"
+            )
+        return read_generation_defaults(folder) | _max_tokens_default(content, _GENERATION_CONFIG_FILE)
     except ModelError as error:
         raise ConfigError(f"generation_config: {error.message}", param="generation_config") from None
 
 
-def _most_tokens(content: Mapping[str, Any], label: str) -> dict[str, float]:
-    most = content.get("max_new_tokens")
-    if most is None:
+def _max_tokens_default(content: Mapping[str, Any], label: str) -> dict[str, float]:
+    max_new_tokens = content.get("max_new_tokens")
+    if max_new_tokens is None:
         return {}
-    if not isinstance(most, int) or isinstance(most, bool) or most < 1:
-        raise ModelError(f"{label}: max_new_tokens: expected an integer of 1 or more, got {most!r}")
-    return {"max_tokens": most}
+    if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
+        raise ModelError(f"{label}: max_new_tokens: expected an integer of 1 or more, got {max_new_tokens!r}")
+    return {"max_tokens": max_new_tokens}
 
 
-def _linked(path: Path, content: bytes) -> Path:
+def _make_linked_folder(path: Path, content: bytes) -> Path:
     """A folder of links to what is in `path`, but with this config.json."""
     files = sorted(path.iterdir())
-    told = "\n".join([str(path), *(f"{each.name} {each.stat().st_mtime_ns}" for each in files if each.exists())])
-    name = hashlib.blake2b(told.encode() + b"\n" + content, digest_size=10).hexdigest()
-    place = _folder() / name / path.name
-    if (place / _CONFIG).exists():
-        return place
+    fingerprint = "\n".join([str(path), *(f"{each.name} {each.stat().st_mtime_ns}" for each in files if each.exists())])
+    dir_name = hashlib.blake2b(fingerprint.encode() + b"\n" + content, digest_size=10).hexdigest()
+    target_dir = _overrides_cache_dir() / dir_name / path.name
+    if (target_dir / _CONFIG_FILE).exists():
+        return target_dir
     try:
-        place.parent.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=place.parent.parent))
+        target_dir.parent.parent.mkdir(parents=True, exist_ok=True)
+        temp_dir = Path(tempfile.mkdtemp(prefix=f"{dir_name}-", dir=target_dir.parent.parent))
     except OSError as error:
         raise ConfigError(
-            f"hf_overrides: cannot write {place.parent.parent}: {error.strerror}; XDG_CACHE_HOME names another place",
+            f"hf_overrides: cannot write {target_dir.parent.parent}: {error.strerror}; "
+            "XDG_CACHE_HOME names another place",
             param="hf_overrides",
         ) from None
-    (made / path.name).mkdir()
+    (temp_dir / path.name).mkdir()
     for file in files:
-        if file.name != _CONFIG:
-            (made / path.name / file.name).symlink_to(file.resolve())
-    (made / path.name / _CONFIG).write_bytes(content)
+        if file.name != _CONFIG_FILE:
+            (temp_dir / path.name / file.name).symlink_to(file.resolve())
+    (temp_dir / path.name / _CONFIG_FILE).write_bytes(content)
     try:
-        made.rename(place.parent)
+        temp_dir.rename(target_dir.parent)
     except OSError:  # another process was faster
-        shutil.rmtree(made, ignore_errors=True)
-    return place
+        shutil.rmtree(temp_dir, ignore_errors=True)
+    return target_dir
 
 
-def _folder() -> Path:
+def _overrides_cache_dir() -> Path:
     """Where such folders are kept: the user's own place for what can be made again."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     return Path(cache) / "quire" / "overrides"

@@ -15,8 +15,8 @@ from quire.engine.architecture.recurrent import MatrixStateSpec
 from quire.engine.architecture.shared_transformer import SharedTransformerSpec
 from quire.engine.architecture.stream import EMBED_TOKENS_PER_LAYER
 
-AttentionSpec = AttentionLayerSpec | MLALayerSpec
-_TABLES = tuple(f"{name}.weight" for name in (EMBED_TOKENS, EMBED_POSITIONS, EMBED_TOKENS_PER_LAYER, LM_HEAD))
+AttentionSublayerSpec = AttentionLayerSpec | MLALayerSpec
+_TABLE_WEIGHTS = tuple(f"{name}.weight" for name in (EMBED_TOKENS, EMBED_POSITIONS, EMBED_TOKENS_PER_LAYER, LM_HEAD))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,36 +25,36 @@ class DecoderSizes:
 
     num_layers: int
     vocab_size: int
-    parameters: int
-    embeddings: int
-    """The part of `parameters` in the embedding and the output head, which are never quantized. A tied head, which
+    num_parameters: int
+    embedding_parameters: int
+    """The part of `num_parameters` in the embedding and the output head, which are never quantized. A tied head, which
     shares the embedding's weights, is counted once."""
-    experts: int
+    num_experts: int
     """Routed experts per layer; 0 when no layer has experts."""
     experts_per_token: int
     expert_parameters: int
-    """The part of `parameters` in the routed experts of all layers, without the shared experts."""
+    """The part of `num_parameters` in the routed experts of all layers, without the shared experts."""
     head_parameters: int
     """Parameters of the output head, tied or not."""
     kv_formula: str
-    """How kv_numbers comes about, for people to read."""
-    heads: int
+    """How kv_values_per_token comes about, for people to read."""
+    num_heads: int
     """Query heads of a layer, which the devices that share the model divide among them."""
-    kv_heads: int
+    num_kv_heads: int
     """The largest number of devices that the KV cache can be split over; 1 with latent attention."""
     head_dim: int
     """Numbers of a cached key per head; the whole of what latent attention caches."""
     attention_width: int
     """Query heads times head size, summed over the layers that have attention."""
-    layer_states: tuple[LayerStates, ...]
+    layer_cache_specs: tuple[LayerStates, ...]
     """By layer; an encoder's keep nothing."""
-    state_formula: str = ""
-    """How column_numbers comes about; "" where it is 0."""
-    again: int = 0
+    conv_state_formula: str = ""
+    """How conv_values_per_token comes about; "" where it is 0."""
+    reread_parameters: int = 0
     """Parameters that a step reads beyond the first time, where layers share some."""
 
 
-def count_decoder(spec: DecoderSpec) -> DecoderSizes:
+def count_decoder_sizes(spec: DecoderSpec) -> DecoderSizes:
     shapes = spec.parameter_shapes()
     hidden = spec.hidden_size
     moe_layers = spec.sublayers_of_kind(MoELayerSpec)
@@ -64,36 +64,38 @@ def count_decoder(spec: DecoderSpec) -> DecoderSizes:
     return DecoderSizes(
         num_layers=spec.num_layers,
         vocab_size=spec.vocab_size,
-        parameters=count_parameters(shapes),
-        embeddings=count_parameters({name: shapes[name] for name in _TABLES if name in shapes}),
-        experts=max((each.num_experts for each in moe_layers), default=0),
+        num_parameters=count_parameters(shapes),
+        embedding_parameters=count_parameters({name: shapes[name] for name in _TABLE_WEIGHTS if name in shapes}),
+        num_experts=max((each.num_experts for each in moe_layers), default=0),
         experts_per_token=max((each.routing.top_k for each in moe_layers), default=0),
         expert_parameters=sum(count_parameters(each.expert_shapes("", hidden)) for each in moe_layers),
         head_parameters=spec.vocab_size * hidden,
-        kv_formula=" + ".join(f"{kind} x {count} layers" for kind, count in _count_kv_formulas(caching_layers).items()),
-        heads=max([each.num_heads for each in attention_layers] or state_heads, default=1),
-        kv_heads=min([each.num_kv_heads for each in caching_layers] or state_heads, default=1),
+        kv_formula=" + ".join(
+            f"{kind} x {count} layers" for kind, count in _count_layers_by_kv_formula(caching_layers).items()
+        ),
+        num_heads=max([each.num_heads for each in attention_layers] or state_heads, default=1),
+        num_kv_heads=min([each.num_kv_heads for each in caching_layers] or state_heads, default=1),
         head_dim=max((each.head_dim for each in caching_layers), default=0),
         attention_width=sum(_attention_width(each) for each in attention_layers),
-        layer_states=tuple(spec.layer_cache_specs),
-        state_formula=_state_formula(spec),
-        again=_count_shared_reads(spec),
+        layer_cache_specs=tuple(spec.layer_cache_specs),
+        conv_state_formula=_conv_state_formula(spec),
+        reread_parameters=_count_reread_parameters(spec),
     )
 
 
-def _attention_sublayers(spec: DecoderSpec) -> list[AttentionSpec]:
+def _attention_sublayers(spec: DecoderSpec) -> list[AttentionSublayerSpec]:
     """In the order of the layers, those of shared blocks among them."""
-    found = list[AttentionSpec]()
+    sublayers = list[AttentionSublayerSpec]()
     for layer in spec.layers:
         for sublayer in layer:
             if isinstance(sublayer, SharedTransformerSpec):
-                found.append(sublayer.attention)
+                sublayers.append(sublayer.attention)
             elif isinstance(sublayer, AttentionLayerSpec | MLALayerSpec):
-                found.append(sublayer)
-    return found
+                sublayers.append(sublayer)
+    return sublayers
 
 
-def _count_kv_formulas(layers: list[AttentionSpec]) -> Counter[str]:
+def _count_layers_by_kv_formula(layers: list[AttentionSublayerSpec]) -> Counter[str]:
     """How many layers cache so many numbers of a token, for people to read."""
     return Counter(
         f"({each.kv_lora_rank} latent + {each.qk_rope_head_dim} rope)"
@@ -103,24 +105,25 @@ def _count_kv_formulas(layers: list[AttentionSpec]) -> Counter[str]:
     )
 
 
-def _attention_width(layer: AttentionSpec) -> int:
+def _attention_width(layer: AttentionSublayerSpec) -> int:
     """Query heads times head size; of latent attention the mean of keys and values."""
     if isinstance(layer, MLALayerSpec):
         return layer.num_heads * (layer.qk_rope_head_dim + layer.qk_nope_head_dim + layer.v_head_dim) // 2
     return layer.num_heads * layer.head_dim
 
 
-def _state_formula(spec: DecoderSpec) -> str:
+def _conv_state_formula(spec: DecoderSpec) -> str:
     """Of what pages keep of convolutions; "": nothing."""
-    columns = Counter(
+    layer_counts = Counter(
         (each.columns, each.channels) for each in spec.kv_cache_specs if isinstance(each, PagedColumnState)
     )
     return " + ".join(
-        f"{count} columns x {channels} / {PIECE} x {layers} layers" for (count, channels), layers in columns.items()
+        f"{count} columns x {channels} / {PIECE} x {layers} layers"
+        for (count, channels), layers in layer_counts.items()
     )
 
 
-def _count_shared_reads(spec: DecoderSpec) -> int:
+def _count_reread_parameters(spec: DecoderSpec) -> int:
     """Parameters that a step reads beyond the first time, where layers share some."""
     hidden, total = spec.hidden_size, 0
     for index, layer in enumerate(spec.layers):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from quire.engine.checkpoint.page_groups import PageNeeds
+from quire.engine.checkpoint.kv_cache_groups import KVBlockNeeds
 from quire.engine.core.block_pool import NULL_BLOCK, BlockPool, block_hash_with_group_id
 from quire.engine.core.request import Request
 
@@ -14,7 +14,7 @@ class BlockTables:
     """Request.block_ids holds a block per group for the first block_size tokens, then for the next ones, and so on. All
     groups grow together; a freed block leaves NULL_BLOCK in its place."""
 
-    def __init__(self, pool: BlockPool, needs: PageNeeds) -> None:
+    def __init__(self, pool: BlockPool, needs: KVBlockNeeds) -> None:
         self.pool = pool
         self.needs = needs
         self.num_groups = len(needs.windows)
@@ -38,10 +38,10 @@ class BlockTables:
         """How many free blocks a waiting request needs until all its tokens are computed, starting with the `cached`
         ones from `find_cached_blocks`. It frees some of these on its way."""
         tokens = len(request.token_ids)
-        num_to_allocate = self.needs.most(tokens, len(cached) // self.num_groups) + self.pool.count_unreferenced_among(
-            without_null_blocks(cached)
-        )
-        return min(num_to_allocate, self.needs.most(tokens))
+        num_to_allocate = self.needs.max_blocks(
+            tokens, len(cached) // self.num_groups
+        ) + self.pool.count_unreferenced_among(without_null_blocks(cached))
+        return min(num_to_allocate, self.needs.max_blocks(tokens))
 
     def num_tokens_with_room(self, request: Request) -> int:
         """Tokens for which the request's blocks and the free ones suffice."""
@@ -55,7 +55,8 @@ class BlockTables:
         """
         for group, window in self.windowed_groups:
             first, last = (
-                self.needs.first_seen(window, at) for at in (request.num_trimmed_tokens, request.num_computed_tokens)
+                self.needs.first_visible_block(window, at)
+                for at in (request.num_trimmed_tokens, request.num_computed_tokens)
             )
             if first < last:
                 block_slice = slice(first * self.num_groups + group, last * self.num_groups, self.num_groups)
@@ -100,7 +101,7 @@ class BlockTables:
         ends before it."""
         count, blocks = len(digests), [NULL_BLOCK] * len(digests)
         index = count - 1
-        while index >= self.needs.first_seen(window, count * self._block_size):
+        while index >= self.needs.first_visible_block(window, count * self._block_size):
             block = self.pool.get_cached_block(block_hash_with_group_id(digests[index], group))
             if block is None:
                 count = index

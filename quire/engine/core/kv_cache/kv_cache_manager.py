@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from quire.engine.checkpoint.page_groups import PageNeeds
+from quire.engine.checkpoint.kv_cache_groups import KVBlockNeeds
 from quire.engine.core.block_pool import BlockPool
 from quire.engine.core.kv_cache.block_tables import BlockTables, without_null_blocks
 from quire.engine.core.kv_cache.prefix_cache import PrefixCache
@@ -30,7 +30,7 @@ from quire.engine.core.stats import LiveCounters
 class KVCacheManager:
     def __init__(self, config: SchedulerConfig, counts: LiveCounters) -> None:
         self.block_pool = BlockPool(config.num_blocks)
-        self._needs = PageNeeds(config.windows, config.block_size, config.max_chunk_tokens)
+        self._needs = KVBlockNeeds(config.windows, config.block_size, config.max_chunk_tokens)
         self._block_tables = BlockTables(self.block_pool, self._needs)
         self._snapshots = make_state_snapshots(
             self.block_pool, config.block_size, config.snapshots, config.max_num_seqs + 1
@@ -45,9 +45,9 @@ class KVCacheManager:
 
     def num_tokens_fitting_empty_cache(self, num_tokens: int) -> int:
         """How many of `num_tokens` tokens one request can have, if it has the whole cache."""
-        if self._needs.most(num_tokens) <= self.block_pool.num_blocks:
+        if self._needs.max_blocks(num_tokens) <= self.block_pool.num_blocks:
             return num_tokens
-        return self._needs.longest(self.block_pool.num_blocks, num_tokens)
+        return self._needs.max_context_tokens(self.block_pool.num_blocks, num_tokens)
 
     def begin_step(self) -> None:
         """Called before anything of a step is scheduled."""

@@ -24,7 +24,7 @@ from quire.engine.encoders.vision.tower import (
 )
 from quire.engine.families.vision.gemma4 import Gemma4VisionSpec
 from quire.engine.layers.builders import build_sublayer
-from quire.engine.layers.parameters import LoadableParameter, ParameterTable, make_parameter, merge_parameters
+from quire.engine.layers.parameters import LoadableParameter, ParameterTable, make_loadable_parameter, merge_parameters
 from quire.engine.layers.schemes.clipped import ClippedScheme
 from quire.engine.layers.sublayer import BuildContext, ForwardContext
 from quire.engine.types import Image
@@ -87,9 +87,9 @@ class Gemma4Tower(Tower):
             }
         positions = (2, vision.position_table_size, hidden)
         name = f"{_TOWER}.patch_embedder.position_embedding_table"
-        table[name] = make_parameter(self._weights, "positions", positions, self._build_context.dtype)
+        table[name] = make_loadable_parameter(self._weights, "positions", positions, self._build_context.dtype)
         for name in ("std_bias", "std_scale") if vision.standardizes_tokens else ():
-            table[f"{_TOWER}.{name}"] = make_parameter(self._weights, name, (hidden,), torch.float32)
+            table[f"{_TOWER}.{name}"] = make_loadable_parameter(self._weights, name, (hidden,), torch.float32)
         return table
 
     def _reorder_rope_dims_on_load(self, name: str, parameter: LoadableParameter) -> LoadableParameter:

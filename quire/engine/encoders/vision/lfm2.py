@@ -20,7 +20,7 @@ from quire.engine.encoders.vision.tower import (
     normalize_pixels,
 )
 from quire.engine.families.vision.lfm2_vl import Lfm2VisionSpec
-from quire.engine.layers.parameters import ParameterTable, make_parameter, merge_parameters
+from quire.engine.layers.parameters import ParameterTable, make_loadable_parameter, merge_parameters
 from quire.engine.types import Image
 
 _TOWER = "vision_tower"
@@ -53,7 +53,9 @@ class Lfm2Tower(Tower):
     def parameters(self) -> ParameterTable:
         shape = (self._vision.positions_per_side**2, self._vision.tower_shape.hidden_size)
         table = {
-            self._position_table_name: make_parameter(self._weights, "positions", shape, self._build_context.dtype)
+            self._position_table_name: make_loadable_parameter(
+                self._weights, "positions", shape, self._build_context.dtype
+            )
         }
         return merge_parameters(self._encoder, self._patch_embedding, self._projector) | table
 

@@ -13,7 +13,7 @@ from quire.engine.encoders.vision.projectors import MLPProjector
 from quire.engine.encoders.vision.square_tower import SquareTower, clip_spec, siglip_spec
 from quire.engine.encoders.vision.tower import ChunkedEncoding, Tower, TowerBuildContext, normalize_pixels
 from quire.engine.families.vision.llava import LlavaVisionSpec
-from quire.engine.layers.parameters import ParameterTable, make_parameter
+from quire.engine.layers.parameters import ParameterTable, make_loadable_parameter
 from quire.engine.types import Image
 
 _TOWER = "vision_tower"
@@ -48,7 +48,7 @@ class LlavaTower(Tower):
         table = self._square_tower.parameters()
         if self._vision.has_newline_token:
             size = (self._build_context.text_hidden_size,)
-            table[_NEWLINE] = make_parameter(
+            table[_NEWLINE] = make_loadable_parameter(
                 self._weights, _NEWLINE, size, self._build_context.dtype, lambda token: token[None]
             )
         return table
@@ -79,7 +79,7 @@ class LlavaTower(Tower):
         down, across = best[0] // vision.square_side, best[1] // vision.square_side
         grid = squares.view(down, across, vision.patches_per_side, vision.patches_per_side, -1).transpose(1, 2)
         grid = grid.reshape(down * vision.patches_per_side, across * vision.patches_per_side, -1)
-        crop = vision.unpadded_patch_region(original, best)
+        crop = vision.find_unpadded_region(original, best)
         grid = grid[crop.top : crop.top + crop.rows, crop.left : crop.left + crop.columns]
         if crop.interpolated_shape is not None:
             channels = grid.permute(2, 0, 1)[None].float()

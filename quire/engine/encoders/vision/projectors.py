@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.architecture.encoder import parse_activation
+from quire.engine.architecture.encoder import parse_encoder_activation
 from quire.engine.encoders.vision.tower import TowerBuildContext
 from quire.engine.errors import ModelError
 from quire.engine.families.base.vision.vision_spec import TowerShape
 from quire.engine.layers.norm import LayerNormWeights
-from quire.engine.layers.parameters import ParameterTable, make_parameter, merge_parameters
+from quire.engine.layers.parameters import ParameterTable, make_loadable_parameter, merge_parameters
 from quire.kernels.backend import NO_ADAPTERS, Linear
 from quire.kernels.parameters.activation import Activation
 
@@ -69,7 +69,7 @@ class MLPProjector(Projector):
     ) -> None:
         """skipped: rows before the patches that are no tokens; inner: numbers between the two, where not as many as
         come out. Raises ModelError for an activation that is not computed."""
-        kind, size = parse_activation(act), intermediate_size or build_context.text_hidden_size
+        kind, size = parse_encoder_activation(act), intermediate_size or build_context.text_hidden_size
         if kind not in ("gelu", "gelu_tanh", "relu"):
             raise ModelError(f"model: config.json: projector_hidden_act: {act!r} is not served")
         self._activation = Activation(kind)
@@ -155,7 +155,7 @@ class AttentionPoolingProjector(Projector):
     def __init__(self, build_context: TowerBuildContext, shape: TowerShape, name: str) -> None:
         """Raises ModelError for an activation that is not computed."""
         hidden, inner = shape.hidden_size, shape.intermediate_size
-        if (kind := parse_activation(shape.activation)) not in ("gelu", "gelu_tanh", "relu"):
+        if (kind := parse_encoder_activation(shape.activation)) not in ("gelu", "gelu_tanh", "relu"):
             raise ModelError(f"model: config.json: hidden_act: {shape.activation!r} is not served")
         self._activation = Activation(kind)
         self._backend = build_context.backend
@@ -170,7 +170,7 @@ class AttentionPoolingProjector(Projector):
 
     def parameters(self) -> ParameterTable:
         table = {name.replace("in_proj.", "in_proj_"): each for name, each in self._qkv.parameters().items()}
-        probe = make_parameter(
+        probe = make_loadable_parameter(
             self._weights, "probe", (1, 1, self._shape.hidden_size), self._dtype, lambda it: it.view(1, -1)
         )
         others = merge_parameters(self._out, self._norm, self._up, self._down)
@@ -210,8 +210,8 @@ class AveragePoolingProjector(Projector):
 
         norm, linear = f"{self._name}.mm_soft_emb_norm.weight", f"{self._name}.mm_input_projection_weight"
         return {
-            norm: make_parameter(self._norm, "weight", shape[:1], torch.float32, lambda weight: weight + 1),
-            linear: make_parameter(self._linear, "weight", shape, build_context.dtype, pack_transposed),
+            norm: make_loadable_parameter(self._norm, "weight", shape[:1], torch.float32, lambda weight: weight + 1),
+            linear: make_loadable_parameter(self._linear, "weight", shape, build_context.dtype, pack_transposed),
         }
 
     def __call__(self, hidden: Tensor) -> Tensor:

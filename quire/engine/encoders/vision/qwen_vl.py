@@ -27,7 +27,7 @@ from quire.engine.encoders.vision.tower import (
 from quire.engine.families.vision.qwen_vl import QwenVisionSpec
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.norm import LayerNormWeights
-from quire.engine.layers.parameters import ParameterTable, make_parameter, merge_parameters
+from quire.engine.layers.parameters import ParameterTable, make_loadable_parameter, merge_parameters
 from quire.engine.types import Image
 from quire.kernels.backend import NO_ADAPTERS
 from quire.kernels.gpu.host_transfer import upload_arrays
@@ -69,7 +69,7 @@ class QwenVLTower(Tower):
         )
         if vision.position_table_size:
             size = (vision.position_table_size, vision.tower_shape.hidden_size)
-            table["visual.pos_embed.weight"] = make_parameter(
+            table["visual.pos_embed.weight"] = make_loadable_parameter(
                 self._weights, "positions", size, self._build_context.dtype
             )
         return table

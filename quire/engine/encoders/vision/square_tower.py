@@ -23,7 +23,7 @@ from quire.engine.encoders.vision.tower import (
 from quire.engine.families.base.vision.vision_spec import PixelNormalization, TowerShape
 from quire.engine.families.vision.internvl import InternVLVisionSpec
 from quire.engine.layers.norm import LayerNormWeights
-from quire.engine.layers.parameters import LoadableParameter, ParameterTable, make_parameter, merge_parameters
+from quire.engine.layers.parameters import LoadableParameter, ParameterTable, make_loadable_parameter, merge_parameters
 from quire.engine.types import Image
 
 
@@ -134,7 +134,7 @@ class SquareTower(Tower):
         table[spec.position_embedding] = LoadableParameter((*outer, rows, hidden), self._dtype, self._load_positions)
         if spec.class_token is not None:
             shape = (1, 1, hidden) if spec.has_batch_axes else (hidden,)
-            table[spec.class_token] = make_parameter(
+            table[spec.class_token] = make_loadable_parameter(
                 self._weights, "class", shape, self._dtype, lambda token: token.view(1, -1)
             )
         return table

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.architecture.encoder import EncoderSpec, EncoderWeightNames, parse_activation
+from quire.engine.architecture.encoder import EncoderSpec, EncoderWeightNames, parse_encoder_activation
 from quire.engine.encoders.encoder import Encoder
 from quire.engine.encoders.encoder_chunks import run_all_chunks
 from quire.engine.families.base.vision.vision_spec import PixelNormalization, TowerShape
@@ -64,8 +64,8 @@ class Tower(ABC):
 
     @abstractmethod
     def parameters(self) -> ParameterTable:
-        """Every tensor that the tower and what follows take, by its name in the checkpoint, as image_tensor
-        (engine/checkpoint/safetensors.py) says it."""
+        """Every tensor that the tower and what follows take, by its name in the checkpoint, as vision_tensor_name
+        (engine/checkpoint/tensor_headers.py) says it."""
 
     @abstractmethod
     def encode_in_chunks(self, images: Sequence[Image]) -> ChunkedEncoding:
@@ -154,9 +154,9 @@ def tower_encoder_spec(shape: TowerShape, names: EncoderWeightNames) -> EncoderS
         ropes=(None,) * shape.num_layers,
         windows=(None,) * shape.num_layers,
         classifier=lambda hidden, labels: [],
-        activation=parse_activation(shape.activation),
+        activation=parse_encoder_activation(shape.activation),
         pre_norm=True,
-        first_norm=True,
+        has_first_layer_norm=True,
     )
 
 

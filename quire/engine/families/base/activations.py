@@ -3,7 +3,7 @@
 from quire.engine.errors import ModelError
 from quire.engine.families.base.model_config import ModelConfig
 
-_KINDS = {
+_ACTIVATION_KINDS = {
     "gelu": "gelu",
     "gelu_fast": "gelu_tanh",
     "gelu_new": "gelu_tanh",
@@ -19,6 +19,6 @@ _KINDS = {
 def hidden_activation(config: ModelConfig) -> str | None:
     """MLPSpec.activation as config.json names it; None where it names none. Raises ModelError."""
     name = config.raw.get("hidden_activation") or config.raw.get("hidden_act")
-    if name is not None and name not in _KINDS:
+    if name is not None and name not in _ACTIVATION_KINDS:
         raise ModelError(f"model: hidden_act {name!r} is not supported")
-    return None if name is None else _KINDS[name]
+    return None if name is None else _ACTIVATION_KINDS[name]

@@ -59,16 +59,16 @@ def read_required_sizes(config: ModelConfig, names: Sequence[str], description: 
     return [size for size in values if isinstance(size, int)]
 
 
-def complete_mlp_width(fields: dict[str, Any]) -> None:
+def fill_intermediate_size(fields: dict[str, Any]) -> None:
     """Where config.json does not say how wide MLPs are, they are four times as wide as the hidden states."""
     hidden = fields.get("hidden_size")
     if fields.get("intermediate_size") is None and isinstance(hidden, int):
-        times = fields.get("expansion_ratio", 4)
-        is_ratio = isinstance(times, int | float) and 0 < times < 1e6
-        fields["intermediate_size"] = int(times * hidden) if is_ratio else None
+        expansion_ratio = fields.get("expansion_ratio", 4)
+        is_ratio = isinstance(expansion_ratio, int | float) and 0 < expansion_ratio < 1e6
+        fields["intermediate_size"] = int(expansion_ratio * hidden) if is_ratio else None
 
 
-def complete_multi_query(fields: dict[str, Any]) -> None:
+def set_multi_query_kv_heads(fields: dict[str, Any]) -> None:
     """A key and a value for all heads, where multi_query says so."""
     if fields.get("multi_query") and not fields.get("new_decoder_architecture"):
         fields["num_key_value_heads"] = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from quire.engine.architecture.encoder import EncoderSpec, parse_activation
+from quire.engine.architecture.encoder import EncoderSpec, parse_encoder_activation
 from quire.engine.architecture.pooler_head import HeadLayerSpec
 from quire.engine.errors import ModelError
 from quire.engine.families.base.model_config import ModelConfig
@@ -22,7 +22,7 @@ def base_encoder_spec(config: ModelConfig, **fields: Any) -> EncoderSpec:
         "eps": config.raw.get("layer_norm_eps") or 1e-12,
         "ropes": (None,) * config.num_layers,
         "windows": (None,) * config.num_layers,
-        "activation": parse_activation(config.raw.get("hidden_act") or "gelu"),
+        "activation": parse_encoder_activation(config.raw.get("hidden_act") or "gelu"),
     }
     spec = EncoderSpec(**defaults | fields)
     if spec.gated and spec.activation in ("quick_gelu", "relu"):
@@ -30,9 +30,7 @@ def base_encoder_spec(config: ModelConfig, **fields: Any) -> EncoderSpec:
     return spec
 
 
-def make_two_layer_classifier_builder(
-    first: str, activation: str, last: str
-) -> Callable[[int, int], list[HeadLayerSpec]]:
+def two_layer_classifier_builder(first: str, activation: str, last: str) -> Callable[[int, int], list[HeadLayerSpec]]:
     """A classifier of two linears of these names, with an activation between them."""
     return lambda hidden, labels: [
         HeadLayerSpec(first, hidden, hidden, activation=activation),

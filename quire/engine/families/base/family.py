@@ -24,7 +24,7 @@ _FULL_ATTENTION_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConfigFamily:
+class ModelFamily:
     """What config.json says of the models of a family, as it differs from Llama's."""
 
     model_types: tuple[str, ...]
@@ -35,7 +35,7 @@ class ConfigFamily:
     """By Llama's names, what config.json means where a field is null or missing."""
     missing_defaults: Mapping[str, Any] = field(default_factory=dict)
     """The same of fields where null means something else than to leave them out."""
-    complete: Callable[[dict[str, Any]], None] | None = None
+    fill_derived_fields: Callable[[dict[str, Any]], None] | None = None
     """Puts into the content of config.json, by Llama's names and with the defaults, what follows from other fields.
     Nothing is checked yet: a value may be of any type."""
     multimodal_text_defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -43,26 +43,26 @@ class ConfigFamily:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family(ConfigFamily):
+class DecoderFamily(ModelFamily):
     """A family of decoders. What is left out is as Llama has it. A reader among the values of spec fields
     (config_fields.py) is called with each model's config."""
 
     other_layer_types: tuple[str, ...] = ()
     """What layer_types may name beside full and sliding attention."""
-    rotates_part: bool = False
+    has_partial_rotary: bool = False
     """partial_rotary_factor counts; transformers' other classes do not read it."""
     has_longrope: bool = False
     """LongRoPE is computed; of other families it is refused."""
     unsupported_fields: Mapping[str, str] = field(default_factory=dict)
     """Fields that must not be set, with what the error says behind their names."""
-    check: Callable[[ModelConfig], None] | None = None
+    check_config: Callable[[ModelConfig], None] | None = None
     """Raises ModelError for a model that is not served."""
 
     # The decoder
-    base: Family | None = None
+    base: DecoderFamily | None = None
     """The family whose decoder this one's begins with; None: it begins with Llama's without biases
     (base_decoder_spec). What follows below is applied on top of it."""
-    build: Callable[[ModelConfig], DecoderSpec] | None = None
+    build_base_spec: Callable[[ModelConfig], DecoderSpec] | None = None
     """Makes the decoder that this one's begins with, in the place of `base`'s; raises ModelError."""
     norm: Callable[[ModelConfig], NormSpec] | None = None
     """Reads the spec of all norms of hidden states, queries and keys; None: the base's. Norms within recurrent
@@ -83,7 +83,7 @@ class Family(ConfigFamily):
     gguf: GGUFFormat | None = None
     """None: its GGUF files are not served."""
 
-    def derive(self, *model_types: str, **changes: Any) -> Family:
+    def derive(self, *model_types: str, **changes: Any) -> DecoderFamily:
         """A family like this one but for `changes`. Fields of config.json and names of weights in `changes` replace
         this family's; what they say of the decoder is applied on top of this family's decoder. GGUF files are not
         inherited."""
@@ -104,8 +104,8 @@ class Family(ConfigFamily):
         for name, problem in self.unsupported_fields.items():
             if config.raw.get(name):
                 raise ModelError(f"model: config.json: {name} {problem}")
-        if self.check is not None:
-            self.check(config)
+        if self.check_config is not None:
+            self.check_config(config)
         spec = self._base_spec(config)
         if self.norm is not None:
             spec = spec.with_norm(self.norm(config))
@@ -118,15 +118,15 @@ class Family(ConfigFamily):
         return replace(spec, **read_fields(self.decoder, config))
 
     def _base_spec(self, config: ModelConfig) -> DecoderSpec:
-        if self.build is not None:
-            return self.build(config)
+        if self.build_base_spec is not None:
+            return self.build_base_spec(config)
         return base_decoder_spec(config) if self.base is None else self.base.decoder_spec(config)
 
 
 _NO_DECODER_CHANGES: dict[str, Any] = {
     "unsupported_fields": {},
-    "check": None,
-    "build": None,
+    "check_config": None,
+    "build_base_spec": None,
     "norm": None,
     "attention": {},
     "mlp": {},

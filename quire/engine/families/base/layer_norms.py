@@ -9,7 +9,7 @@ from quire.engine.architecture.norm import NormSpec
 from quire.engine.errors import ModelError
 from quire.engine.families.base.activations import hidden_activation
 from quire.engine.families.base.config_fields import SpecFields
-from quire.engine.families.base.family import Family
+from quire.engine.families.base.family import DecoderFamily
 from quire.engine.families.base.model_config import ModelConfig
 
 PARALLEL_MLP: SpecFields = {"parallel": True, "shares_norm": True}
@@ -21,17 +21,17 @@ def layer_norm_reader(*, offset: float = 0.0, bias: bool = True) -> Callable[[Mo
 
 
 def layer_norm_family(
-    *, bias: Any = True, attention: SpecFields | None = None, mlp: SpecFields | None = None, **others: Any
-) -> Family:
+    *, bias: Any = True, attention: SpecFields | None = None, mlp: SpecFields | None = None, **family_fields: Any
+) -> DecoderFamily:
     """A family with LayerNorms and MLPs without gates. bias: of all linears of the layers, as a value of Family's."""
-    return Family(
-        **{"norm": layer_norm_reader(), **others},
+    return DecoderFamily(
+        **{"norm": layer_norm_reader(), **family_fields},
         attention={"qkv_bias": bias, "out_bias": bias, **(attention or {})},
-        mlp={"gated": False, "activation": _ungated_activation, "bias": bias, **(mlp or {})},
+        mlp={"gated": False, "activation": _plain_mlp_activation, "bias": bias, **(mlp or {})},
     )
 
 
-def _ungated_activation(config: ModelConfig) -> str:
+def _plain_mlp_activation(config: ModelConfig) -> str:
     """The function of an MLP without a gate. Raises ModelError."""
     activation = hidden_activation(config)
     if activation is None or activation == "silu":

@@ -14,34 +14,38 @@ from quire.engine.families.base.schema.config_schema import MAX_LAYERS
 SublayerReader = Callable[[ModelConfig, NormSpec], SublayerSpec]
 
 
-def layer_windows(text: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+def layer_windows(text_fields: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
     """By layer that has attention: tokens that a token sees at most; None: all."""
-    window = text.get("sliding_window") or None
-    if not text.get("use_sliding_window", True):
+    window = text_fields.get("sliding_window") or None
+    if not text_fields.get("use_sliding_window", True):
         window = None
-    kinds = text.get("layer_types") or text.get("layers_block_type")
+    kinds = text_fields.get("layer_types") or text_fields.get("layers_block_type")
     if kinds:
-        attention_kinds = [each for each in kinds if _attends(each)]
+        attention_kinds = [each for each in kinds if _has_attention(each)]
         return tuple(window if "sliding" in each or "chunked" in each else None for each in attention_kinds)
-    pattern = text.get("sliding_window_pattern")
+    pattern = text_fields.get("sliding_window_pattern")
     if isinstance(pattern, str):
-        return tuple(window if pattern[layer % len(pattern)] == "L" else None for layer in range(layers))
+        return tuple(window if pattern[layer % len(pattern)] == "L" else None for layer in range(num_layers))
     if isinstance(pattern, int) and pattern:
-        return tuple(window if layer % pattern else None for layer in range(1, layers + 1))
-    return (window,) * layers
+        return tuple(window if layer % pattern else None for layer in range(1, num_layers + 1))
+    return (window,) * num_layers
 
 
-def upper_layer_windows(text: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+def upper_layer_windows(text_fields: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
     """The same, where only layers from max_window_layers on have a window, if config.json gives no layer_types."""
-    windows = layer_windows(text, layers)
-    if text.get("layer_types") or text.get("layers_block_type") or text.get("sliding_window_pattern"):
+    windows = layer_windows(text_fields, num_layers)
+    if (
+        text_fields.get("layer_types")
+        or text_fields.get("layers_block_type")
+        or text_fields.get("sliding_window_pattern")
+    ):
         return windows
-    first = text.get("max_window_layers")
-    first = layers if first is None else int(first)
+    first = text_fields.get("max_window_layers")
+    first = num_layers if first is None else int(first)
     return tuple(window if layer >= first else None for layer, window in enumerate(windows))
 
 
-def _attends(kind: str) -> bool:
+def _has_attention(kind: str) -> bool:
     """Whether a layer attends, by its entry in layer_types."""
     return kind == "hybrid" or ("attention" in kind and "linear" not in kind)
 
@@ -81,7 +85,7 @@ def attention_layer_values_reader(
     return read_by_layer
 
 
-def complete_layer_types(fields: dict[str, Any], kind_of: Callable[[int], str]) -> None:
+def fill_layer_types(fields: dict[str, Any], kind_of: Callable[[int], str]) -> None:
     """Put layer_types where config.json has none: `kind_of` each layer, counted from 0."""
     layers = fields.get("num_hidden_layers")
     if not fields.get("layer_types") and isinstance(layers, int) and 1 <= layers <= MAX_LAYERS:

@@ -7,10 +7,10 @@ from quire.engine.architecture.norm import NormSpec
 from quire.engine.architecture.recurrent import Mamba2LayerSpec
 from quire.engine.errors import ModelError
 from quire.engine.families.base.config_fields import read_required_sizes
-from quire.engine.families.base.layer_types import complete_layer_types
+from quire.engine.families.base.layer_types import fill_layer_types
 from quire.engine.families.base.model_config import ModelConfig
 
-MAMBA2_NAMES = {
+MAMBA2_FIELD_NAMES = {
     "conv_kernel": "mamba_d_conv",
     "n_groups": "mamba_n_groups",
     "use_conv_bias": "mamba_conv_bias",
@@ -29,7 +29,7 @@ MAMBA2_DEFAULTS: Mapping[str, Any] = {
 MAMBA2_PROJECTIONS = tuple(f"mamba.in_proj_{name}" for name in ("z", "x", "b", "c", "dt"))
 """What a checkpoint has in one as in_proj, in this order: heads * head size outputs of z and of x, groups * state size
 of b and of c, and one of dt for each head."""
-_LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
+_LEGACY_LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 """What layer_types was called with before."""
 _SIZE_FIELDS = ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv")
 
@@ -53,16 +53,18 @@ def mamba2_spec(config: ModelConfig, norm: NormSpec, **fields: Any) -> Mamba2Lay
     return Mamba2LayerSpec(heads, key, value, width, norm, groups, **(defaults | fields))
 
 
-def complete_hybrid_layer_types(fields: dict[str, Any], kind_of: Callable[[int], str]) -> None:
+def fill_hybrid_layer_types(fields: dict[str, Any], kind_of: Callable[[int], str]) -> None:
     """layer_types in today's words; where config.json has none, `kind_of` each layer."""
     kinds = fields.get("layer_types")
     if isinstance(kinds, list) and kinds:
-        fields["layer_types"] = [_LAYER_TYPES.get(each, each) if isinstance(each, str) else each for each in kinds]
+        fields["layer_types"] = [
+            _LEGACY_LAYER_TYPES.get(each, each) if isinstance(each, str) else each for each in kinds
+        ]
     else:
-        complete_layer_types(fields, kind_of)
+        fill_layer_types(fields, kind_of)
 
 
-def complete_mamba2(fields: dict[str, Any], *, inner_size: Any = None) -> None:
+def fill_mamba2_head_dim(fields: dict[str, Any], *, inner_size: Any = None) -> None:
     """The size of heads, which follows from others. `inner_size`: of all heads together, where config.json says it."""
     heads, hidden, times = (fields.get(name) for name in ("mamba_n_heads", "hidden_size", "mamba_expand"))
     if fields.get("mamba_d_head") in (None, "auto") and isinstance(heads, int) and heads > 0:

@@ -10,7 +10,7 @@ from quire.engine.families.base.config_fields import read_required_sizes
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.families.base.weight_names import LayerModules
 
-MAMBA_NAMES = {
+MAMBA_FIELD_NAMES = {
     "conv_kernel": "mamba_d_conv",
     "expand": "mamba_expand",
     "intermediate_size": "mamba_d_ssm",
@@ -50,7 +50,7 @@ def mamba_spec(config: ModelConfig, norm: NormSpec, **fields: Any) -> MambaLayer
     return MambaLayerSpec(heads, key_dim, value_dim, width, norm, rank, **(biases | fields))
 
 
-def complete_mamba(fields: dict[str, Any], *, inner_size: Any = None) -> None:
+def fill_mamba_sizes(fields: dict[str, Any], *, inner_size: Any = None) -> None:
     """The sizes that follow from others. `inner_size`: of all channels, where config.json says it."""
     hidden, times = fields.get("hidden_size"), fields.get("mamba_expand")
     if inner_size is None and isinstance(hidden, int) and isinstance(times, int):

@@ -12,11 +12,11 @@ from quire.engine.families.base.config_fields import ConfigReader
 from quire.engine.families.base.model_config import ModelConfig
 from quire.kernels.parameters.latent import MAX_ROPE_DIM
 
-LATENT_SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+MLA_SIZE_FIELDS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 """What config.json calls the sizes of latent attention."""
-LATENT_EPS = 1e-6
+MLA_NORM_EPS = 1e-6
 """Of latents' norms in all families, whatever rms_norm_eps is."""
-_ROTATED_SIZE_FIELDS = ("partial_rotary_factor", "rotary_dim")
+_PARTIAL_ROTARY_FIELDS = ("partial_rotary_factor", "rotary_dim")
 """What older files say of a head's rotated part, which qk_rope_head_dim is here."""
 
 
@@ -34,7 +34,7 @@ def mla_mixers_reader(
 def _mla_spec(config: ModelConfig, norm: NormSpec, *, is_interleaved: bool) -> MLALayerSpec:
     """Raises ModelError."""
     raw = config.raw
-    sizes: dict[str, Any] = {name: raw.get(name) for name in LATENT_SIZES}
+    sizes: dict[str, Any] = {name: raw.get(name) for name in MLA_SIZE_FIELDS}
     for name, size in sizes.items():
         if not size:
             raise ModelError(f"model: config.json of a {config.model_type!r} lacks {name}, needed for its attention")
@@ -45,7 +45,7 @@ def _mla_spec(config: ModelConfig, norm: NormSpec, *, is_interleaved: bool) -> M
         raise ModelError(
             f"model: config.json: qk_rope_head_dim: up to {MAX_ROPE_DIM} are served, got {qk_rope_head_dim}"
         )
-    rope = {name: each for name, each in config.rope.items() if name not in _ROTATED_SIZE_FIELDS}
+    rope = {name: each for name, each in config.rope.items() if name not in _PARTIAL_ROTARY_FIELDS}
     return MLALayerSpec(
         num_heads=config.num_heads,
         kv_lora_rank=kv_lora_rank,
@@ -56,13 +56,13 @@ def _mla_spec(config: ModelConfig, norm: NormSpec, *, is_interleaved: bool) -> M
         scale=(qk_nope_head_dim + qk_rope_head_dim) ** -0.5 * yarn_softmax_scale_factor(rope),
         rope=rope,
         norm=norm,
-        latent_eps=LATENT_EPS,
+        latent_eps=MLA_NORM_EPS,
         is_interleaved=is_interleaved,
         bias=bool(raw.get("attention_bias")),
     )
 
 
-def complete_mla(fields: dict[str, Any]) -> None:
+def fill_mla_head_dims(fields: dict[str, Any]) -> None:
     """The sizes of heads that follow from others. A head's size is that of what is rotated, as transformers has it."""
     hidden, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
     if fields.get("v_head_dim") is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:

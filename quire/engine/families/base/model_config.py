@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.engine.families.base.schema.config_schema import ServedFields
+from quire.engine.families.base.schema.config_schema import FamilyConfigFields
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +28,18 @@ class ModelConfig:
     norm_eps: float
     tie_embeddings: bool
     dtype: str
-    """The checkpoint's type, as stored_dtype reads it."""
+    """The checkpoint's type, as checkpoint_dtype reads it."""
     rope: dict[str, Any]
     """rope_type, rope_theta, and the keys that the rope_type adds to them."""
     eos_token_ids: tuple[int, ...]
     """All tokens that end an answer, as read_eos_token_ids finds them."""
-    raw: ServedFields
+    raw: FamilyConfigFields
     """Each field of its declared type, or None."""
-    context: int | None = None
+    max_model_len: int | None = None
     """Tokens of the longest context that will be served; None: `max_position`."""
     rope_context: int | None = None
     """Tokens of the context for which rotations are chosen; None: they depend on none."""
-    names: Mapping[str, str] = field(default_factory=dict, compare=False)
+    file_field_names: Mapping[str, str] = field(default_factory=dict, compare=False)
     """By our names of fields, those in the file, where these are others."""
-    given: Mapping[str, Any] | None = None
+    transformers_config: Mapping[str, Any] | None = None
     """The whole of config.json, where transformers' class serves the model; None: a family of ours does."""

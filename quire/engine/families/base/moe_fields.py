@@ -38,8 +38,9 @@ GROUPED_ROUTING: SpecFields = {
 two best experts."""
 
 
-def read_expert_count_and_routing(config: ModelConfig, **rules: Any) -> tuple[int, Routing]:
-    """How many experts a layer has, and how a token's are chosen: `rules` are fields of Routing. Raises ModelError."""
+def read_expert_count_and_routing(config: ModelConfig, **routing_fields: Any) -> tuple[int, Routing]:
+    """How many experts a layer has, and how a token's are chosen: `routing_fields` are fields of Routing. Raises
+    ModelError."""
     raw = config.raw
     count, per_token = raw.get("num_local_experts") or raw.get("num_experts"), raw.get("num_experts_per_tok")
     if not count or not per_token:
@@ -47,7 +48,7 @@ def read_expert_count_and_routing(config: ModelConfig, **rules: Any) -> tuple[in
         raise ModelError(f"model: config.json of a {config.model_type!r} lacks {missing}, needed to build its experts")
     if count * config.num_layers > _MAX_TOTAL_EXPERTS:
         raise ModelError(f"model: config.json: {count} experts in each of {config.num_layers} layers are too many")
-    routing = Routing(per_token, **rules)
+    routing = Routing(per_token, **routing_fields)
     if (reason := routing.invalid_reason(count)) is not None:
         fields = "num_experts_per_tok" + (
             ", n_group, topk_group" if routing.top_k_groups > 1 or routing.num_groups > 1 else ""
@@ -56,23 +57,26 @@ def read_expert_count_and_routing(config: ModelConfig, **rules: Any) -> tuple[in
     return count, routing
 
 
-def sparse_layers(text: Mapping[str, Any], layers: int) -> list[bool]:
+def moe_layer_mask(text_fields: Mapping[str, Any], num_layers: int) -> list[bool]:
     """Per layer, whether it has experts in the place of an MLP, where a config.json has experts at all."""
-    if kinds := text.get("mlp_layer_types"):
-        return [layer < len(kinds) and kinds[layer] == "sparse" for layer in range(layers)]
-    if (chosen := text.get("moe_layers")) is not None:
-        return [layer in chosen for layer in range(layers)]
-    every = int(text.get("decoder_sparse_step") or text.get("interleave_moe_layer_step") or 1)
-    dense = {*(text.get("mlp_only_layers") or ()), *range(int(text.get("first_k_dense_replace") or 0))}
-    end = text.get("moe_layer_end_index")
-    last = layers - 1 if end in (None, -1) else int(end)
-    return [(layer + 1) % every == 0 and layer not in dense and layer <= last for layer in range(layers)]
+    if kinds := text_fields.get("mlp_layer_types"):
+        return [layer < len(kinds) and kinds[layer] == "sparse" for layer in range(num_layers)]
+    if (chosen := text_fields.get("moe_layers")) is not None:
+        return [layer in chosen for layer in range(num_layers)]
+    every = int(text_fields.get("decoder_sparse_step") or text_fields.get("interleave_moe_layer_step") or 1)
+    dense = {*(text_fields.get("mlp_only_layers") or ()), *range(int(text_fields.get("first_k_dense_replace") or 0))}
+    end = text_fields.get("moe_layer_end_index")
+    last = num_layers - 1 if end in (None, -1) else int(end)
+    return [(layer + 1) % every == 0 and layer not in dense and layer <= last for layer in range(num_layers)]
 
 
-def shared_expert_width(text: Mapping[str, Any]) -> int:
+def shared_expert_width(text_fields: Mapping[str, Any]) -> int:
     """Of the MLP beside a layer's experts; 0: there is none."""
-    each, count = text.get("moe_intermediate_size") or text.get("intermediate_size"), text.get("n_shared_experts")
-    total = text.get("shared_expert_intermediate_size") or text.get("shared_intermediate_size")
+    each, count = (
+        text_fields.get("moe_intermediate_size") or text_fields.get("intermediate_size"),
+        text_fields.get("n_shared_experts"),
+    )
+    total = text_fields.get("shared_expert_intermediate_size") or text_fields.get("shared_intermediate_size")
     return int(total or (int(count or 0) * each if isinstance(each, int) else 0))
 
 
@@ -103,7 +107,7 @@ def shared_expert_reader(
     return read_shared_expert
 
 
-def _gated_shared_expert(config: ModelConfig) -> SharedExpertSpec:
+def _read_gated_shared_expert(config: ModelConfig) -> SharedExpertSpec:
     width = shared_expert_width(config.raw)
     if not width:
         raise ModelError(f"model: config.json of a {config.model_type!r} lacks shared_expert_intermediate_size")
@@ -133,14 +137,14 @@ def optional_moe_reader(experts: MoEReader) -> Callable[[ModelConfig, NormSpec],
     """Reads experts of models that have some: in a small one all layers may be dense."""
 
     def read_optional_moe(config: ModelConfig, norm: NormSpec) -> MoELayerSpec | None:
-        return experts(config, norm) if any(sparse_layers(config.raw, config.num_layers)) else None
+        return experts(config, norm) if any(moe_layer_mask(config.raw, config.num_layers)) else None
 
     return read_optional_moe
 
 
-W123_NAMES: SpecFields = {"gate": "w1", "up": "w3", "down": "w2"}
+W123_EXPERT_NAMES: SpecFields = {"gate": "w1", "up": "w3", "down": "w2"}
 """What Mixtral, and others after it, call an expert's linears,"""
-BLOCK_SPARSE_MOE: SpecFields = {"name": "block_sparse_moe", **W123_NAMES}
+BLOCK_SPARSE_MOE: SpecFields = {"name": "block_sparse_moe", **W123_EXPERT_NAMES}
 """and what these are in."""
 NORMALIZED_ROUTING: SpecFields = {"is_normalized": flag_reader("norm_topk_prob")}
 """A softmax of all experts' scores; the weights of the chosen ones are divided by their sum where config.json says
@@ -152,12 +156,14 @@ GROUPED_MOE = moe_reader(
     correction="gate.e_score_correction_bias",
 )
 """DeepSeek-V3's, as other families have taken them over."""
-GATED_SHARED_MOE = moe_reader(NORMALIZED_ROUTING, size=expert_intermediate_size, shared_expert=_gated_shared_expert)
+GATED_SHARED_MOE = moe_reader(
+    NORMALIZED_ROUTING, size=expert_intermediate_size, shared_expert=_read_gated_shared_expert
+)
 """Those of Qwen2 and of Qwen's later families: the output of the MLP beside them is multiplied by the sigmoid of a
 gate, a linear of one output."""
 
 
 def with_moe_layers(experts: MoELayerSpec, spec: DecoderSpec, config: ModelConfig) -> DecoderSpec:
     """With these experts in the MLP's place, in the layers that have some."""
-    sparse = zip(spec.layers, sparse_layers(config.raw, config.num_layers), strict=True)
+    sparse = zip(spec.layers, moe_layer_mask(config.raw, config.num_layers), strict=True)
     return replace(spec, layers=tuple((*layer[:-1], experts) if is_sparse else layer for layer, is_sparse in sparse))

@@ -10,27 +10,33 @@ from typing import Any
 
 from quire.engine.architecture.rope import rotated_size
 
-LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.(.+)")
+LAYER_MODULE_PATTERN = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.(.+)")
 """A module of a layer in any family's checkpoint: the layer's number, and what it is there."""
-PREFIX = re.compile(r"^(?:model\.decoder|backbone|decoder|model|transformer|gpt_neox)\.")
+MODEL_PREFIX_PATTERN = re.compile(r"^(?:model\.decoder|backbone|decoder|model|transformer|gpt_neox)\.")
 """What names beside the layers begin with."""
 LayerModules = Mapping[str, str | tuple[str, ...]]
-QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
-BCX = ("conv.b_proj", "conv.c_proj", "conv.x_proj")
-FUSED: LayerModules = {"self_attn.qkv_proj": QKV, "mlp.gate_up_proj": GATE_UP, "conv.in_proj": BCX}
+QKV_PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+GATE_UP_PROJECTIONS = ("mlp.gate_proj", "mlp.up_proj")
+SHORT_CONV_PROJECTIONS = ("conv.b_proj", "conv.c_proj", "conv.x_proj")
+FUSED_MODULES: LayerModules = {
+    "self_attn.qkv_proj": QKV_PROJECTIONS,
+    "mlp.gate_up_proj": GATE_UP_PROJECTIONS,
+    "conv.in_proj": SHORT_CONV_PROJECTIONS,
+}
 """What files of several families have in one; GGUF files of any family may."""
-GATED_QUERY: LayerModules = {"self_attn.q_proj": ("self_attn.q_proj", "self_attn.gate_proj")}
+GATED_QUERY_MODULES: LayerModules = {"self_attn.q_proj": ("self_attn.q_proj", "self_attn.gate_proj")}
 """For each head the rows of its query, then those of its output gate."""
 
 
-def delta_net_modules(letters: str) -> tuple[str, ...]:
+def delta_net_projections(letters: str) -> tuple[str, ...]:
     """What a gated delta net projects, by the last letters of the modules' names."""
     return tuple(f"linear_attn.in_proj_{letter}" for letter in letters)
 
 
-GATED_DELTA_NET: LayerModules = {**GATED_QUERY, "linear_attn.in_proj_qkv": delta_net_modules("qkv")}
-FEED_FORWARD_MLP: LayerModules = {f"feed_forward.{name}_proj": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+GATED_DELTA_NET_MODULES: LayerModules = {**GATED_QUERY_MODULES, "linear_attn.in_proj_qkv": delta_net_projections("qkv")}
+FEED_FORWARD_MODULES: LayerModules = {
+    f"feed_forward.{name}_proj": f"mlp.{name}_proj" for name in ("gate", "up", "down")
+}
 """An MLP by the name that Llama 4 and others have for it."""
 
 
@@ -53,22 +59,22 @@ class WeightNames:
     """Modules beside the layers, without what names begin with, to Llama's names."""
     layer_modules: LayerModules = field(default_factory=dict)
     """The same of a layer's modules. Several names: the checkpoint's tensor has the rows of these linears, those of the
-    first, then those of the second; of GATED_QUERY, and where `fused_by_group` says so, head by head instead."""
-    fused_by_group: bool = False
+    first, then those of the second; of GATED_QUERY, and where `is_fused_by_kv_head` says so, head by head instead."""
+    is_fused_by_kv_head: bool = False
     """A fused tensor of queries, keys and values has for each key-value head the rows of its queries, then of its key,
     then of its value (GPT-NeoX's order); a fused tensor of a delta net has for each key head the rows of all parts."""
-    transposed: tuple[str, ...] = ()
+    transposed_modules: tuple[str, ...] = ()
     """Modules of a layer whose weights are [in, out]."""
-    interleaved_rope: bool = False
+    has_interleaved_rope: bool = False
     """Rotations turn neighbours of a head's numbers, not its halves."""
-    unused: tuple[str, ...] = ()
+    unused_tensors: tuple[str, ...] = ()
     """Tensors of a layer that are no weights."""
     position_offset: int = 0
     """Rows of the table of positions that no position has."""
     stacked_experts: StackedExperts | None = None
     """None: each expert has tensors of its own."""
 
-    def of_gguf(self) -> WeightNames:
+    def gguf_weight_names(self) -> WeightNames:
         """Of the family's GGUF files, whose tensors have Llama's names but for what is fused."""
         has_delta_net = any("linear_attn" in name for name in self.layer_modules)
         recurrent = {
@@ -76,37 +82,37 @@ class WeightNames:
             for name, own in self.layer_modules.items()
             if isinstance(own, tuple) and own[0].startswith("mamba.")
         }
-        modules = {**FUSED, **(GATED_DELTA_NET if has_delta_net else {}), **recurrent}
-        return WeightNames(layer_modules=modules, interleaved_rope=self.interleaved_rope)
+        modules = {**FUSED_MODULES, **(GATED_DELTA_NET_MODULES if has_delta_net else {}), **recurrent}
+        return WeightNames(layer_modules=modules, has_interleaved_rope=self.has_interleaved_rope)
 
     def model_module(self, name: str) -> str | None:
         """Llama's name of a module beside the layers."""
-        return self.model_modules.get(PREFIX.sub("", name))
+        return self.model_modules.get(MODEL_PREFIX_PATTERN.sub("", name))
 
-    def own_modules(self, name: str) -> tuple[str, ...]:
+    def modules_from_checkpoint(self, name: str) -> tuple[str, ...]:
         """What a checkpoint's module is here."""
-        if (place := LAYER.fullmatch(name)) is None:
-            known = self.model_module(name)
-            return (name if known is None else known if known == "lm_head" else f"model.{known}",)
-        inside = self.layer_modules.get(place[2], place[2])
-        modules = (inside,) if isinstance(inside, str) else inside
-        return tuple(f"model.layers.{place[1]}.{each}" for each in modules)
+        if (match := LAYER_MODULE_PATTERN.fullmatch(name)) is None:
+            llama_name = self.model_module(name)
+            return (name if llama_name is None else llama_name if llama_name == "lm_head" else f"model.{llama_name}",)
+        layer_module = self.layer_modules.get(match[2], match[2])
+        modules = (layer_module,) if isinstance(layer_module, str) else layer_module
+        return tuple(f"model.layers.{match[1]}.{each}" for each in modules)
 
-    def stored_module(self, name: str) -> str:
+    def module_in_checkpoint(self, name: str) -> str:
         """What a checkpoint calls a linear of a layer, or what it is part of, by its name here."""
-        if (place := LAYER.fullmatch(name)) is None:
+        if (match := LAYER_MODULE_PATTERN.fullmatch(name)) is None:
             return name
-        for stored, own in self.layer_modules.items():
-            if place[2] == own or (isinstance(own, tuple) and place[2] in own):
-                return f"model.layers.{place[1]}.{stored}"
+        for stored, modules in self.layer_modules.items():
+            if match[2] == modules or (isinstance(modules, tuple) and match[2] in modules):
+                return f"model.layers.{match[1]}.{stored}"
         return name
 
 
-def head_order(rope: Mapping[str, Any], head_dim: int, *, interleaved: bool) -> list[int] | None:
+def rope_head_permutation(rope: Mapping[str, Any], head_dim: int, *, interleaved: bool) -> list[int] | None:
     """Which of a stored head's numbers stands where, so that rotations turn number i with i + head_dim / 2; None: each
     where it is. What is not rotated stands behind what is, in both halves."""
     size = rotated_size(rope, head_dim)
-    turned, kept = list(range(size)), list(range(size, head_dim))
-    first, second = (turned[::2], turned[1::2]) if interleaved else (turned[: size // 2], turned[size // 2 :])
-    order = [*first, *kept[: len(kept) // 2], *second, *kept[len(kept) // 2 :]]
+    rotated, unrotated = list(range(size)), list(range(size, head_dim))
+    first, second = (rotated[::2], rotated[1::2]) if interleaved else (rotated[: size // 2], rotated[size // 2 :])
+    order = [*first, *unrotated[: len(unrotated) // 2], *second, *unrotated[len(unrotated) // 2 :]]
     return None if order == sorted(order) else order

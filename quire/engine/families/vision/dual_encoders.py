@@ -42,14 +42,14 @@ class DualEncoderVisionSpec(LlavaVisionSpec):
         first = (3 * patch**2 + self.patches_per_side**2) * hidden
         if self.tower_kind == "clip":
             return (
-                self.tower_shape.total_layer_parameters()
+                self.tower_shape.num_layer_parameters()
                 + first
                 + (1 + 1 + 2 + 2) * hidden
                 + hidden * self.embedding_size
             )
         attention = 4 * hidden * hidden + 4 * hidden
         head = hidden + attention + 2 * hidden + 2 * hidden * inner + inner + hidden
-        return self.tower_shape.total_layer_parameters() + first + (1 + 2) * hidden + head
+        return self.tower_shape.num_layer_parameters() + first + (1 + 2) * hidden + head
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from quire.engine.errors import ModelError
 from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
-from quire.engine.families.base.vision.vision_spec import ImageLayout, TokenText, VisionConfig, VisionSpec
+from quire.engine.families.base.vision.vision_spec import ImageLayout, TokenSpeller, VisionConfig, VisionSpec
 from quire.engine.types import Image as Content
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Gemma3VisionSpec(VisionSpec):
     def num_parameters(self, text_size: int) -> int:
         hidden, patch = self.tower_shape.hidden_size, self.tower_shape.patch_size
         ends = (3 * patch**2 + 1 + (self.square_side // patch) ** 2 + 2) * hidden
-        return self.tower_shape.total_layer_parameters() + ends + hidden + hidden * text_size
+        return self.tower_shape.num_layer_parameters() + ends + hidden + hidden * text_size
 
 
 def gemma3_vision_spec(config: VisionConfig) -> Gemma3VisionSpec:
@@ -85,7 +85,7 @@ class Gemma3Layout(ImageLayout):
     def token_run_lengths(self) -> tuple[tuple[int, ...], ...]:
         return ((self.vision.tokens_per_image,),)
 
-    def placeholder_text(self, spell: TokenText) -> str:
+    def placeholder_text(self, spell: TokenSpeller) -> str:
         vision = self.vision
         tokens = spell(vision.image_token_id) * vision.tokens_per_image
         return f"\n\n{spell(vision.begin_token_id)}{tokens}{spell(vision.end_token_id)}\n\n"

@@ -10,7 +10,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
-from quire.engine.families.base.vision.vision_spec import ImageLayout, InvalidImage, TokenText, VisionConfig, VisionSpec
+from quire.engine.families.base.vision.vision_spec import (
+    ImageLayout,
+    InvalidImage,
+    TokenSpeller,
+    VisionConfig,
+    VisionSpec,
+)
 from quire.engine.types import Image as Content
 
 if TYPE_CHECKING:
@@ -42,19 +48,19 @@ class Gemma4VisionSpec(VisionSpec):
     """Of the token before an image,"""
     end_token_id: int
     """and of the one behind it."""
-    bidirectional: bool
+    has_bidirectional_images: bool
     """Whether the tokens of an image see each other."""
 
     @property
     def is_bidirectional(self) -> bool:
-        return self.bidirectional
+        return self.has_bidirectional_images
 
     @property
     def max_bidirectional_tokens(self) -> int:
         return self.max_tokens
 
     @property
-    def pooled_patch_size(self) -> int:
+    def token_side_pixels(self) -> int:
         """The side of what becomes a token, in pixels."""
         return self.tower_shape.patch_size * self.pooling_size
 
@@ -62,7 +68,7 @@ class Gemma4VisionSpec(VisionSpec):
         self, width: int, height: int, *, low_detail: bool = False, has_other_images: bool = False
     ) -> PooledLayout:
         most = min(self.max_tokens, _LOW_DETAIL_TOKENS) if low_detail else self.max_tokens
-        return PooledLayout(self, *largest_square_grid(width, height, self.pooled_patch_size, most))
+        return PooledLayout(self, *largest_square_grid(width, height, self.token_side_pixels, most))
 
     @property
     def num_linear_parameters(self) -> int:
@@ -117,7 +123,7 @@ def gemma4_vision_spec(config: VisionConfig) -> Gemma4VisionSpec:
         standardizes_tokens=bool(tower.get("standardize")),
         begin_token_id=config.token_id_from_field("boi_token_id", 255999),
         end_token_id=config.token_id_from_field("eoi_token_id", 258882),
-        bidirectional=config.text_config.get("use_bidirectional_attention") == "vision",
+        has_bidirectional_images=config.text_config.get("use_bidirectional_attention") == "vision",
     )
 
 
@@ -132,7 +138,7 @@ class PooledLayout(ImageLayout):
     def token_run_lengths(self) -> tuple[tuple[int, ...], ...]:
         return ((self.columns * self.rows,),)
 
-    def placeholder_text(self, spell: TokenText) -> str:
+    def placeholder_text(self, spell: TokenSpeller) -> str:
         vision = self.vision
         return (
             f"{spell(vision.begin_token_id)}"
@@ -142,7 +148,7 @@ class PooledLayout(ImageLayout):
     def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
         from PIL import Image
 
-        width, height = self.columns * self.vision.pooled_patch_size, self.rows * self.vision.pooled_patch_size
+        width, height = self.columns * self.vision.token_side_pixels, self.rows * self.vision.token_side_pixels
         if image.size != (width, height):
             image = image.resize((width, height), resample=Image.Resampling(self.vision.resample_filter))
         yield Content.from_pixels(height, width, image.tobytes())

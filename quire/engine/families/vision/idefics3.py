@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
 from quire.engine.families.base.vision.vision_spec import (
     ImageLayout,
-    TokenText,
+    TokenSpeller,
     VisionConfig,
     VisionSpec,
     iter_squares_of_image,
@@ -55,7 +55,7 @@ class Idefics3VisionSpec(VisionSpec):
     def num_parameters(self, text_size: int) -> int:
         hidden, patch = self.tower_shape.hidden_size, self.tower_shape.patch_size
         ends = (3 * patch**2 + 1 + (self.image_size // patch) ** 2 + 2) * hidden
-        return self.tower_shape.total_layer_parameters() + ends + self.scale_factor**2 * hidden * text_size
+        return self.tower_shape.num_layer_parameters() + ends + self.scale_factor**2 * hidden * text_size
 
 
 def idefics3_vision_spec(config: VisionConfig) -> Idefics3VisionSpec:
@@ -93,7 +93,7 @@ class Idefics3Layout(ImageLayout):
     def token_run_lengths(self) -> tuple[tuple[int, ...], ...]:
         return ((self.vision.tokens_per_tile,),) * (self.rows * self.columns + 1)
 
-    def placeholder_text(self, spell: TokenText) -> str:
+    def placeholder_text(self, spell: TokenSpeller) -> str:
         marks, text = spell(self.vision.image_token_id) * self.vision.tokens_per_tile, ""
         for row in range(1, self.rows + 1):
             text += (

@@ -14,11 +14,11 @@ from quire.engine.families.base.vision.vision_spec import (
     CLIP_MEAN,
     CLIP_STD,
     ImageLayout,
-    TokenText,
+    TokenSpeller,
     VisionConfig,
     VisionSpec,
+    choose_nearest_grid,
     iter_squares_of_image,
-    nearest_grid,
 )
 from quire.engine.types import Image as Content
 
@@ -63,7 +63,7 @@ class InternVLVisionSpec(VisionSpec):
         shape, wide = self.tower_shape, self.tower_shape.hidden_size * self.merge_size**2
         hidden, patches = shape.hidden_size, (self.square_side // shape.patch_size) ** 2
         each = hidden * (2 + 2 * self.has_qk_norm - 3 * (not self.has_qkv_bias))
-        layers = shape.total_layer_parameters(norm_bias=not self.uses_rms_norm) + shape.num_layers * each
+        layers = shape.num_layer_parameters(norm_bias=not self.uses_rms_norm) + shape.num_layers * each
         first = (3 * shape.patch_size**2 + 1 + 1 + patches + 1 + 2 * self.has_final_norm) * hidden
         return layers + first + 2 * wide + (wide + 1 + text_size + 1) * text_size
 
@@ -79,10 +79,10 @@ def internvl_vision_spec(config: VisionConfig) -> InternVLVisionSpec:
     sizes = config.preprocessor_size()
     if preprocessor and (sizes.get("height"), sizes.get("width")) not in ((side, side), (None, None)):
         raise ModelError(f"model: preprocessor_config.json: size: the tower reads {side} x {side} pixels")
-    served = {"vision_feature_layer": -1, "vision_feature_select_strategy": "default"}
-    for name, only in served.items():
-        if outer.get(name, only) not in (only, None):
-            raise config.config_error(f"{name}: {only!r} is served, got {outer.get(name)!r}")
+    supported_values = {"vision_feature_layer": -1, "vision_feature_select_strategy": "default"}
+    for name, supported_value in supported_values.items():
+        if outer.get(name, supported_value) not in (supported_value, None):
+            raise config.config_error(f"{name}: {supported_value!r} is served, got {outer.get(name)!r}")
     norm = tower.get("norm_type") or "layer_norm"
     if norm not in ("layer_norm", "rms_norm"):
         raise config.config_error(f"vision_config: norm_type: {norm!r} is not served")
@@ -114,7 +114,7 @@ class InternVLLayout(ImageLayout):
         squares = self.columns * self.rows
         return ((self.vision.tokens_per_square,),) * (squares + (squares > 1))
 
-    def placeholder_text(self, spell: TokenText) -> str:
+    def placeholder_text(self, spell: TokenSpeller) -> str:
         return f"{_IMAGE_BEGIN_TOKEN}{spell(self.vision.image_token_id) * self.num_tokens}{_IMAGE_END_TOKEN}"
 
     def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
@@ -129,9 +129,9 @@ class InternVLLayout(ImageLayout):
 
 
 def choose_square_grid(width: int, height: int, side: int, min_squares: int, max_squares: int) -> tuple[int, int]:
-    """Columns and rows of `min_squares` to `max_squares` squares: see nearest_grid."""
+    """Columns and rows of `min_squares` to `max_squares` squares: see choose_nearest_grid."""
     grids = [(columns, rows) for columns in range(1, max_squares + 1) for rows in range(1, max_squares // columns + 1)]
-    return nearest_grid([grid for grid in grids if grid[0] * grid[1] >= min_squares], width, height, side)
+    return choose_nearest_grid([grid for grid in grids if grid[0] * grid[1] >= min_squares], width, height, side)
 
 
 INTERNVL = MultimodalFamily(

@@ -14,10 +14,10 @@ from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
 from quire.engine.families.base.vision.vision_spec import (
     ImageLayout,
     PatchMergingVisionSpec,
-    TokenText,
+    TokenSpeller,
     VisionConfig,
+    choose_nearest_grid,
     iter_squares_of_image,
-    nearest_grid,
 )
 from quire.engine.types import Image as Content
 
@@ -72,7 +72,7 @@ class Lfm2VisionSpec(PatchMergingVisionSpec):
             + self.projector_hidden_size * text_size
             + self.has_projector_bias * (self.projector_hidden_size + text_size)
         )
-        return shape.total_layer_parameters() + ends + 2 * wide * self.has_projector_norm + linears
+        return shape.num_layer_parameters() + ends + 2 * wide * self.has_projector_norm + linears
 
 
 def lfm2_vl_vision_spec(config: VisionConfig) -> Lfm2VisionSpec:
@@ -127,7 +127,7 @@ class Lfm2Layout(ImageLayout):
             (overview_tokens,),
         ) * vision.has_thumbnail
 
-    def placeholder_text(self, spell: TokenText) -> str:
+    def placeholder_text(self, spell: TokenSpeller) -> str:
         mark, runs = spell(self.vision.image_token_id), self.token_run_lengths
         if self.columns * self.rows == 1:
             return f"{_IMAGE_BEGIN_TOKEN}{mark * runs[0][0]}{_IMAGE_END_TOKEN}"
@@ -167,12 +167,12 @@ def fit_token_range(width: int, height: int, unit: int, min_tokens: int, max_tok
 
 
 def choose_tile_grid(width: int, height: int, tile: int, min_tiles: int, max_tiles: int) -> tuple[int, int]:
-    """Columns and rows of `min_tiles` to `max_tiles` tiles: see nearest_grid. Grids of as many tiles are in the order
-    of a set, as transformers has them."""
+    """Columns and rows of `min_tiles` to `max_tiles` tiles: see choose_nearest_grid. Grids of as many tiles are in the
+    order of a set, as transformers has them."""
     counts = range(min_tiles, max_tiles + 1)
     sides = [(n, wide, high) for n in counts for wide in range(1, n + 1) for high in range(1, n + 1)]
     grids = {(wide, high) for _, wide, high in sides if min_tiles <= wide * high <= max_tiles}
-    return nearest_grid(grids, width, height, tile)
+    return choose_nearest_grid(grids, width, height, tile)
 
 
 LFM2_VL = MultimodalFamily(

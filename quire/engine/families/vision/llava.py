@@ -19,7 +19,7 @@ from quire.engine.families.base.vision.vision_spec import (
     HALF_RGB,
     ImageLayout,
     InvalidImage,
-    TokenText,
+    TokenSpeller,
     TowerShape,
     VisionConfig,
     VisionSpec,
@@ -92,7 +92,7 @@ class LlavaVisionSpec(VisionSpec):
     def mean_attended_patches(self, content: Content) -> float:
         return self.patches_per_side**2
 
-    def unpadded_patch_region(self, original: tuple[int, int], pinpoint: tuple[int, int]) -> UnpaddedPatchRegion:
+    def find_unpadded_region(self, original: tuple[int, int], pinpoint: tuple[int, int]) -> UnpaddedPatchRegion:
         """Which patches of the squares of an image of this height and width are kept."""
         rows, columns = (each // self.square_side * self.patches_per_side for each in pinpoint)
         height, width = original
@@ -122,7 +122,7 @@ class LlavaVisionSpec(VisionSpec):
         clip = self.tower_kind == "clip"
         first = 3 * patch**2 * hidden + (3 * hidden if clip else hidden) + (self.patches_per_side**2 + clip) * hidden
         linears = hidden * text_size + text_size * text_size + 2 * text_size * self.has_projector_bias
-        return self.tower_shape.total_layer_parameters() + first + linears + self.has_newline_token * text_size
+        return self.tower_shape.num_layer_parameters() + first + linears + self.has_newline_token * text_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,10 +268,10 @@ class SquaresLayout(ImageLayout):
         vision = self.vision
         if self.pinpoint is None:
             return ((vision.tokens_per_square + vision.has_newline_token,),)
-        rows, columns = vision.unpadded_patch_region(self.image_size[::-1], self.pinpoint).shape_after_interpolation
+        rows, columns = vision.find_unpadded_region(self.image_size[::-1], self.pinpoint).shape_after_interpolation
         return ((vision.tokens_per_square + rows * (columns + 1),),)
 
-    def placeholder_text(self, spell: TokenText) -> str:
+    def placeholder_text(self, spell: TokenSpeller) -> str:
         return spell(self.vision.image_token_id) * self.num_tokens
 
     def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
@@ -285,7 +285,7 @@ class SquaresLayout(ImageLayout):
             yield Content.from_pixels(side, side, square.tobytes())
             return
         height, width = self.pinpoint
-        wide, high = fit_within(*self.image_size, width, height)
+        wide, high = fit_size_within(*self.image_size, width, height)
         padded = Image.new("RGB", (width, height))
         padded.paste(image.resize((wide, high), resample=resample), ((width - wide) // 2, (height - high) // 2))
         squares = [image.resize((side, side), resample=resample)]
@@ -327,7 +327,7 @@ def choose_pinpoint(pinpoints: Sequence[tuple[int, int]], width: int, height: in
     return max(pinpoints, key=preference)
 
 
-def fit_within(width: int, height: int, max_width: int, max_height: int) -> tuple[int, int]:
+def fit_size_within(width: int, height: int, max_width: int, max_height: int) -> tuple[int, int]:
     """Width and height of an image that is resized to fit."""
     across, down = max_width / width, max_height / height
     if across < down:

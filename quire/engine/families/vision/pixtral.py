@@ -15,7 +15,7 @@ from quire.engine.families.base.vision.vision_spec import (
     CLIP_STD,
     ImageLayout,
     PatchMergingVisionSpec,
-    TokenText,
+    TokenSpeller,
     VisionConfig,
 )
 from quire.engine.types import Image as Content
@@ -66,7 +66,7 @@ class PixtralVisionSpec(PatchMergingVisionSpec):
         merger = hidden + self.merge_size**2 * hidden * hidden if self.has_patch_merger else 0
         linears = hidden * text_size + text_size * text_size + 2 * text_size * self.has_projector_bias
         return (
-            self.tower_shape.total_layer_parameters(gated=self.has_gated_mlp, bias=False, norm_bias=False)
+            self.tower_shape.num_layer_parameters(gated=self.has_gated_mlp, bias=False, norm_bias=False)
             + first
             + merger
             + linears
@@ -136,7 +136,7 @@ class PixtralLayout(ImageLayout):
     def token_run_lengths(self) -> tuple[tuple[int, ...], ...]:
         return ((self.columns,) * self.rows,)
 
-    def placeholder_text(self, spell: TokenText) -> str:
+    def placeholder_text(self, spell: TokenSpeller) -> str:
         row = spell(self.vision.image_token_id) * self.columns
         return _ROW_BREAK_TOKEN.join([row] * self.rows) + _IMAGE_END_TOKEN
 

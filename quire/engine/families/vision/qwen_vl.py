@@ -17,7 +17,7 @@ from quire.engine.families.base.vision.vision_spec import (
     ImageLayout,
     InvalidImage,
     PatchMergingVisionSpec,
-    TokenText,
+    TokenSpeller,
     TowerShape,
     VisionConfig,
     VisionSpec,
@@ -93,7 +93,7 @@ class QwenVisionSpec(PatchMergingVisionSpec):
     def num_parameters(self, text_size: int) -> int:
         hidden, modern = self.tower_shape.hidden_size, self.has_llama_style_layers
         wide = hidden * self.merge_size**2
-        layers = self.tower_shape.total_layer_parameters(gated=self.has_gated_mlp, norm_bias=not modern)
+        layers = self.tower_shape.num_layer_parameters(gated=self.has_gated_mlp, norm_bias=not modern)
         first = (
             3 * self.temporal_patch_size * self.tower_shape.patch_size**2
             + bool(self.position_table_size)
@@ -203,7 +203,7 @@ class QwenLayout(ImageLayout):
         unit = self.vision.merged_patch_size
         return ((self.resized_size[0] // unit * (self.resized_size[1] // unit),),)
 
-    def placeholder_text(self, spell: TokenText) -> str:
+    def placeholder_text(self, spell: TokenSpeller) -> str:
         return spell(self.vision.image_token_id) * self.num_tokens
 
     def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
@@ -233,32 +233,32 @@ def smart_resize(width: int, height: int, multiple: int, min_pixels: int, max_pi
     return wide, high
 
 
-QWEN2_VL = MultimodalFamily(
+QWEN2_VL_WITH_IMAGES = MultimodalFamily(
     model_types=("qwen2_vl",),
     text_model_type="qwen2_vl_text",
     read_vision_spec=qwen2_vl_vision_spec,
 )
-QWEN2_5_VL = MultimodalFamily(
+QWEN2_5_VL_WITH_IMAGES = MultimodalFamily(
     model_types=("qwen2_5_vl",),
     text_model_type="qwen2_5_vl_text",
     read_vision_spec=qwen2_5_vl_vision_spec,
 )
-QWEN3_VL = MultimodalFamily(
+QWEN3_VL_WITH_IMAGES = MultimodalFamily(
     model_types=("qwen3_vl",),
     text_model_type="qwen3_vl_text",
     read_vision_spec=qwen3_vl_vision_spec,
 )
-QWEN3_VL_MOE = MultimodalFamily(
+QWEN3_VL_MOE_WITH_IMAGES = MultimodalFamily(
     model_types=("qwen3_vl_moe",),
     text_model_type="qwen3_vl_moe_text",
     read_vision_spec=qwen3_vl_vision_spec,
 )
-QWEN3_5 = MultimodalFamily(
+QWEN3_5_WITH_IMAGES = MultimodalFamily(
     model_types=("qwen3_5",),
     text_model_type="qwen3_5_text",
     read_vision_spec=qwen3_vl_vision_spec,
 )
-QWEN3_5_MOE = MultimodalFamily(
+QWEN3_5_MOE_WITH_IMAGES = MultimodalFamily(
     model_types=("qwen3_5_moe",),
     text_model_type="qwen3_5_moe_text",
     read_vision_spec=qwen3_vl_vision_spec,

@@ -13,7 +13,7 @@ from quire.engine.architecture.norm import NormSpec
 from quire.engine.architecture.recurrent import CONV_BIAS, CONV_WEIGHT, MatrixStateSpec
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.norm import NormWeights
-from quire.engine.layers.parameters import ParameterTable, identity, make_parameter
+from quire.engine.layers.parameters import ParameterTable, identity, make_loadable_parameter
 from quire.engine.layers.shard import LinearSlice
 from quire.engine.layers.sublayer import BuildContext, CacheTensorSpec, ForwardContext, Sublayer
 from quire.kernels.backend import Operations
@@ -53,7 +53,7 @@ class RecurrentMixer(Sublayer):
     ) -> ParameterTable:
         """The parameters that fill `_weights`. `slice_tensor`: takes this rank's part of each."""
         return {
-            f"{self._prefix}.{name}": make_parameter(
+            f"{self._prefix}.{name}": make_loadable_parameter(
                 self._weights, name, shape, torch.float32, slice_tensor=slice_tensor
             )
             for name, shape in shapes.items()

@@ -49,16 +49,16 @@ class Float8Format(LinearFormat):
     def to_backend_weight(self, tensors: dict[str, Tensor], linear: str) -> Float8Weight:
         codes, scales = tensors["weight"], tensors[self.weight_format.scale_name].float()
         outs, inner = codes.shape
-        where, strategy = f"{linear}.{self.weight_format.scale_name}", self.weight_format.strategy
+        where, strategy = f"{linear}.{self.weight_format.scale_name}", self.weight_format.scale_strategy
         if strategy == "block":
-            block = self.weight_format.block
+            block = self.weight_format.block_shape
             if tuple(scales.shape) != (-(-outs // block[0]), -(-inner // block[1])):
                 raise ModelError(f"model: {where} has shape {list(scales.shape)}, for blocks of {list(block)}")
         elif strategy == "group":
-            if inner % self.weight_format.group:
-                raise ModelError(f"model: {where}: {inner} inputs are not groups of {self.weight_format.group}")
-            block = (1, self.weight_format.group)
-            scales = broadcast_to_groups(scales, codes.shape, self.weight_format.group, where).contiguous()
+            if inner % self.weight_format.group_size:
+                raise ModelError(f"model: {where}: {inner} inputs are not groups of {self.weight_format.group_size}")
+            block = (1, self.weight_format.group_size)
+            scales = broadcast_to_groups(scales, codes.shape, self.weight_format.group_size, where).contiguous()
         elif scales.numel() == 1:
             block, scales = (outs, inner), scales.reshape(1, 1)
         else:
@@ -74,11 +74,11 @@ class Float4Format(LinearFormat):
     weight_format: WeightFormat
 
     def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:
-        has_global_scale = self.weight_format.strategy == "tensor_group"
+        has_global_scale = self.weight_format.scale_strategy == "tensor_group"
         scale_dtype = torch.float8_e4m3fn if has_global_scale else torch.uint8
         specs = {
             "weight_packed": TensorSpec((out_features, in_features // 2), torch.uint8),
-            "weight_scale": TensorSpec((out_features, -(-in_features // self.weight_format.group)), scale_dtype),
+            "weight_scale": TensorSpec((out_features, -(-in_features // self.weight_format.group_size)), scale_dtype),
         }
         return specs | ({"weight_global_scale": TensorSpec((1,), torch.float32)} if has_global_scale else {})
 
@@ -86,9 +86,9 @@ class Float4Format(LinearFormat):
         codes = tensors["weight_packed"]
         scales = tensors["weight_scale"]
         divisor = tensors.get("weight_global_scale")
-        if codes.shape[1] * 2 != scales.shape[1] * self.weight_format.group:
+        if codes.shape[1] * 2 != scales.shape[1] * self.weight_format.group_size:
             raise ModelError(
-                f"model: {linear}: {codes.shape[1] * 2} inputs are not groups of {self.weight_format.group}"
+                f"model: {linear}: {codes.shape[1] * 2} inputs are not groups of {self.weight_format.group_size}"
             )
         scales = decode_halved_e8m0_scales(scales) if divisor is None else scales.float() / divisor / 2
         return GroupedWeight(codes, scales, None, DOUBLED_E2M1_VALUES)

@@ -9,8 +9,8 @@ from itertools import islice, takewhile
 import torch
 
 from quire.engine.architecture.decoder import LM_HEAD
-from quire.engine.checkpoint.quantization import WeightFormat, WeightFormats
-from quire.engine.checkpoint.safetensors import TensorHeader
+from quire.engine.checkpoint.quantization import WeightFormat, WeightFormatRules
+from quire.engine.checkpoint.tensor_headers import TensorHeader
 from quire.engine.errors import ModelError
 from quire.engine.layers.schemes import TensorSpec
 from quire.engine.layers.schemes.floats import (
@@ -39,7 +39,7 @@ _DTYPES = {
 
 
 def make_format_lookup(
-    formats: WeightFormats,
+    formats: WeightFormatRules,
     headers: Mapping[str, TensorHeader],
     config_name_of: Callable[[str], str],
     *,
@@ -61,7 +61,7 @@ def make_format_lookup(
         }
 
     def format_of(linear: str) -> LinearFormat | None:
-        weight_format, tensors = formats.of(config_name_of(linear)), read_tensor_specs(linear)
+        weight_format, tensors = formats.find_format(config_name_of(linear)), read_tensor_specs(linear)
         if weight_format is None or ((is_extra_layer or linear == LM_HEAD) and _is_stored_unquantized(tensors)):
             return None
         return _make_format(weight_format, tensors, linear)
@@ -89,7 +89,7 @@ def _make_format(weight_format: WeightFormat, specs: dict[str, TensorSpec], line
                 weight_format, float_spec("weight_scale"), shape_dtype, has_group_index="weight_g_idx" in specs
             )
         case "int8":
-            zero = None if weight_format.symmetric else specs.get("weight_zero_point")
+            zero = None if weight_format.is_symmetric else specs.get("weight_zero_point")
             return Int8Format(weight_format, float_spec("weight_scale"), zero)
         case "float8":
             return Float8Format(weight_format, float_spec(weight_format.scale_name))

@@ -31,7 +31,7 @@ class GPTQFormat(LinearFormat):
     """There is a g_idx, which says the group of each input."""
 
     def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:
-        bits, groups = self.weight_format.bits, _num_groups(in_features, self.weight_format.group)
+        bits, groups = self.weight_format.bits, _num_groups(in_features, self.weight_format.group_size)
         specs = {
             "qweight": TensorSpec((in_features * bits // 32, out_features), torch.int32),
             "qzeros": TensorSpec((groups, out_features * bits // 32), torch.int32),
@@ -43,12 +43,12 @@ class GPTQFormat(LinearFormat):
         bits = self.weight_format.bits
         codes = unpack_bits(tensors["qweight"].T, bits)
         zeros = unpack_bits(tensors["qzeros"], bits).T
-        if self.weight_format.zero_added:
+        if self.weight_format.zero_point_offset:
             zeros = zeros + 1 & 2**bits - 1
         order = act_order_permutation(
-            tensors.get("g_idx"), self.weight_format.group or codes.shape[1], f"{linear}.g_idx"
+            tensors.get("g_idx"), self.weight_format.group_size or codes.shape[1], f"{linear}.g_idx"
         )
-        return make_grouped_weight(codes, tensors["scales"].T, zeros, bits, self.weight_format.group, order)
+        return make_grouped_weight(codes, tensors["scales"].T, zeros, bits, self.weight_format.group_size, order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class AWQFormat(LinearFormat):
     weight_format: WeightFormat
 
     def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:
-        groups = _num_groups(in_features, self.weight_format.group)
+        groups = _num_groups(in_features, self.weight_format.group_size)
         return {
             "qweight": TensorSpec((in_features, out_features // 8), torch.int32),
             "qzeros": TensorSpec((groups, out_features // 8), torch.int32),
@@ -70,7 +70,7 @@ class AWQFormat(LinearFormat):
             unpack_bits(tensors[name], 4).unflatten(1, (-1, 8))[..., list(_AWQ_ORDER)].flatten(1).T
             for name in ("qweight", "qzeros")
         )
-        return make_grouped_weight(codes, tensors["scales"].T, zeros, 4, self.weight_format.group, None)
+        return make_grouped_weight(codes, tensors["scales"].T, zeros, 4, self.weight_format.group_size, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +85,13 @@ class PackQuantizedFormat(LinearFormat):
     has_group_index: bool
 
     def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:
-        bits, groups = self.weight_format.bits, _num_groups(in_features, self.weight_format.group)
+        bits, groups = self.weight_format.bits, _num_groups(in_features, self.weight_format.group_size)
         specs = {
             "weight_packed": TensorSpec((out_features, -(-in_features * bits // 32)), torch.int32),
             "weight_scale": self.scale_spec,
             "weight_shape": TensorSpec((2,), self.shape_dtype),
         }
-        if not self.weight_format.symmetric:
+        if not self.weight_format.is_symmetric:
             specs["weight_zero_point"] = TensorSpec((-(-out_features * bits // 32), groups), torch.int32)
         return specs | ({"weight_g_idx": TensorSpec((in_features,), torch.int32)} if self.has_group_index else {})
 
@@ -103,14 +103,14 @@ class PackQuantizedFormat(LinearFormat):
             raise ModelError(f"model: {linear}.weight_shape: {shape}")
         codes, zeros = unpack_bits(packed, bits)[:, :inner], tensors.get("weight_zero_point")
         scales = broadcast_to_groups(
-            tensors["weight_scale"], codes.shape, self.weight_format.group, f"{linear}.weight_scale"
+            tensors["weight_scale"], codes.shape, self.weight_format.group_size, f"{linear}.weight_scale"
         )
         if zeros is not None:
             zeros = unpack_bits(zeros.T, bits)[:, :outs].T
         order = act_order_permutation(
-            tensors.get("weight_g_idx"), self.weight_format.group or inner, f"{linear}.weight_g_idx"
+            tensors.get("weight_g_idx"), self.weight_format.group_size or inner, f"{linear}.weight_g_idx"
         )
-        return make_grouped_weight(codes, scales, zeros, bits, self.weight_format.group, order)
+        return make_grouped_weight(codes, scales, zeros, bits, self.weight_format.group_size, order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +128,13 @@ class Int8Format(LinearFormat):
     def to_backend_weight(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
         codes = tensors["weight"]
         scales = broadcast_to_groups(
-            tensors["weight_scale"], codes.shape, self.weight_format.group, f"{linear}.weight_scale"
+            tensors["weight_scale"], codes.shape, self.weight_format.group_size, f"{linear}.weight_scale"
         )
         zeros = tensors.get("weight_zero_point")
         if zeros is not None:
             where = f"{linear}.weight_zero_point"
-            zeros = broadcast_to_groups(zeros, codes.shape, self.weight_format.group, where).to(torch.int16) + 128
-        return make_grouped_weight(codes.to(torch.int16) + 128, scales, zeros, 8, self.weight_format.group, None)
+            zeros = broadcast_to_groups(zeros, codes.shape, self.weight_format.group_size, where).to(torch.int16) + 128
+        return make_grouped_weight(codes.to(torch.int16) + 128, scales, zeros, 8, self.weight_format.group_size, None)
 
 
 def make_grouped_weight(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.engine.architecture.stream import LayerScalarSpec, OutputNormSpec
 from quire.engine.layers.norm import NormWeights
-from quire.engine.layers.parameters import ParameterTable, make_parameter
+from quire.engine.layers.parameters import ParameterTable, make_loadable_parameter
 from quire.engine.layers.sublayer import BuildContext, ForwardContext, Sublayer, scale_tensor
 from quire.kernels.backend import Operations
 
@@ -34,7 +34,7 @@ class LayerScalar(Sublayer):
         self._scalar_name, self._weights = f"{layer}.{spec.scalar_name}", dict[str, Tensor]()
 
     def parameters(self) -> ParameterTable:
-        return {self._scalar_name: make_parameter(self._weights, self._scalar_name, (1,), torch.float32)}
+        return {self._scalar_name: make_loadable_parameter(self._weights, self._scalar_name, (1,), torch.float32)}
 
     @cached_property
     def _scalar(self) -> float:

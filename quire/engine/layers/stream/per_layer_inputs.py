@@ -17,7 +17,7 @@ from quire.engine.architecture.stream import (
 )
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.norm import NormWeights
-from quire.engine.layers.parameters import ParameterTable, make_parameter, merge_parameters
+from quire.engine.layers.parameters import ParameterTable, make_loadable_parameter, merge_parameters
 from quire.engine.layers.sublayer import BuildContext, ForwardContext, Sublayer
 from quire.kernels.backend import LinearContext, Operations, QuantizedEmbedding
 from quire.kernels.parameters.activation import Activation
@@ -45,7 +45,7 @@ class PerLayerInputs:
     def parameters(self) -> ParameterTable:
         spec, make = self._table_spec, partial(self._scheme.pack_embedding, tied=False)
         table = {
-            f"{EMBED_TOKENS_PER_LAYER}.weight": make_parameter(
+            f"{EMBED_TOKENS_PER_LAYER}.weight": make_loadable_parameter(
                 self._table, EMBED_TOKENS_PER_LAYER, spec.shape, spec.dtype, make
             )
         }

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.architecture.decoder import LayerSpec
-from quire.engine.checkpoint.mtp import EMBEDDING_NORM, END, HIDDEN_NORM, JOIN
+from quire.engine.checkpoint.mtp_names import EH_PROJ, EMBEDDING_NORM, HIDDEN_NORM, OUTPUT_NORM
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable
@@ -34,9 +34,9 @@ class MTPHead(TransformerHead):
         """`specs`: of its layers. It takes embedding and head of the decoder, and norms like the decoder's last one."""
         named = {f"model.layers.{number}": spec for number, spec in enumerate(specs)}
         super().__init__(named, scheme, decoder, backend)
-        size, names = decoder.spec.hidden_size, (EMBEDDING_NORM, HIDDEN_NORM, END)
+        size, names = decoder.spec.hidden_size, (EMBEDDING_NORM, HIDDEN_NORM, OUTPUT_NORM)
         self._norms = NormWeights(dict.fromkeys(names, size), decoder.dtype, decoder.spec.norm)
-        self._eh_proj = FusedLinear(scheme, 2 * size, {JOIN: size}, bias=False)
+        self._eh_proj = FusedLinear(scheme, 2 * size, {EH_PROJ: size}, bias=False)
 
     def parameters(self) -> ParameterTable:
         return self._norms.parameters() | self._eh_proj.parameters() | super().parameters()
@@ -50,4 +50,4 @@ class MTPHead(TransformerHead):
         normed_states = self._norms.apply_norm(self._backend, HIDDEN_NORM, states)
         x = self._eh_proj.packed_linear(torch.cat((embedded, normed_states), dim=-1), NO_ADAPTERS)
         x, residual = self._run_layers(x, None, metadata, kv_cache)
-        return self._norms.add_and_norm(self._backend, END, x, residual)[0]
+        return self._norms.add_and_norm(self._backend, OUTPUT_NORM, x, residual)[0]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.checkpoint.page_groups import PageGroups
+from quire.engine.checkpoint.kv_cache_groups import KVCacheGroups
 from quire.engine.errors import ModelError
 from quire.engine.models.transformers_backend.interface import AttentionCall
 from quire.engine.models.transformers_backend.probe import TransformersAttentionSpec
@@ -24,7 +24,7 @@ class PagedAttentionFunction:
         self,
         backend: Backend,
         layers: Sequence[TransformersAttentionSpec],
-        groups: PageGroups,
+        groups: KVCacheGroups,
         report_progress: Callable[[], None],
     ) -> None:
         self._backend = backend
@@ -60,8 +60,11 @@ class PagedAttentionFunction:
         self._num_calls += 1
         kwargs = call.kwargs
         assert self._metadata is not None
-        spec, metadata = self._layers[call_index], self._metadata.group_metadata(self._groups.group_of[call_index])
-        k_cache, v_cache = self._kv_cache[self._groups.place_of[call_index]]
+        spec, metadata = (
+            self._layers[call_index],
+            self._metadata.group_metadata(self._groups.group_of_layer[call_index]),
+        )
+        k_cache, v_cache = self._kv_cache[self._groups.layer_index_in_block[call_index]]
         q, k, v = (_to_padded_token_rows(each, spec.head_dim) for each in (call.query, call.key, call.value))
         self._backend.store_kv(k, v, k_cache, v_cache, metadata.slot_mapping)
         params = self._attention_params[call_index]

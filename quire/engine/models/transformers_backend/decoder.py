@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
-from quire.engine.checkpoint.adapted import first_position
+from quire.engine.checkpoint.transformers_classes import first_position_id
 from quire.engine.errors import ModelError
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.parameters import LoadableParameter, ParameterTable, identity
@@ -77,7 +77,7 @@ class TransformersDecoder(Decoder):
         spec, backend = self.spec, build_context.backend
         assert isinstance(spec, TransformersSpec)
         self._spec = spec
-        self._first_position = first_position(spec.config_fields)
+        self._first_position = first_position_id(spec.config_fields)
         self._module_context = build_context
         attention, self.transformers_class = spec.rank_attention_specs(build_context.shard), spec.transformers_class
         self._layers = [[build_transformers_attention(each, build_context, "")] for each in attention]

@@ -66,10 +66,10 @@ class TransformersSpec(DecoderSpec):
 
 def transformers_spec(config: ModelConfig) -> TransformersSpec:
     """Builds the class without weights. Raises ModelError where pages do not serve it."""
-    assert config.given is not None
-    model = build_model(config.given, torch.float32)
+    assert config.transformers_config is not None
+    model = build_model(config.transformers_config, torch.float32)
     with called_modules_recorder(model) as names:
-        calls = probe_attention(model, longest := config.context or config.max_position)
+        calls = probe_attention(model, longest := config.max_model_len or config.max_position)
         check_lm_head(model, config.vocab_size, config.hidden_size)
     return TransformersSpec(
         config.vocab_size,
@@ -77,7 +77,7 @@ def transformers_spec(config: ModelConfig) -> TransformersSpec:
         tuple((each,) for each in calls),
         NO_NORM,
         tie_embeddings=config.tie_embeddings,
-        config_fields=config.given,
+        config_fields=config.transformers_config,
         transformers_class=type(model).__name__,
         rope_context=config.rope_context,
         max_len=longest,

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from quire.engine.checkpoint.safetensors import text_tensor
+from quire.engine.checkpoint.tensor_headers import text_tensor_name
 from quire.engine.errors import ModelError
 from quire.engine.models.transformers_backend.model_builder import build_model
 
@@ -87,7 +87,7 @@ class WeightConversion:
     ) -> Iterator[tuple[str, Tensor]]:
         name, pattern = self._rename_and_match_converter(stored)
         if name not in self._state_dict:  # it may be of a model that has more than text
-            if (text := text_tensor(stored)) is None or _NON_TEXT.search(stored):
+            if (text := text_tensor_name(stored)) is None or _NON_TEXT.search(stored):
                 return
             name, pattern = self._rename_and_match_converter(text)
         if pattern is None or name not in self._state_dict:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from quire.engine.checkpoint.safetensors import INDEX, read_file_headers, text_tensor, weight_files
+from quire.engine.checkpoint.tensor_headers import INDEX_FILE, find_weight_files, read_file_headers, text_tensor_name
 from quire.engine.errors import ModelError, QuireError
 from quire.engine.folder_reader import read_json_if_present
 from quire.engine.worker.checkpoint_writer.quantized_formats import QuantizedFormat, TensorLayout, make_quantized_format
@@ -67,7 +67,7 @@ def _write_quantized_checkpoint(
     model: Path, out: Path, target_format: QuantizedFormat, make_smoothing: Callable[[], Smoothing] | None
 ) -> str:
     config = read_json_if_present(model / "config.json") or {}
-    shards = require_shards(weight_files(model))
+    shards = require_shards(find_weight_files(model))
     headers = {shard: read_file_headers(shard) or {} for shard in shards}
     if not any(_LINEAR_NAME.search(name) for each in headers.values() for name in each):
         kind = config.get("model_type")
@@ -99,7 +99,7 @@ def _write_quantized_checkpoint(
         index |= dict.fromkeys(tensors, file_name)
         before, after = before + shard.stat().st_size, after + (out / file_name).stat().st_size
     if {*index.values()} != {"model.safetensors"}:
-        _write_json(out / INDEX, {"metadata": {"total_size": after}, "weight_map": index})
+        _write_json(out / INDEX_FILE, {"metadata": {"total_size": after}, "weight_map": index})
     unquantized = _list_unquantized({name: layout for each in layouts.values() for name, layout in each.items()})
     _write_json(out / "config.json", config | {"quantization_config": target_format.quantization_config(unquantized)})
     norms = "" if smoother is None else f", {smoother.num_norms} norms smoothed"
@@ -109,7 +109,7 @@ def _write_quantized_checkpoint(
 def _tensor_layout(name: str, dtype: str, shape: tuple[int, ...], target_format: QuantizedFormat) -> TensorLayout:
     if dtype not in DTYPE_BYTES:
         raise ModelError(f"model: {name[:100]} is stored as {dtype}, which is not known")
-    linear = _LINEAR_NAME.search(name) and not _ROUTER_NAME.search(name) and text_tensor(name) is not None
+    linear = _LINEAR_NAME.search(name) and not _ROUTER_NAME.search(name) and text_tensor_name(name) is not None
     if linear and len(shape) == 2 and dtype in _FLOAT_DTYPES:
         parts = target_format.tensor_layout(*shape)
         if parts is not None:
@@ -123,9 +123,9 @@ def _list_unquantized(layouts: Mapping[str, TensorLayout]) -> list[str]:
     for name, layout in layouts.items():
         linear = _strip_weight_suffix(name)
         is_matrix = len(layout) == 1 and len(layout[name][1]) == 2 and name.endswith(".weight")
-        if is_matrix and text_tensor(name) is not None and "embed" not in linear and linear not in linears:
+        if is_matrix and text_tensor_name(name) is not None and "embed" not in linear and linear not in linears:
             linears.append(linear)
-    return linears + (list(_VISION_LINEARS) if any(text_tensor(name) is None for name in layouts) else [])
+    return linears + (list(_VISION_LINEARS) if any(text_tensor_name(name) is None for name in layouts) else [])
 
 
 def _strip_weight_suffix(name: str) -> str:

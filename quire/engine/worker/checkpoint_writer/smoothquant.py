@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quire.engine.checkpoint.files import read_model_config
-from quire.engine.checkpoint.safetensors import text_tensor
+from quire.engine.checkpoint.model_resolver import read_model_config
+from quire.engine.checkpoint.tensor_headers import text_tensor_name
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ModelError
 from quire.engine.families.base.model_config import ModelConfig
@@ -128,7 +128,7 @@ class Smoothing:
 
     def smooth_tensor(self, name: str, tensor: Tensor) -> Tensor:
         """The tensor that takes the place of this one, by its stored name: of linears in float32."""
-        module, _, kind = (text_tensor(name) or "").rpartition(".")
+        module, _, kind = (text_tensor_name(name) or "").rpartition(".")
         module_name = self._weight_mapper.map_module_name(module)[0] if module else ""
         if module_name not in self._factors:
             return tensor

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.checkpoint.kv_plan import GRAPH_ROWS, GRAPH_TOKENS, MOST_GRAPHS
+from quire.engine.checkpoint.kv_cache_plan import MAX_MIXED_GRAPHS, MIXED_GRAPH_DECODE_SIZES, MIXED_GRAPH_PREFILL_SIZES
 from quire.engine.core.scheduler_output import SchedulerOutput
 from quire.engine.worker.graphs.decode_graphs import graph_block_counts
 from quire.engine.worker.graphs.graph_capture import CapturedGraph, GraphOutputs, GraphSet
@@ -96,9 +96,12 @@ class MixedBatchGraphs:
         self._input_batch = slots
         self._width, self._dtype = width, dtype
         self._block_counts = graph_block_counts(slots)
-        self._token_sizes = [size for size in GRAPH_TOKENS if size <= slots.max_model_len]
+        self._token_sizes = [size for size in MIXED_GRAPH_PREFILL_SIZES if size <= slots.max_model_len]
         self._buffers: dict[tuple[int, int], _StaticBuffers] = {}
-        first = [MixedGraphKey(GRAPH_ROWS[0], size, self._block_counts[0], 2) for size in reversed(self._token_sizes)]
+        first = [
+            MixedGraphKey(MIXED_GRAPH_DECODE_SIZES[0], size, self._block_counts[0], 2)
+            for size in reversed(self._token_sizes)
+        ]
         self._wanted_keys = dict.fromkeys(first)
         """Those of a prompt alone come first; then what steps asked for."""
         self._requested_once: set[MixedGraphKey] = set()
@@ -108,7 +111,7 @@ class MixedBatchGraphs:
     def plan_batch(self, scheduler_output: SchedulerOutput) -> GraphPlan | None:
         """What computes the batch; None where it runs without a graph."""
         rows = scheduler_output.scheduled_requests
-        if len(rows) > GRAPH_ROWS[-1] + NUM_PREFILL_ROWS - 1:
+        if len(rows) > MIXED_GRAPH_DECODE_SIZES[-1] + NUM_PREFILL_ROWS - 1:
             return None
         is_decode = np.array([row.should_sample and row.num_tokens == 1 + len(row.draft_token_ids) for row in rows])
         if (
@@ -134,7 +137,7 @@ class MixedBatchGraphs:
     def _graph_key(
         self, num_decodes: int, num_prefill_tokens: int, max_context: int, row_parts: int
     ) -> MixedGraphKey | None:
-        rows = next((size for size in GRAPH_ROWS if size >= num_decodes), None)
+        rows = next((size for size in MIXED_GRAPH_DECODE_SIZES if size >= num_decodes), None)
         size = next((size for size in self._token_sizes if size >= num_prefill_tokens), None)
         if rows is None or size is None:
             return None
@@ -154,7 +157,7 @@ class MixedBatchGraphs:
 
     @property
     def _is_full(self) -> bool:
-        return len(self.graph_set.graphs) >= MOST_GRAPHS
+        return len(self.graph_set.graphs) >= MAX_MIXED_GRAPHS
 
     def run_planned(self, graph_plan: GraphPlan, *, needs_all_hidden: bool) -> GraphOutputs:
         """every: whether somebody reads the hidden states of all tokens."""
@@ -257,7 +260,7 @@ class MixedBatchGraphs:
         num_seen, num_known = starts, contexts
         if self._input_batch.tracks_recurrent_state_lengths:
             num_known = contexts - np.array([len(row.draft_token_ids) for row in rows])
-            num_seen = self._input_batch.set_lengths_and_get_previous(slots, starts, num_known)
+            num_seen = self._input_batch.set_state_lengths_and_get_previous(slots, starts, num_known)
         sequences[:, : int(is_chunk.sum())] = np.stack((slots, counts, contexts, num_seen, num_known))[:, is_chunk]
         sampling = np.array([row.should_sample for row in rows])
         return (

@@ -64,7 +64,7 @@ class ImageEncoderCache:
         self.num_encoded = 0
         """Images, or parts of them, that the tower has read."""
 
-    def encode_scheduled_chunks(
+    def run_scheduled_encoder_chunks(
         self, scheduler_output: SchedulerOutput, get_new_request: Callable[[ScheduledRequest], NewRequestData]
     ) -> None:
         """Read what the step's rows say. Those that it reads from their beginning to their end, of one height and

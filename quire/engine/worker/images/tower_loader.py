@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from quire.engine.checkpoint.files import stored_at
-from quire.engine.checkpoint.kv_plan import QUANTIZED_BITS
-from quire.engine.checkpoint.stages import stage_layers
+from quire.engine.checkpoint.kv_cache_plan import QUANTIZED_BITS
+from quire.engine.checkpoint.layer_placement import split_layers_into_stages
+from quire.engine.checkpoint.model_resolver import resolve_weights
 from quire.engine.config import EngineConfig
 from quire.engine.encoders.vision.tower import TowerBuildContext
 from quire.engine.encoders.vision.tower_factory import make_tower
@@ -57,7 +57,7 @@ def load_tower(
     """The tower of the model at `path`, the linears of its layers in as few bits as are asked for; of a pipeline's
     stages the first alone has it, the others know where images stand. Raises ModelError for weights that are missing or
     of another shape."""
-    vision = None if model_config.given is not None else read_vision_spec(path)
+    vision = None if model_config.transformers_config is not None else read_vision_spec(path)
     if vision is None:
         return LoadedTower(None, NO_IMAGES_REASON)
     if (why := find_text_only_reason(config, chosen, vision, model_config)) is not None:
@@ -111,7 +111,7 @@ def _make_and_load_tower(
     if config.load_format == "dummy":
         stream = dummy_stream(table, config.seed, device)
     else:
-        stream = image_weight_stream(stored_at(config), tower.unused_prefixes)
+        stream = image_weight_stream(resolve_weights(config), tower.unused_prefixes)
         if (first := next(stream, None)) is None:
             return LoadedTower(None, "the weights hold no tower for images")
         stream = chain((first,), stream)
@@ -150,7 +150,7 @@ def find_text_only_reason(
         and (why := find_tower_backend_error(chosen.vision_backend, vision, chosen.dtype, device)) is not None
     ):
         return why
-    first = stage_layers(model_config.num_layers, config.pipeline_parallel_size)[0]
+    first = split_layers_into_stages(model_config.num_layers, config.pipeline_parallel_size)[0]
     if len(first) < vision.num_deepstack_layers:
         after = f"features are added behind the first {vision.num_deepstack_layers} layers"
         return f"{after}, and the first stage (--pipeline-parallel-size) has {len(first)}"

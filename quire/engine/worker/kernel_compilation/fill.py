@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from triton.backends.compiler import GPUTarget
 
-from quire.engine.checkpoint.files import read_model_config
+from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.config import EngineConfig
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.layers.schemes import UnquantizedScheme
@@ -85,7 +85,7 @@ def model_kernel_variants(model: ModelConfig, block_size: int) -> list[KernelVar
     dtype = torch.bfloat16
     config = EngineConfig()
     backend.block_size = block_size
-    spec = decoder_spec(replace(model, context=_CONTEXT_TOKENS))
+    spec = decoder_spec(replace(model, max_model_len=_CONTEXT_TOKENS))
     decoder = Decoder(
         spec,
         BuildContext(

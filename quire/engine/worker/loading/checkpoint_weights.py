@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from quire.engine.checkpoint.kv_plan import int8_embedding
-from quire.engine.checkpoint.mtp import MtpNames
-from quire.engine.checkpoint.quantization import is_aside, weight_formats
-from quire.engine.checkpoint.safetensors import read_tensor_headers, text_tensor
+from quire.engine.checkpoint.kv_cache_plan import is_embedding_quantized
+from quire.engine.checkpoint.mtp_names import MTPTensorNames
+from quire.engine.checkpoint.quantization import is_unneeded_scale, parse_quantization_config
+from quire.engine.checkpoint.tensor_headers import read_tensor_headers, text_tensor_name
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.families.base.model_config import ModelConfig
@@ -44,7 +44,7 @@ def open_weights(
     backend: Backend,
     dtype: torch.dtype,
     tensors: NamedTensors | None = None,
-    mtp: MtpNames | None = None,
+    mtp: MTPTensorNames | None = None,
 ) -> CheckpointWeights:
     """The weights at `path`, as resolve_model gives it, or `tensors` in their place. Dummy ones are quantized at load
     alone. `mtp`: those of the layer that these are the names of, which `model_config` is then of. Raises ConfigError
@@ -67,11 +67,17 @@ def open_weights(
     elif dummy or not quantization_config:
         weights = CheckpointWeights(UnquantizedScheme(backend, dtype), stream)
     elif path.is_dir():
-        formats = weight_formats(quantization_config)
+        formats = parse_quantization_config(quantization_config)
         weight_mapper = WeightMapper(model_config)
-        headers = weight_mapper.map_headers(read_tensor_headers(path, text_tensor if mtp is None else mtp.own))
+        headers = weight_mapper.map_headers(
+            read_tensor_headers(path, text_tensor_name if mtp is None else mtp.mtp_name_from_checkpoint)
+        )
 
-        name_in_files = make_stored_module_name_lookup(read_tensor_headers(path, str)) if mtp is None else mtp.stored
+        name_in_files = (
+            make_stored_module_name_lookup(read_tensor_headers(path, str))
+            if mtp is None
+            else mtp.checkpoint_name_from_mtp
+        )
 
         def linear_file_name(linear: str) -> str:
             return name_in_files(weight_mapper.checkpoint_module_name(linear))
@@ -79,8 +85,10 @@ def open_weights(
         scheme = MixedScheme(
             backend, dtype, make_format_lookup(formats, headers, linear_file_name, is_extra_layer=mtp is not None)
         )
-        needed_tensors = ((name, tensor) for name, tensor in stream if not is_aside(name))
-        return _apply_embedding_scheme(config, CheckpointWeights(scheme, needed_tensors, formats.said), backend, dtype)
+        needed_tensors = ((name, tensor) for name, tensor in stream if not is_unneeded_scale(name))
+        return _apply_embedding_scheme(
+            config, CheckpointWeights(scheme, needed_tensors, formats.format_summary), backend, dtype
+        )
     else:
         description = f"{quantization_config.get('fmt')}, {quantization_config.get('bits'):.3g} bits"
         return _open_gguf_weights(_read_filtered_gguf_header(path, mtp), model_config, backend, dtype, description)
@@ -105,19 +113,21 @@ def _check_quantization(config: EngineConfig, method: str | None) -> None:
         raise ConfigError(message, param="quantization")
 
 
-def _open_stream(path: Path, model_config: ModelConfig, mtp: MtpNames | None) -> TensorStream:
+def _open_stream(path: Path, model_config: ModelConfig, mtp: MTPTensorNames | None) -> TensorStream:
     if path.is_dir():
-        by_class = model_config.given is not None  # which has the names that are stored
-        return checkpoint_stream(path, str if by_class else text_tensor if mtp is None else mtp.own)
+        by_class = model_config.transformers_config is not None  # which has the names that are stored
+        return checkpoint_stream(
+            path, str if by_class else text_tensor_name if mtp is None else mtp.mtp_name_from_checkpoint
+        )
     return gguf_stream(_read_filtered_gguf_header(path, mtp), model_config)
 
 
-def _read_filtered_gguf_header(path: Path, mtp: MtpNames | None) -> GGUFHeader:
+def _read_filtered_gguf_header(path: Path, mtp: MTPTensorNames | None) -> GGUFHeader:
     """A GGUF file's, with the tensors that are asked for."""
     header = read_gguf_header(path)
     if mtp is None:
         return header
-    names = {stored: mtp.own(stored) for stored in header.tensors}
+    names = {stored: mtp.mtp_name_from_checkpoint(stored) for stored in header.tensors}
     return replace(header, tensors={own: header.tensors[stored] for stored, own in names.items() if own is not None})
 
 
@@ -125,8 +135,11 @@ def _apply_embedding_scheme(
     config: EngineConfig, weights: CheckpointWeights, backend: Backend, dtype: torch.dtype
 ) -> CheckpointWeights:
     """The weights, embedding and head in 8 bits where they are to be."""
-    description, in_8_bits = weights.quantization, int8_embedding(config.online_quantization, config.quantize_embedding)
-    if in_8_bits != int8_embedding(config.online_quantization, None):
+    description, in_8_bits = (
+        weights.quantization,
+        is_embedding_quantized(config.online_quantization, config.quantize_embedding),
+    )
+    if in_8_bits != is_embedding_quantized(config.online_quantization, None):
         description += f"{', ' if description else ''}embedding and head {'int8' if in_8_bits else 'whole'}"
     scheme = Int8EmbeddingAndHeadScheme(weights.scheme, backend, dtype) if in_8_bits else weights.scheme
     return replace(weights, scheme=scheme, quantization=description)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.engine.checkpoint.files import read_model_config
-from quire.engine.checkpoint.overrides import model_path
+from quire.engine.checkpoint.model_resolver import read_model_config
+from quire.engine.checkpoint.overrides import resolve_model_with_overrides
 from quire.engine.config import EngineConfig
 from quire.engine.errors import InvalidRequest, check_task
 from quire.engine.models.decoder import Decoder
@@ -35,7 +35,7 @@ def load_standalone_model_and_backend(
 ) -> tuple[LoadedModel, Backend]:
     """A model for a forward pass beside no engine, and what computes it. Raises ConfigError."""
     configure_cpu(config)
-    path = model_path(config)
+    path = resolve_model_with_overrides(config)
     model_config = read_model_config(path, config.model_impl)
     device_plan = choose_device_plan(config, model_config)
     return load_model(config, path, model_config, device_plan, lambda: None, tensors), device_plan.backend
@@ -43,8 +43,8 @@ def load_standalone_model_and_backend(
 
 def compute_hidden_states(model: Decoder, block_size: int, tokens: Tensor, num_states: int) -> Tensor:
     """Hidden states [count, hidden] of the first ones of these tokens [T] int32, on pages of their own."""
-    metadata = prefill_metadata(1, len(tokens), block_size, model.device, model.groups.count)
-    kv_tensors = allocate_kv_blocks(model, metadata.block_table.numel() * model.groups.count)
+    metadata = prefill_metadata(1, len(tokens), block_size, model.device, model.groups.num_groups)
+    kv_tensors = allocate_kv_blocks(model, metadata.block_table.numel() * model.groups.num_groups)
     cache = kv_cache_by_layer(model, kv_tensors, allocate_slot_states(model, 1, 0))
     return model.forward(tokens, metadata, cache, torch.arange(num_states, device=model.device))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.engine.architecture.recurrent import DeltaNetSpec
 from quire.engine.errors import ModelError
-from quire.engine.families import find_family
+from quire.engine.families import find_decoder_family
 from quire.engine.families.base.gguf.gguf_format import GGUFFormat
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.models import decoder_spec
@@ -29,7 +29,7 @@ def log_decay_rates(name: str, rows: Tensor) -> Tensor:
 
 def gguf_format(config: ModelConfig) -> GGUFFormat:
     """Of the files of a model's family."""
-    family = find_family(config.model_type)
+    family = find_decoder_family(config.model_type)
     gguf = None if family is None else family.gguf
     assert gguf is not None, f"{config.model_type} has no GGUF files"
     return gguf

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from quire.engine.checkpoint.kv_plan import StateShares
-from quire.engine.checkpoint.page_groups import most_drafts
+from quire.engine.checkpoint.kv_cache_groups import max_draft_tokens_per_step
+from quire.engine.checkpoint.kv_cache_plan import StateSlotCounts
 from quire.engine.config import EngineConfig
 from quire.engine.worker.device_memory import allocate_kv_blocks_checked, allocate_slot_states, explain_out_of_memory
 from quire.engine.worker.device_plan import DevicePlan, make_graph_capture
@@ -33,7 +33,7 @@ def allocate_runner_resources(
     loaded: LoadedModel,
     num_blocks: int,
     max_model_len: int,
-    shares: StateShares,
+    shares: StateSlotCounts,
 ) -> RunnerResources:
     """Room for so many pages of single groups of layers, and for these slots. Raises ConfigError where memory is
     short."""
@@ -48,11 +48,11 @@ def allocate_runner_resources(
     # A page more is nobody's: of the rows that fill up a graph, and of tokens that other ranks keep.
     needs_null_block = context_shard.world_size > 1 and not backend.skips_negative_slots
     kv_tensors = allocate_kv_blocks_checked(loaded.model, num_blocks + (needs_null_block or capture is not None))
-    max_drafts = most_drafts(config)
-    with explain_out_of_memory(f"the states of {shares.sequences} sequences", "max_num_seqs", "Lower it"):
-        states = allocate_slot_states(loaded.model, shares.slots, max_drafts)
+    max_drafts = max_draft_tokens_per_step(config)
+    with explain_out_of_memory(f"the states of {shares.request_slots} sequences", "max_num_seqs", "Lower it"):
+        states = allocate_slot_states(loaded.model, shares.num_slots, max_drafts)
     input_batch = InputBatch(
-        shares.sequences,
+        shares.request_slots,
         max_model_len,
         size,
         device,

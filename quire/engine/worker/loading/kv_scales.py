@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from quire.engine.checkpoint.safetensors import text_tensor, weight_files
+from quire.engine.checkpoint.tensor_headers import find_weight_files, text_tensor_name
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ModelError
 from quire.engine.worker.loading.weight_loader import iter_file_tensors
@@ -26,7 +26,7 @@ def read_kv_scales(path: Path) -> dict[str, KVScales]:
     """By the layer's name; {} where a model directory has none. Where every head has a scale of its own, the largest
     is the layer's. Raises ModelError, naming the tensor, for what is no scale."""
     scales_by_layer: dict[int, dict[str, float]] = {}
-    for shard in weight_files(path) if path.is_dir() else ():
+    for shard in find_weight_files(path) if path.is_dir() else ():
         for stored, tensor in iter_file_tensors(shard, lambda stored: _match_scale_name(stored) is not None):
             match = _match_scale_name(stored)
             assert match is not None
@@ -41,7 +41,7 @@ def read_kv_scales(path: Path) -> dict[str, KVScales]:
 
 
 def _match_scale_name(stored: str) -> re.Match[str] | None:
-    name = text_tensor(stored)
+    name = text_tensor_name(stored)
     return None if name is None else _SCALE_NAME.search(name)
 
 

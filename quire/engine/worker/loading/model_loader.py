@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from quire.engine.checkpoint.files import stored_at
-from quire.engine.checkpoint.page_groups import keeps_all, page_groups
-from quire.engine.checkpoint.pooling import read_tasks
-from quire.engine.checkpoint.stages import groups_of_stage, stage_layers
+from quire.engine.checkpoint.kv_cache_groups import build_kv_cache_groups, setting_requiring_full_kv
+from quire.engine.checkpoint.layer_placement import split_layers_into_stages, stage_kv_cache_groups
+from quire.engine.checkpoint.model_resolver import resolve_weights
+from quire.engine.checkpoint.pooling import read_pooling_and_tasks
 from quire.engine.config import EngineConfig
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.layers.sublayer import BuildContext
@@ -37,26 +37,26 @@ def load_model(
     part: ModelPart = WHOLE_MODEL,
 ) -> LoadedModel:
     """The `part` of the model at `path`, its weights from `tensors` if there are any. Raises ConfigError."""
-    stored = stored_at(config)
+    stored = resolve_weights(config)
     device = chosen.device
     dtype = chosen.dtype
     backend = chosen.backend
     files = stored if tensors is None else None
-    layers = stage_layers(chosen.spec.num_layers, config.pipeline_parallel_size)[part.stage]
+    layers = split_layers_into_stages(chosen.spec.num_layers, config.pipeline_parallel_size)[part.stage]
     on_disk = disk_tensor_name_pattern(config, chosen.spec)
     if part.shard.rank == 0 and layers.stop == chosen.spec.num_layers:  # once, in the engine
         check_weights_fit(config, device, dtype, files, chosen.spec.num_layers, on_disk)
-    pooling, tasks = read_tasks(path, model_config, config)
+    pooling, tasks = read_pooling_and_tasks(path, model_config, config)
     length = max_fitting_context_length(config, model_config, chosen)
     weights = open_weights(config, stored, model_config, backend, dtype, tensors)
     kv_scales = read_fp8_kv_scales(config, files, chosen.kv_dtype)
     offload = make_offloader_and_scheme(config, stored, model_config, chosen, tensors)
     adapter_slots = make_adapter_slots(config, backend, dtype, device)
-    groups = page_groups(
+    groups = build_kv_cache_groups(
         chosen.spec.layer_cache_specs,
         model_config.max_position,
         backend.block_size,
-        keep_all=keeps_all(config) is not None,
+        keep_all_tokens=setting_requiring_full_kv(config) is not None,
     )
     build_context = BuildContext(
         backend=backend,
@@ -75,14 +75,14 @@ def load_model(
         build_context,
         progress,
         head=needs_lm_head(pooling, tasks),
-        groups=groups_of_stage(groups, layers),
+        groups=stage_kv_cache_groups(groups, layers),
         layers=layers,
         offload=offload,
     )
     if adapter_slots is not None:
         adapter_slots.absent_module_prefixes = model.absent_module_prefixes
     head = make_decoder_pooler_head(pooling, backend, chosen.spec.hidden_size)
-    folders = tuple(each.folder for each in pooling.dense)
+    folders = tuple(each.folder for each in pooling.dense_modules)
     expected_weights = ExpectedWeights(model.parameters() | head.parameters(), folders, model.absent_module_prefixes)
     with weight_loading_context(model, config):
         read_bytes = fill_weights(

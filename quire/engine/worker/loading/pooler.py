@@ -9,8 +9,8 @@ import torch
 
 from quire.engine.architecture.encoder import EncoderSpec
 from quire.engine.architecture.pooler_head import HeadLayerSpec
-from quire.engine.checkpoint.files import resolve_model
-from quire.engine.checkpoint.pooling import Pooling
+from quire.engine.checkpoint.model_resolver import resolve_model
+from quire.engine.checkpoint.pooling import PoolingConfig
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.layers.pooler_head import PoolerHead
@@ -32,16 +32,16 @@ def make_pooler(config: EngineConfig, path: Path, loaded: LoadedModel) -> Pooler
 
 
 def choose_pooler_head(
-    model: Decoder, pooling: Pooling, head: PoolerHead, tokenizer: Callable[[], Tokenizer]
+    model: Decoder, pooling: PoolingConfig, head: PoolerHead, tokenizer: Callable[[], Tokenizer]
 ) -> PoolerHeadFunction:
     """`head`, or the difference of two tokens' logits where the pooling is that. Raises ConfigError for what is not a
     token."""
-    if pooling.score_tokens is None:
+    if pooling.classifier_tokens is None:
         return head
     to_id = tokenizer().backend.token_to_id
-    ids = [to_id(token) for token in pooling.score_tokens]
+    ids = [to_id(token) for token in pooling.classifier_tokens]
     if None in ids:
-        unknown = pooling.score_tokens[ids.index(None)]
+        unknown = pooling.classifier_tokens[ids.index(None)]
         wrong = f"classifier_from_token: the tokenizer has no token {unknown!r}"
         raise ConfigError(wrong, param="classifier_from_token")
 
@@ -58,17 +58,17 @@ def read_tokenizer(config: EngineConfig, path: Path) -> Tokenizer:
     )
 
 
-def needs_lm_head(pooling: Pooling, tasks: Collection[Task]) -> bool:
-    return "generate" in tasks or pooling.score_tokens is not None
+def needs_lm_head(pooling: PoolingConfig, tasks: Collection[Task]) -> bool:
+    return "generate" in tasks or pooling.classifier_tokens is not None
 
 
-def make_encoder_pooler_head(spec: EncoderSpec, pooling: Pooling, backend: Backend) -> PoolerHead:
+def make_encoder_pooler_head(spec: EncoderSpec, pooling: PoolingConfig, backend: Backend) -> PoolerHead:
     if spec.projection:
         return PoolerHead(spec.projection, backend)
     return make_pooler_head(pooling, backend, spec.classifier, spec.hidden_size)
 
 
-def make_decoder_pooler_head(pooling: Pooling, backend: Backend, hidden_size: int) -> PoolerHead:
+def make_decoder_pooler_head(pooling: PoolingConfig, backend: Backend, hidden_size: int) -> PoolerHead:
     return make_pooler_head(pooling, backend, _score_head_layer_specs, hidden_size)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from quire.engine.checkpoint.config_reader import weight_names_of
+from quire.engine.checkpoint.config_reader import find_weight_names
 from quire.engine.families import find_encoder_family
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.families.base.weight_names import StackedExperts
@@ -74,8 +74,8 @@ def _split_interleaved_gate_up(name: str, rows: Tensor) -> Iterator[tuple[str, T
 def map_checkpoint_tensors(model_config: ModelConfig, stream: TensorStream, *, gguf: bool = False) -> TensorStream:
     """The tensors of a checkpoint of this family, or of a GGUF file, each that of one linear; what transformers' class
     computes puts them in order itself."""
-    if find_encoder_family(model_config.model_type) is not None or model_config.given is not None:
+    if find_encoder_family(model_config.model_type) is not None or model_config.transformers_config is not None:
         return stream
-    stacked = weight_names_of(model_config.model_type).stacked_experts
+    stacked = find_weight_names(model_config.model_type).stacked_experts
     split_stream = stream if stacked is None else split_stacked_experts(stream, stacked, model_config.hidden_size)
     return WeightMapper(model_config, gguf=gguf).map_stream(split_stream)

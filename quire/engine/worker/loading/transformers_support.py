@@ -38,12 +38,12 @@ def import_transformers_decoder() -> type[TransformersDecoder]:
 
 def decoder_class(model: ModelConfig, default: type[Decoder] = Decoder) -> type[Decoder]:
     """What computes a model; `default`: where transformers' class does not."""
-    return default if model.given is None else import_transformers_decoder()
+    return default if model.transformers_config is None else import_transformers_decoder()
 
 
 def check_transformers_settings(config: EngineConfig, model: ModelConfig) -> None:
     """Raise ConfigError for what a model that transformers' class computes is not served with."""
-    if model.given is None:
+    if model.transformers_config is None:
         return
     speculative = config.speculative_config
     unsupported = {
@@ -126,7 +126,7 @@ class _BatchTrial:
         self._block_table = torch.arange(len(lengths) * blocks_per_seq, dtype=torch.int32, device=device).view(
             -1, blocks_per_seq
         )
-        page_tensors = model.block_tensor_specs(len(lengths) * blocks_per_seq * model.groups.count)
+        page_tensors = model.block_tensor_specs(len(lengths) * blocks_per_seq * model.groups.num_groups)
         self._kv_cache: KVCache = [
             tuple(torch.zeros(tensor.shape, dtype=tensor.dtype, device=device) for tensor in place)
             for place in page_tensors
@@ -159,7 +159,7 @@ class _BatchTrial:
         positions = torch.cat([torch.arange(start, start + count, device=device) for _, start, count in rows])
         table = self._block_table[[row for row, _, _ in rows]]
         rows_of_tokens = torch.repeat_interleave(torch.tensor([count for _, _, count in rows], device=device))
-        tables = [table + group * self._block_table.numel() for group in range(self._model.groups.count)]
+        tables = [table + group * self._block_table.numel() for group in range(self._model.groups.num_groups)]
         slots = [each[rows_of_tokens, positions // size].long() * size + positions % size for each in tables]
         keys = torch.nn.functional.pad(ends.cumsum(0, dtype=torch.int32), (1, 0))
         max_lens = max(count for _, _, count in rows), int(ends.max())

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from quire.engine.checkpoint.family_spec import family_encoder_spec
-from quire.engine.checkpoint.files import read_model_config
-from quire.engine.checkpoint.quantization import is_aside
-from quire.engine.checkpoint.safetensors import read_tensor_headers, weight_files
+from quire.engine.checkpoint.family_spec import build_encoder_spec
+from quire.engine.checkpoint.model_resolver import read_model_config
+from quire.engine.checkpoint.quantization import is_unneeded_scale
+from quire.engine.checkpoint.tensor_headers import find_weight_files, read_tensor_headers
 from quire.engine.errors import ModelError
 from quire.engine.families import find_encoder_family
 from quire.engine.families.base.model_config import ModelConfig
@@ -80,9 +80,9 @@ def check_weights(expected: ExpectedWeights, served: ModelConfig, path: Path, se
             raise ModelError(f"weights: {name} has shape {new_shapes.get(name)}, the model's {served_shapes.get(name)}")
         return
     shapes = map_checkpoint_tensors(served, _read_meta_tensors(path))
-    if served.given is not None:
+    if served.transformers_config is not None:
         shapes = import_module("quire.engine.models.transformers_backend.weight_conversion").convert_meta_tensors(
-            served.given, shapes
+            served.transformers_config, shapes
         )
     stream = rename_tensors_to_table_names(shapes, expected.parameter_table, expected.optional_prefixes)
     folder_streams = [prefix_names(folder, _read_meta_tensors(path / folder)) for folder in expected.extra_folders]
@@ -99,7 +99,9 @@ def check_same_model(served: ModelConfig, path: Path, served_path: Path) -> None
         )
     if path.is_file() or (path / "config.json").exists():
         _check_same_config(
-            read_model_config(path, "auto" if served.given is None else "transformers"), served, quantized=path.is_dir()
+            read_model_config(path, "auto" if served.transformers_config is None else "transformers"),
+            served,
+            quantized=path.is_dir(),
         )
 
 
@@ -110,7 +112,7 @@ def _check_same_config(new_config: ModelConfig, served: ModelConfig, *, quantize
             f"weights: config.json: model_type is {new_config.model_type!r}, the model's {served.model_type!r}"
         )
     is_encoder = find_encoder_family(served.model_type) is not None
-    spec_of = family_encoder_spec if is_encoder else decoder_spec
+    spec_of = build_encoder_spec if is_encoder else decoder_spec
     if (difference := _first_difference("the model", spec_of(new_config), spec_of(served))) is not None:
         name, is_now, was = difference
         raise ModelError(f"weights: config.json: {name} is {is_now}, the model's {was}")
@@ -134,11 +136,11 @@ def _first_difference(name: str, new: Any, served: Any) -> tuple[str, Any, Any] 
 
 def _read_meta_tensors(path: Path) -> TensorStream:
     """The tensors of a folder's safetensors files without their numbers."""
-    require_shards(weight_files(path))
+    require_shards(find_weight_files(path))
     for name, header in read_tensor_headers(path).items():
         if header.dtype not in _DTYPES:
             raise ModelError(f"weights: {name} is stored as {header.dtype}, which is not served")
-        if not is_aside(name):
+        if not is_unneeded_scale(name):
             yield name, torch.empty(header.shape, dtype=_DTYPES[header.dtype], device="meta")
 
 

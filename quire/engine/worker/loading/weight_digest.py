@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
-from quire.engine.checkpoint.files import stored_at
-from quire.engine.checkpoint.safetensors import weight_files
+from quire.engine.checkpoint.model_resolver import resolve_weights
+from quire.engine.checkpoint.tensor_headers import find_weight_files
 from quire.engine.config import EngineConfig
 from quire.engine.folder_reader import open_required
 from quire.engine.gguf.model_files import read_gguf_header
@@ -18,9 +18,11 @@ def compute_weight_digest(config: EngineConfig) -> str:
     it. What trains or rounds all weights changes it; what changes a few tensors may not. Raises ModelError."""
     if config.load_format == "dummy":
         return ""
-    path = stored_at(config)
+    path = resolve_weights(config)
     files = (
-        weight_files(path) if path.is_dir() else sorted({each.file for each in read_gguf_header(path).tensors.values()})
+        find_weight_files(path)
+        if path.is_dir()
+        else sorted({each.file for each in read_gguf_header(path).tensors.values()})
     )
     digest = hashlib.sha256()
     for file in files:

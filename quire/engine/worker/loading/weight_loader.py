@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from quire.engine.checkpoint.safetensors import image_tensor, is_pickled, text_tensor, weight_files
+from quire.engine.checkpoint.tensor_headers import find_weight_files, is_pickled, text_tensor_name, vision_tensor_name
 from quire.engine.errors import ModelError
 from quire.engine.folder_reader import open_required
 from quire.engine.layers.parameters import ParameterTable
@@ -65,8 +65,8 @@ def load_weights(
 
 def _merge_tied_head(stream: NamedTensors, table: ParameterTable) -> TensorStream:
     """The tensors of a model whose table has one for embedding and head: a head is the embedding where the stream has
-    no other, and else a copy of it, which is left out (tied_as_stored says where it is not). Raises ModelError for a
-    head that differs, as the weights may that take the place of others."""
+    no other, and else a copy of it, which is left out (correct_tie_word_embeddings says where it is not). Raises
+    ModelError for a head that differs, as the weights may that take the place of others."""
     if _HEAD_NAME in table or _EMBEDDING_NAME not in table:
         yield from stream
         return
@@ -104,10 +104,10 @@ def _is_castable_float(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
-def checkpoint_stream(path: Path, name_of: Callable[[str], str | None] = text_tensor) -> TensorStream:
+def checkpoint_stream(path: Path, name_of: Callable[[str], str | None] = text_tensor_name) -> TensorStream:
     """The tensors of a model directory that have a name by `name_of`, by default all but those for images and of heads,
-    from the files that weight_files finds."""
-    for shard in require_shards(weight_files(path)):
+    from the files that find_weight_files finds."""
+    for shard in require_shards(find_weight_files(path)):
         for stored, tensor in iter_file_tensors(shard, lambda stored: name_of(stored) is not None):
             yield name_of(stored) or stored, tensor
 
@@ -116,7 +116,7 @@ def image_weight_stream(path: Path, unused: tuple[str, ...]) -> TensorStream:
     """The tensors of a model directory that are for images, without those whose names begin like one of `unused`."""
 
     def image_name(stored: str) -> str | None:
-        name = image_tensor(stored)
+        name = vision_tensor_name(stored)
         return None if name is None or name.startswith(unused) else name
 
     return checkpoint_stream(path, image_name)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from quire.engine.architecture.recurrent import DeltaNetSpec, Mamba2LayerSpec, MambaLayerSpec
-from quire.engine.checkpoint.config_reader import weight_names_of
-from quire.engine.checkpoint.safetensors import TensorHeader, text_tensor
+from quire.engine.checkpoint.config_reader import find_weight_names
+from quire.engine.checkpoint.tensor_headers import TensorHeader, text_tensor_name
 from quire.engine.errors import ModelError
 from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.families.base.weight_names import LAYER, WeightNames, head_order
+from quire.engine.families.base.weight_names import LAYER_MODULE_PATTERN, WeightNames, rope_head_permutation
 from quire.engine.models import decoder_spec
 from quire.engine.worker.loading.weight_loader import TensorStream
 
@@ -51,8 +51,10 @@ class WeightMapper:
     """How one model's checkpoint is arranged."""
 
     def __init__(self, config: ModelConfig, *, gguf: bool = False) -> None:
-        self._config, self._weight_names = config, weight_names_of(config.model_type, gguf=gguf)
-        self._head_order = head_order(config.rope, config.head_dim, interleaved=self._weight_names.interleaved_rope)
+        self._config, self._weight_names = config, find_weight_names(config.model_type, gguf=gguf)
+        self._head_order = rope_head_permutation(
+            config.rope, config.head_dim, interleaved=self._weight_names.has_interleaved_rope
+        )
         self._has_draft_layers = bool(config.raw.get("num_nextn_predict_layers"))
         self._is_identity = (
             self._weight_names == WeightNames() and self._head_order is None and not self._has_draft_layers
@@ -75,11 +77,11 @@ class WeightMapper:
 
     def map_module_name(self, name: str) -> tuple[str, ...]:
         """What a checkpoint's module is here."""
-        return self._weight_names.own_modules(name)
+        return self._weight_names.modules_from_checkpoint(name)
 
     def checkpoint_module_name(self, linear: str) -> str:
         """What the checkpoint calls a linear of a layer, or what it is part of."""
-        return self._weight_names.stored_module(linear)
+        return self._weight_names.module_in_checkpoint(linear)
 
     def split_outputs(self, module: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """A tensor whose first axis is a stored module's outputs, by the linears that the module is."""
@@ -88,14 +90,14 @@ class WeightMapper:
 
     def _map_tensor(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         module, _, kind = name.rpartition(".")
-        modules, layer_match = self.map_module_name(module), LAYER.fullmatch(module)
+        modules, layer_match = self.map_module_name(module), LAYER_MODULE_PATTERN.fullmatch(module)
         if layer_match is None:
             skipped = self._weight_names.position_offset if modules == ("model.embed_positions",) else 0
             yield f"{modules[0]}.{kind}", tensor[skipped:] if skipped else tensor
         elif int(layer_match[1]) >= self._config.num_layers and self._has_draft_layers:
             return  # those that draft tokens
-        elif f"{layer_match[2]}.{kind}" not in self._weight_names.unused:
-            if kind == "weight" and layer_match[2] in self._weight_names.transposed:
+        elif f"{layer_match[2]}.{kind}" not in self._weight_names.unused_tensors:
+            if kind == "weight" and layer_match[2] in self._weight_names.transposed_modules:
                 tensor = tensor.t()
             for module_name, output_slice in zip(modules, self._output_slices(module), strict=True):
                 yield f"{module_name}.{kind}", self._slice_for_module(module_name, kind, output_slice, tensor)
@@ -114,7 +116,7 @@ class WeightMapper:
         return output_slice.slice_tensor(tensor, 1 if kind in _COLUMN_TENSORS else 0, f"{module_name}.{kind}")
 
     def _output_slices(self, module: str) -> list[_OutputSlice | None]:
-        inside = layer_match[2] if (layer_match := LAYER.fullmatch(module)) is not None else module
+        inside = layer_match[2] if (layer_match := LAYER_MODULE_PATTERN.fullmatch(module)) is not None else module
         if inside not in self._slices_by_module:
             self._slices_by_module[inside] = self._make_module_slices(inside)
         return self._slices_by_module[inside]
@@ -148,7 +150,7 @@ class WeightMapper:
         if module_names[0].startswith("conv."):
             every = torch.arange(3 * config.hidden_size)
             return [_OutputSlice(third, len(every)) for third in every.chunk(3)]
-        groups = config.num_kv_heads if weight_names.fused_by_group else 1
+        groups = config.num_kv_heads if weight_names.is_fused_by_kv_head else 1
         each = config.num_kv_heads // groups
         every = torch.arange((config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
         heads = every.view(groups, -1, config.head_dim).split((config.num_heads // groups, each, each), dim=1)
@@ -163,7 +165,7 @@ class WeightMapper:
         net = next(each for each in decoder_spec(self._config).sublayers_of_kind(DeltaNetSpec))
         keys, values = net.num_key_heads * net.key_dim, net.num_heads * net.value_dim
         sizes = {"q": keys, "k": keys, "v": values, "z": values, "b": net.num_heads, "a": net.num_heads}
-        groups = net.num_key_heads if self._weight_names.fused_by_group else 1
+        groups = net.num_key_heads if self._weight_names.is_fused_by_kv_head else 1
         each = [sizes[name[-1]] // groups for name in own]
         every = torch.arange(sum(each) * groups)
         return [_OutputSlice(part.flatten(), len(every)) for part in every.view(groups, -1).split(each, dim=1)]
@@ -178,9 +180,9 @@ def make_stored_module_name_lookup(headers: Iterable[str]) -> Callable[[str], st
     headers: the names of all tensors."""
     file_names, root = dict[str, str](), "model."
     for module in (name.rpartition(".")[0] for name in headers):
-        if (text := text_tensor(module)) is None:
+        if (text := text_tensor_name(module)) is None:
             continue
-        name = LAYER.sub(r"model.layers.\1.\2", text)
+        name = LAYER_MODULE_PATTERN.sub(r"model.layers.\1.\2", text)
         file_names[name] = module
     layer = next((name for name in file_names if name.startswith("model.layers.")), None)
     if layer is not None and file_names[layer].endswith(inner := layer.removeprefix("model.")):

@@ -12,8 +12,13 @@ from functools import partial
 from pathlib import Path
 
 from quire.engine.architecture.moe import MoELayerSpec
-from quire.engine.checkpoint.kv_plan import GIB, available_host_bytes
-from quire.engine.checkpoint.stages import FREE_FOR_LAYERS, STREAM_SLOTS, most_kept, most_streamed
+from quire.engine.checkpoint.kv_cache_plan import GIB, available_host_bytes
+from quire.engine.checkpoint.layer_placement import (
+    DEFAULT_LAYER_MEMORY_FRACTION,
+    STREAMED_LAYER_SLOTS,
+    max_streamed_layers,
+    min_streamed_layers,
+)
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, refuse_setting_if
 from quire.engine.families.base.model_config import ModelConfig
@@ -43,8 +48,8 @@ def make_offloader_and_scheme(
     ConfigError."""
     check_offload(config, model_config, chosen)
     if config.cpu_offload_gb:
-        choose_layers = partial(most_streamed, elsewhere=int(config.cpu_offload_gb * GIB))
-        offload: WeightOffloader = HostLayerStreamer(chosen.backend, chosen.device, choose_layers, STREAM_SLOTS)
+        choose_layers = partial(max_streamed_layers, offload_bytes=int(config.cpu_offload_gb * GIB))
+        offload: WeightOffloader = HostLayerStreamer(chosen.backend, chosen.device, choose_layers, STREAMED_LAYER_SLOTS)
     elif config.weights_on_disk is None:
         return None
     else:
@@ -67,7 +72,7 @@ def _make_disk_offloader(config: EngineConfig, folder: Path, chosen: DevicePlan)
             offload = make_disk_experts(chosen.backend, folder, int((memory or 0) * GIB) // processes)
         else:
             offload = make_disk_layer_streamer(
-                chosen.backend, folder, partial(_choose_resident_layers, config, processes), STREAM_SLOTS
+                chosen.backend, folder, partial(_choose_resident_layers, config, processes), STREAMED_LAYER_SLOTS
             )
     except OSError as error:
         raise _config_error(f"{folder}: {(error.strerror or str(error)).lower()}") from error
@@ -82,8 +87,8 @@ def _make_disk_offloader(config: EngineConfig, folder: Path, chosen: DevicePlan)
 def _choose_resident_layers(config: EngineConfig, processes: int, sizes: Sequence[int]) -> list[int]:
     """As Choice has it, in each of so many processes here."""
     memory_gib = config.weights_in_memory
-    memory = available_host_bytes() * FREE_FOR_LAYERS if memory_gib is None else memory_gib * GIB
-    return most_kept(sizes, int(memory) // processes)
+    memory = available_host_bytes() * DEFAULT_LAYER_MEMORY_FRACTION if memory_gib is None else memory_gib * GIB
+    return min_streamed_layers(sizes, int(memory) // processes)
 
 
 @contextmanager

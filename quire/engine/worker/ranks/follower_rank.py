@@ -8,9 +8,9 @@ from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 
-from quire.engine.checkpoint.kv_plan import StateShares
-from quire.engine.checkpoint.overrides import model_path, read_configured
-from quire.engine.checkpoint.page_groups import as_configured
+from quire.engine.checkpoint.kv_cache_groups import apply_context_settings
+from quire.engine.checkpoint.kv_cache_plan import StateSlotCounts
+from quire.engine.checkpoint.overrides import load_model_config, resolve_model_with_overrides
 from quire.engine.config import EngineConfig
 from quire.engine.core.scheduler_output import SchedulerOutput
 from quire.engine.layers.shard import ModelShard
@@ -88,8 +88,8 @@ class FollowerRank(ABC):
         self._config = config
         self._assignment = assignment
         self._rank = start.rank
-        self._path = model_path(config)
-        self._model_config = as_configured(read_configured(config, self._path), config)
+        self._path = resolve_model_with_overrides(config)
+        self._model_config = apply_context_settings(load_model_config(config, self._path), config)
         configure_cpu(config)
         self._device_plan = choose_device_plan(config, self._model_config, backend_tried=True)
         load_part = partial(load_model, config, self._path, self._model_config, self._device_plan)
@@ -158,7 +158,7 @@ class FollowerRank(ABC):
             case CallCommand(content):
                 return CallReply(run_rank_call(RankWorker(self._rank, self._config.world_size, model), content))
             case AllocateCommand(pages, max_model_len, sequences, snapshots):
-                shares = StateShares(sequences, snapshots)
+                shares = StateSlotCounts(sequences, snapshots)
                 self._allocation = (
                     allocate_runner_resources(
                         self._config, self._device_plan, self._loaded_model, pages, max_model_len, shares

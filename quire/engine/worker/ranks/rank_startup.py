@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from quire.engine.checkpoint.files import stored_at
+from quire.engine.checkpoint.model_resolver import resolve_weights
 from quire.engine.config import EngineConfig
 from quire.engine.errors import refuse_setting_if
 from quire.engine.settings.class_import import import_class
@@ -46,7 +46,7 @@ def start_ranks(
         return executor_class_or_default(config, SingleProcess)()
     check = check_pipeline_parallel if config.pipeline_parallel_size > 1 else check_tensor_parallel
     check(config, chosen, weights_are_tensors=weights_are_tensors)
-    weights = None if config.weights is None else str(stored_at(config))
+    weights = None if config.weights is None else str(resolve_weights(config))
     settings: dict[str, Any] = {
         "model": str(path),
         "revision": None,

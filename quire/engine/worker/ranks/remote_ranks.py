@@ -21,8 +21,8 @@ import msgspec
 import torch
 
 from quire.engine import VERSION
-from quire.engine.checkpoint.overrides import model_path, read_configured
-from quire.engine.checkpoint.page_groups import as_configured
+from quire.engine.checkpoint.kv_cache_groups import apply_context_settings
+from quire.engine.checkpoint.overrides import load_model_config, resolve_model_with_overrides
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.worker.ranks.rank_messages import (
@@ -93,8 +93,8 @@ def make_join_request(
     config: EngineConfig, node: int, local_rank: int, pid: int = 0, host: str = "", reply: str = ""
 ) -> JoinRequest:
     """For the machine's model. Raises ModelError."""
-    path = model_path(config)
-    model = repr(as_configured(read_configured(config, path), config))
+    path = resolve_model_with_overrides(config)
+    model = repr(apply_context_settings(load_model_config(config, path), config))
     digest, kernels = hashlib.sha256(model.encode()).hexdigest(), CpuBackend()
     computes = f"{kernels.isa if kernels.missing_reason is None else 'no kernels'}, PyTorch {torch.__version__}"
     parts = (config.nnodes, config.tensor_parallel_size, node, local_rank, pid, host, reply)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.engine.checkpoint.kv_plan import KVPlan, PageBytes, plan_kv, share_states
-from quire.engine.checkpoint.page_groups import PageGroups, PageNeeds
-from quire.engine.checkpoint.stages import places_of_stages
+from quire.engine.checkpoint.kv_cache_groups import KVBlockNeeds, KVCacheGroups
+from quire.engine.checkpoint.kv_cache_plan import BlockBytes, KVCachePlan, count_state_slots, make_kv_cache_plan
+from quire.engine.checkpoint.layer_placement import layers_per_block_by_stage
 from quire.engine.config import EngineConfig
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.models.decoder import Decoder
@@ -35,7 +35,7 @@ class KVCacheSizer:
         config: EngineConfig,
         model_config: ModelConfig,
         model: Decoder,
-        groups: PageGroups,
+        groups: KVCacheGroups,
         block_size: int,
     ) -> None:
         self._config = config
@@ -46,38 +46,38 @@ class KVCacheSizer:
         self._num_ranks = model.shard.world_size // config.nnodes
         """On one machine."""
 
-    def plan_kv_cache(self, draft: LoadedDrafter | None, measure_available: Callable[[], int]) -> KVPlan:
+    def plan_kv_cache(self, draft: LoadedDrafter | None, measure_available: Callable[[], int]) -> KVCachePlan:
         """`measure_available`: bytes for the KV cache, here and where others compute. Raises ConfigError."""
         config = self._config
         model = self._model
-        num_places = sum(places_of_stages(self._groups, config.pipeline_parallel_size))
+        num_places = sum(layers_per_block_by_stage(self._groups, config.pipeline_parallel_size))
         formula = self._block_bytes_formula(num_places)
         model_block_bytes = block_bytes_of_all_groups(model, num_places) * self._num_ranks
         slot_bytes = slot_state_bytes(model, config) * self._num_ranks
         available = measure_available()
-        shares = share_states(
+        shares = count_state_slots(
             slot_bytes,
             available,
             config.state_memory,
             config.max_num_seqs,
-            large=model.spec.needs_state_snapshots,
-            cached=config.enable_prefix_caching,
-            gpu=model.device.type == "cuda",
+            needs_snapshots=model.spec.needs_state_snapshots,
+            prefix_caching=config.enable_prefix_caching,
+            on_gpu=model.device.type == "cuda",
         )
         draft_needs = _DraftMemoryNeeds() if draft is None else self._draft_memory_needs(draft)
-        return plan_kv(
+        return make_kv_cache_plan(
             self._model_config,
-            PageNeeds(
+            KVBlockNeeds(
                 self._groups.windows,
                 self._block_size,
                 config.long_prefill_token_threshold or config.max_step_tokens,
             ),
-            PageBytes(model_block_bytes + draft_needs.block_bytes, f"{formula}{draft_needs.formula}"),
+            BlockBytes(model_block_bytes + draft_needs.block_bytes, f"{formula}{draft_needs.formula}"),
             available_bytes=max(available - draft_needs.spare_bytes, 0),
-            shares=shares,
+            slot_counts=shares,
             max_model_len=config.max_model_len,
             num_blocks=config.num_kv_blocks,
-            state_bytes=slot_bytes * shares.slots + draft_needs.state_bytes,
+            state_bytes=slot_bytes * shares.num_slots + draft_needs.state_bytes,
         )
 
     def _block_bytes_formula(self, num_places: int) -> str:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.engine.checkpoint.kv_plan import KVPlan
-from quire.engine.checkpoint.pooling import Pooling
+from quire.engine.checkpoint.kv_cache_plan import KVCachePlan
+from quire.engine.checkpoint.pooling import PoolingConfig
 from quire.engine.config import EngineConfig
 from quire.engine.core.executor import AdapterLoader, CollectiveRPC, Executor
 from quire.engine.families.base.model_config import ModelConfig
@@ -25,10 +25,10 @@ class StartedWorker:
     """A device half that is ready, and what was chosen for it."""
 
     executor: Executor
-    kv_plan: KVPlan
+    kv_plan: KVCachePlan
     engine_info: EngineInfo
     """What is told of it, but for how long its start took."""
-    pooling: Pooling
+    pooling: PoolingConfig
     """How it makes vectors."""
     needs_whole_prompts: bool
     """Whether a prompt must be computed in one step."""
@@ -54,7 +54,9 @@ class StartedWorker:
     """What was read of weights that lie elsewhere; None: none do."""
 
 
-def make_engine_info(config: EngineConfig, plan: KVPlan, rope_context: int | None, **other_fields: Any) -> EngineInfo:
+def make_engine_info(
+    config: EngineConfig, plan: KVCachePlan, rope_context: int | None, **other_fields: Any
+) -> EngineInfo:
     """What is told of an engine with this cache. `other_fields`: other fields of it."""
     return EngineInfo(
         rope_context=rope_context,
@@ -64,9 +66,9 @@ def make_engine_info(config: EngineConfig, plan: KVPlan, rope_context: int | Non
         block_size=plan.block_size,
         kv_bytes=plan.kv_bytes,
         load_seconds=0.0,
-        arithmetic=plan.arithmetic,
+        arithmetic=plan.sizing_summary,
         page_groups=len(plan.windows),
-        context_pages=plan.context_pages,
+        context_pages=plan.blocks_per_context,
         state_bytes=plan.state_bytes,
         step_tokens=config.max_step_tokens,
         **other_fields,
@@ -79,7 +81,7 @@ def make_grammar_compiler(config: EngineConfig, path: Path, model_config: ModelC
     return GrammarCompiler(make_grammar_vocabulary(tokenizer, model_config.vocab_size, model_config.eos_token_ids))
 
 
-def plan_without_kv_cache(max_model_len: int, max_num_seqs: int) -> KVPlan:
+def plan_without_kv_cache(max_model_len: int, max_num_seqs: int) -> KVCachePlan:
     """A place for each sequence, which takes no memory: nothing of a prompt outlives its step."""
     arithmetic = f"no KV: an encoder reads each prompt at once; up to {max_model_len:,} tokens"
-    return KVPlan(max_num_seqs, max_model_len, 0, max_model_len, arithmetic, sequences=max_num_seqs)
+    return KVCachePlan(max_num_seqs, max_model_len, 0, max_model_len, arithmetic, request_slots=max_num_seqs)

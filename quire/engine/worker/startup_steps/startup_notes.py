@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from quire.engine.checkpoint.kv_plan import KVPlan
-from quire.engine.checkpoint.page_groups import keeps_all
+from quire.engine.checkpoint.kv_cache_groups import setting_requiring_full_kv
+from quire.engine.checkpoint.kv_cache_plan import KVCachePlan
 from quire.engine.config import EngineConfig
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.models.decoder import Decoder
@@ -26,7 +26,7 @@ def make_decoder_engine_info(
     model_config: ModelConfig,
     device_plan: DevicePlan,
     weights: WorkerWeights,
-    kv_plan: KVPlan,
+    kv_plan: KVCachePlan,
     notes: list[str],
 ) -> EngineInfo:
     """What is told of a decoder's engine."""
@@ -54,16 +54,16 @@ def startup_notes(
     config: EngineConfig,
     chosen: DevicePlan,
     model: Decoder,
-    plan: KVPlan,
+    plan: KVCachePlan,
     allocation: RunnerResources,
     ranks: RankGroup,
 ) -> list[str | bool | None]:
     """What was chosen otherwise than one might expect: texts, each in the place of a condition that does not hold."""
     device = chosen.device
-    keeps_all_reason = keeps_all(config)
-    is_limited = plan.sequences < config.max_num_seqs
+    keeps_all_reason = setting_requiring_full_kv(config)
+    is_limited = plan.request_slots < config.max_num_seqs
     windowed = any(each.window for each in chosen.spec.kv_cache_specs)
-    snapshots = f", and {plan.snapshots} snapshots are kept" if plan.snapshots else ""
+    snapshots = f", and {plan.snapshot_slots} snapshots are kept" if plan.snapshot_slots else ""
     slow = "slower than kernels made for it, without graphs, and tokens may depend on the batch"
     return [
         ranks.note,
@@ -80,7 +80,7 @@ def startup_notes(
         and keeps_all_reason is not None
         and f"layers with a sliding window keep all tokens, for {keeps_all_reason} needs pages of all layers",
         is_limited
-        and f"{plan.sequences} sequences run at a time, for their states take much memory{snapshots}: state_memory",
+        and f"{plan.request_slots} sequences run at a time, for their states take much memory{snapshots}: state_memory",
     ]
 
 

@@ -67,14 +67,14 @@ class KernelCalls(ABC):
         """The number of rows along the last axis of x, and their width."""
 
     @abstractmethod
-    def num_tokens(self, x: Any) -> Any: ...
+    def num_tokens_argument(self, x: Any) -> Any: ...
 
     @abstractmethod
-    def token_width(self, x: Any) -> Any:
+    def token_width_argument(self, x: Any) -> Any:
         """How many numbers each token has."""
 
     @abstractmethod
-    def num_elements(self, x: Any) -> Any:
+    def num_elements_argument(self, x: Any) -> Any:
         """How many numbers x has."""
 
     @abstractmethod
@@ -100,14 +100,14 @@ class KernelCalls(ABC):
         return self.call_kernel("layer_norm", (x, residual), x, residual, weight, bias, x, *self.rows_and_width(x), eps)
 
     def add_residual(self, x: Any, residual: Any) -> Any:
-        return self.call_kernel("add", residual, x, residual, self.num_elements(x))
+        return self.call_kernel("add", residual, x, residual, self.num_elements_argument(x))
 
     def add_gated(self, x: Any, gate: Any, residual: Any) -> Any:
         return self.call_kernel("add_gated", residual, x, gate, residual, *self.rows_and_width(x))
 
     def apply_activation(self, x: Any, activation: Activation) -> Any:
         return self.call_kernel(
-            "activate", x, x, self.num_elements(x), *native_library.activation_arguments(activation)
+            "activate", x, x, self.num_elements_argument(x), *native_library.activation_arguments(activation)
         )
 
     def silu_mul(self, gate_up: Any) -> Any:
@@ -123,12 +123,23 @@ class KernelCalls(ABC):
 
     def mul_by_column_slice(self, x: Any, per_layer_inputs: Any, first: int) -> Any:
         return self.call_kernel(
-            "mul_columns", x, x, per_layer_inputs, *self.rows_and_width(x), self.token_width(per_layer_inputs), first
+            "mul_columns",
+            x,
+            x,
+            per_layer_inputs,
+            *self.rows_and_width(x),
+            self.token_width_argument(per_layer_inputs),
+            first,
         )
 
     def sigmoid_mul(self, x: Any, gate: Any) -> Any:
         return self.call_kernel(
-            "sigmoid_mul", x, x, gate, self.num_elements(gate), self.token_width(x) // self.token_width(gate)
+            "sigmoid_mul",
+            x,
+            x,
+            gate,
+            self.num_elements_argument(gate),
+            self.token_width_argument(x) // self.token_width_argument(gate),
         )
 
     def rope_and_store_kv(
@@ -140,10 +151,10 @@ class KernelCalls(ABC):
         for each in weights:
             if each is not None and each.dtype != torch.float32:
                 raise TypeError(f"weights of norms, cos_sin and q_scale must be float32, not {each.dtype}")
-        heads = rope.num_query_heads_of_width(self.token_width(qkv), kv_heads)
+        heads = rope.num_query_heads_of_width(self.token_width_argument(qkv), kv_heads)
         q, kinds = self.empty_per_token(qkv, heads, dim), (NORM_KINDS.index(rope.norm_kind), rope.num_kv_projections)
         where = (metadata.rope_positions, metadata.slot_mapping, q, *caches, *_cache_page_strides(caches))
-        sizes = (self.num_tokens(qkv), pages, heads, kv_heads, dim, rope.eps)
+        sizes = (self.num_tokens_argument(qkv), pages, heads, kv_heads, dim, rope.eps)
         error_message = f"slots outside the {pages} pages of the cache"
         return self.call_kernel("rope_store", q, qkv, *weights, *kinds, *where, *sizes, error_message=error_message)
 
@@ -201,7 +212,7 @@ class KernelCalls(ABC):
         check_latent_params(latent)
         cache, _, held = _kernel_cache_arguments(q, (cache, cache), latent.kv_scales)
         size, rotated = latent.latent_and_rope_dims
-        heads = self.token_width(q) // (size + rotated)
+        heads = self.token_width_argument(q) // (size + rotated)
         arguments_before = (
             q,
             kv,
@@ -213,7 +224,7 @@ class KernelCalls(ABC):
             cache,
             held,
         )
-        sizes = (cache.stride(0), self.num_tokens(q), len(cache), heads, size, rotated, latent.eps)
+        sizes = (cache.stride(0), self.num_tokens_argument(q), len(cache), heads, size, rotated, latent.eps)
         error_message = f"slots outside the {len(cache)} pages of the cache"
         return self.call_kernel(
             "latent_store",
@@ -225,7 +236,7 @@ class KernelCalls(ABC):
 
     def short_conv(self, bcx: Any, conv: ShortConv, columns: ConvStates, metadata: Any) -> Any:
         check_short_conv(conv, columns, bcx.dtype)
-        step, wide = self.step_inputs(metadata), self.token_width(bcx) // conv.num_input_parts
+        step, wide = self.step_inputs(metadata), self.token_width_argument(bcx) // conv.num_input_parts
         assert step.state_slots is not None
         out, pages = self.empty_per_token(bcx, wide), 0 if columns.piece_ends is None else len(columns.piece_ends)
         tensors = (bcx, conv.weight, conv.bias, out, columns.piece_ends, columns.slot_columns)
@@ -296,13 +307,13 @@ class ImmediateCalls(KernelCalls):
     def rows_and_width(self, x: Tensor) -> tuple[int, int]:
         return x.numel() // x.shape[-1], x.shape[-1]
 
-    def num_tokens(self, x: Tensor) -> int:
+    def num_tokens_argument(self, x: Tensor) -> int:
         return len(x)
 
-    def token_width(self, x: Tensor) -> int:
+    def token_width_argument(self, x: Tensor) -> int:
         return prod(x.shape[1:])
 
-    def num_elements(self, x: Tensor) -> int:
+    def num_elements_argument(self, x: Tensor) -> int:
         return x.numel()
 
     def step_inputs(self, metadata: AttentionMetadata) -> StepInputs:

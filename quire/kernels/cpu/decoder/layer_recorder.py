@@ -134,7 +134,7 @@ class _LayerRecorder(KernelCalls, Operations):
     def all_reduce(self, x: Any, group: Any) -> Any:
         if not isinstance(group, SharedCollective | None):
             raise _UnsupportedOperation
-        return x if group is None else self.call_kernel("sum_ranks", x, group.native, x, self.num_elements(x))
+        return x if group is None else self.call_kernel("sum_ranks", x, group.native, x, self.num_elements_argument(x))
 
     def paged_attention(self, q: Any, k_cache: Tensor, v_cache: Tensor, metadata: Any, softmax: AttentionParams) -> Any:
         if softmax.lookahead != 0:
@@ -156,13 +156,13 @@ class _LayerRecorder(KernelCalls, Operations):
     def rows_and_width(self, x: _PlaceholderTensor) -> tuple[Any, int]:
         return _TOKENS, x.elements_per_token
 
-    def num_tokens(self, x: _PlaceholderTensor) -> Any:
+    def num_tokens_argument(self, x: _PlaceholderTensor) -> Any:
         return _TOKENS
 
-    def token_width(self, x: Any) -> Any:
+    def token_width_argument(self, x: Any) -> Any:
         return x.elements_per_token if isinstance(x, _PlaceholderTensor) else _WIDTH
 
-    def num_elements(self, x: _PlaceholderTensor) -> Any:
+    def num_elements_argument(self, x: _PlaceholderTensor) -> Any:
         return _StepArgument(_PER_TOKEN, x.elements_per_token)
 
     def step_inputs(self, metadata: Any) -> StepInputs:
@@ -188,7 +188,7 @@ class _LayerRecorder(KernelCalls, Operations):
         if x.dtype == dtype:
             return x
         out = self._allocate_buffer(*x.shape, dtype=dtype)
-        return self.call_kernel("cast", out, x, out, self.num_elements(x))
+        return self.call_kernel("cast", out, x, out, self.num_elements_argument(x))
 
     def _allocate_buffer(self, *shape: int, dtype: torch.dtype | None = None) -> _PlaceholderTensor:
         """dtype: by default the model's."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.engine.checkpoint.catalog import known_models
-from quire.engine.checkpoint.config_reader import why_not_served
-from quire.engine.checkpoint.files import read_raw_config
+from quire.engine.checkpoint.config_reader import explain_unsupported_model
+from quire.engine.checkpoint.model_catalog import load_catalog
+from quire.engine.checkpoint.model_resolver import read_raw_config
 from quire.engine.errors import ConfigError, ModelError
 from quire.server.cli.models.downloaded import DownloadedModel, iterate_downloads, scan_hub_cache
 from quire.server.cli.plan.machine import detect_machine
@@ -30,7 +30,7 @@ def build_cached_models_config(flags: Mapping[str, Any]) -> ModelsConfig:
     downloads = (
         [] if cache is None else [each for each in iterate_downloads(cache) if each.has_weights and each.ref == "main"]
     )
-    short_names = {entry.hub.shown.lower(): entry.name for entry in known_models().values()}
+    short_names = {entry.hub_name.display_name.lower(): entry.name for entry in load_catalog().values()}
     tables: dict[str, dict[str, Any]] = {}
     for each in sorted(downloads, key=lambda each: (not _is_generative(each), each.size_bytes, each.name)):
         if (why := _unserved_reason(each)) is not None:
@@ -60,5 +60,5 @@ def _unserved_reason(model: DownloadedModel) -> str | None:
         raw, _ = read_raw_config(str(model.path))
     except ModelError as error:
         return error.message
-    reasons = why_not_served(raw)
+    reasons = explain_unsupported_model(raw)
     return reasons[0] if reasons else None

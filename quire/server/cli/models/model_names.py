@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from quire.engine.checkpoint.catalog import known_models
-from quire.engine.checkpoint.names import hub_name
+from quire.engine.checkpoint.hub_names import parse_hub_name
+from quire.engine.checkpoint.model_catalog import load_catalog
 from quire.server.config import ServerConfig
 
 
 def equivalent_names(model: str) -> list[str]:
     """What a model may be called where it is served: as somebody wrote it, its short name, and the hub's."""
     names = [model, ServerConfig(model=model).model_names[0]]
-    known = known_models()
+    known = load_catalog()
     if (entry := known.get(model.lower())) is not None:
-        names.append(entry.hub.shown)
+        names.append(entry.hub_name.display_name)
     if ":" not in model and f"{model}:latest" in known:
         names.append(f"{model}:latest")
-    hub = hub_name(model)
-    names += [entry.name for entry in known.values() if hub is not None and entry.hub.shown == hub.shown]
+    hub = parse_hub_name(model)
+    names += [
+        entry.name for entry in known.values() if hub is not None and entry.hub_name.display_name == hub.display_name
+    ]
     return list(dict.fromkeys(names))

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from quire.engine.checkpoint.files import must_come, pull_model
+from quire.engine.checkpoint.model_resolver import needs_download, pull_model
 from quire.engine.config import EngineConfig
 from quire.engine.gguf.model_files import GGUF_SUFFIX, part_paths
 from quire.server.cli.flags import build_parser
@@ -42,7 +42,7 @@ def main(argv: Sequence[str], started: float) -> int:
 def pull_configured_model_if_missing(config: EngineConfig) -> None:
     """Download what an engine is to serve, where it is not there yet: before the engine starts, so that one process
     does it, and its progress and errors are seen. Raises ModelError."""
-    if must_come(config.model, config.revision):
+    if needs_download(config.model, config.revision):
         download_model(config.model, config.revision)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.engine.checkpoint.files import hub_model
-from quire.engine.checkpoint.names import ANY_GGUF
+from quire.engine.checkpoint.hub_names import ANY_GGUF
+from quire.engine.checkpoint.model_resolver import resolve_hub_name
 from quire.engine.errors import ModelError
 from quire.engine.gguf.model_files import PACKAGED_MODELS
 from quire.engine.unsupported_options import suggest_nearest
@@ -36,7 +36,7 @@ def remove_model(name: str) -> int:
         raise ModelError(f"model: {name} is a path, not a name: only what was downloaded is deleted")
     if name in PACKAGED_MODELS:
         raise ModelError(f"model: {name} is in a package: pip uninstall {PACKAGED_MODELS[name][2].partition('==')[0]}")
-    requested, cache = hub_model(name), scan_hub_cache()
+    requested, cache = resolve_hub_name(name), scan_hub_cache()
     downloads = (
         []
         if cache is None

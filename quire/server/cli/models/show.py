@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.engine.checkpoint.catalog import CatalogEntry, known_models
-from quire.engine.checkpoint.config_reader import text_config
-from quire.engine.checkpoint.files import read_generation_defaults, read_raw_config
-from quire.engine.checkpoint.sizes.model_sizes import read_sizes
+from quire.engine.checkpoint.config_reader import extract_text_config
+from quire.engine.checkpoint.model_catalog import CatalogEntry, load_catalog
+from quire.engine.checkpoint.model_resolver import read_generation_defaults, read_raw_config
+from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
 from quire.engine.errors import ModelError, QuireError
 from quire.engine.gguf.model_files import ModelFiles, part_paths
 from quire.engine.text.chat_template import ChatRenderer
@@ -83,12 +83,12 @@ def _describe_served(args: argparse.Namespace) -> dict[str, Any] | None:
 
 def _describe_stored(name: str) -> dict[str, Any]:
     """What the files of a model say. Raises ModelError."""
-    entry = next((each for each in known_models().values() if each.name in equivalent_names(name)), None)
+    entry = next((each for each in load_catalog().values() if each.name in equivalent_names(name)), None)
     raw, folder = _config_from_files_or_catalog(name, entry)
-    sizes, text = read_sizes(raw), text_config(raw)
+    sizes, text = read_model_sizes(raw), extract_text_config(raw)
     method = (raw.get("quantization_config") or {}).get("quant_method", "")
     bits = method if folder is None or folder.is_dir() else "GGUF"
-    parameters = sizes.parameters
+    parameters = sizes.num_parameters
     description: dict[str, Any] = {
         "Model": {
             "architecture": sizes.model_type,

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quire.engine.checkpoint.catalog import CatalogEntry, known_models
-from quire.engine.checkpoint.kv_plan import GIB
-from quire.engine.checkpoint.safetensors import StoredWeights
-from quire.engine.checkpoint.sizes.model_sizes import ModelSizes, read_sizes
+from quire.engine.checkpoint.kv_cache_plan import GIB
+from quire.engine.checkpoint.model_catalog import CatalogEntry, load_catalog
+from quire.engine.checkpoint.sizes.model_sizes import ModelSizes, read_model_sizes
+from quire.engine.checkpoint.tensor_headers import CheckpointSize
 from quire.server.cli.flags import ExclusiveFlags, build_parser
 from quire.server.cli.plan.cpu_rates import with_cpu_rates
 from quire.server.cli.plan.estimate import PlanRequest
@@ -83,7 +83,7 @@ def main(argv: Sequence[str], started: float) -> int:
         machine = replace(machine, bandwidth=args.bandwidth * 1e9, flops=machine.flops or _LAPTOP_FLOPS)
     elif machine.bandwidth is None:
         machine = with_cpu_rates(machine)
-    rows = [_HEADER, *(_row_cells(build_row(model, machine)) for model in known_models().values())]
+    rows = [_HEADER, *(_row_cells(build_row(model, machine)) for model in load_catalog().values())]
     wide = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
     for row in rows:
         print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, wide, strict=True)).rstrip())
@@ -106,33 +106,33 @@ def build_row(model: CatalogEntry, machine: Machine) -> ModelRow:
     )
     speed = (
         model_estimate.max_decode_tokens_per_second(1, min(_SPEED_CONTEXT_TOKENS, min_context))
-        if model_estimate.block_bytes and model.use in ("chat", "code")
+        if model_estimate.block_bytes and model.use_case in ("chat", "code")
         else None
     )
-    return ModelRow(model, sizes.parameters, memory, context, speed)
+    return ModelRow(model, sizes.num_parameters, memory, context, speed)
 
 
-def catalog_config_and_weights(model: CatalogEntry) -> tuple[dict[str, Any], StoredWeights | None]:
+def catalog_config_and_weights(model: CatalogEntry) -> tuple[dict[str, Any], CheckpointSize | None]:
     """What config.json would say of a model, and the header of its GGUF file."""
     if model.gigabytes is None:
         return dict(model.config), None
-    bits = 8e9 * model.gigabytes / read_sizes(model.config).parameters
-    quantized = {"quant_method": "gguf", "fmt": model.hub.tag, "bits": bits, "group_size": -1}
+    bits = 8e9 * model.gigabytes / read_model_sizes(model.config).num_parameters
+    quantized = {"quant_method": "gguf", "fmt": model.hub_name.tag, "bits": bits, "group_size": -1}
     config = {**model.config, "dtype": "bfloat16", "quantization_config": quantized}
-    return config, StoredWeights(0, round(model.gigabytes * 1e9), _EMBEDDING_BITS)
+    return config, CheckpointSize(0, round(model.gigabytes * 1e9), _EMBEDDING_BITS)
 
 
-def _catalog_sizes(model: CatalogEntry) -> tuple[ModelSizes, StoredWeights | None]:
+def _catalog_sizes(model: CatalogEntry) -> tuple[ModelSizes, CheckpointSize | None]:
     """A model's sizes, and what its GGUF file's header would say of them."""
     config, stored = catalog_config_and_weights(model)
-    return read_sizes(config), stored
+    return read_model_sizes(config), stored
 
 
 def _row_cells(row: ModelRow) -> tuple[str, ...]:
     fits = f"{row.context:,}" if row.context else "does not fit"
     return (
         row.model.name,
-        row.model.use,
+        row.model.use_case,
         _format_count(row.parameters),
         _format_gib(row.memory),
         fits,
@@ -142,7 +142,7 @@ def _row_cells(row: ModelRow) -> tuple[str, ...]:
 
 
 def _licence_and_hub_cells(model: CatalogEntry) -> tuple[str, str]:
-    return model.licence, model.hub.shown
+    return model.licence, model.hub_name.display_name
 
 
 def _format_speed(row: ModelRow) -> str:
@@ -172,7 +172,7 @@ def format_laptops_markdown() -> str:
     machines = read_laptop_machines()
     lines = [f"| name | parameters | memory | {' | '.join(each.name for each in machines)} | licence | from |"]
     lines.append("|---" * (5 + len(machines)) + "|")
-    for model in known_models().values():
+    for model in load_catalog().values():
         rows = [build_row(model, machine) for machine in machines]
         fast = [_format_speed(row) if row.speed is not None else "fits" if row.context else "-" for row in rows]
         cells = [

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quire.engine.checkpoint.catalog import known_models
-from quire.engine.checkpoint.files import must_come
-from quire.engine.checkpoint.mtp import without_mtp
-from quire.engine.checkpoint.overrides import configured, with_overrides
-from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
+from quire.engine.checkpoint.model_catalog import load_catalog
+from quire.engine.checkpoint.model_resolver import needs_download
+from quire.engine.checkpoint.mtp_names import make_main_model_filter
+from quire.engine.checkpoint.overrides import merge_overrides, read_raw_config_with_overrides
 from quire.engine.checkpoint.sizes.model_sizes import ModelSizes
+from quire.engine.checkpoint.tensor_headers import CheckpointSize, read_checkpoint_size
 from quire.engine.errors import ConfigError
 from quire.server.cli.flags import ExclusiveFlags, add_flag_table, build_parser
 from quire.server.cli.models.table import catalog_config_and_weights
@@ -65,7 +65,7 @@ class _ModelToPlan:
     folder: Path | None
     """None: its files are not on this machine."""
     sizes: ModelSizes
-    stored: StoredWeights | None
+    stored: CheckpointSize | None
 
 
 def main(argv: Sequence[str], started: float) -> int:
@@ -87,7 +87,7 @@ def main(argv: Sequence[str], started: float) -> int:
     machine = divide_machine_by_config_parallelism(_requested_machine(args), config)
     estimate = estimate_model(model.sizes, machine, request, model.stored)
     smallest_gpu = None
-    if not estimate.fits and not model.sizes.experts:
+    if not estimate.fits and not model.sizes.num_experts:
         smallest_gpu = find_smallest_gpu(model.sizes, request, model.stored, config.tensor_parallel_size)
     if args.picture is not None:
         _write_picture(args.picture, estimate, config.model)
@@ -115,14 +115,14 @@ def _check_flags(args: argparse.Namespace, config: ServerConfig) -> None:
 
 
 def _read_model(config: ServerConfig) -> _ModelToPlan:
-    entry = known_models().get(config.model.lower())
-    if entry is not None and must_come(config.model, config.revision):  # nothing of it needs to be on this machine
+    entry = load_catalog().get(config.model.lower())
+    if entry is not None and needs_download(config.model, config.revision):  # nothing of it needs to be on this machine
         raw, stored = catalog_config_and_weights(entry)
-        raw = with_overrides(raw, config.hf_overrides or {})
+        raw = merge_overrides(raw, config.hf_overrides or {})
         return _ModelToPlan(raw, None, model_sizes_with_served_context(config, raw), stored)
-    raw, folder = configured(config)
+    raw, folder = read_raw_config_with_overrides(config)
     sizes = model_sizes_with_served_context(config, raw)
-    stored = None if folder is None else read_stored_weights(folder, without_mtp(sizes.num_layers))
+    stored = None if folder is None else read_checkpoint_size(folder, make_main_model_filter(sizes.num_layers))
     return _ModelToPlan(raw, folder, sizes, stored)
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.engine.checkpoint.config_reader import text_config
-from quire.engine.checkpoint.files import HEAD_FILES, read_raw_config, resolve_model
-from quire.engine.checkpoint.kv_plan import StateShares, share_states
-from quire.engine.checkpoint.mtp import find_mtp, mtp_fields
-from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
-from quire.engine.checkpoint.sizes.guessed_sizes import required_size
-from quire.engine.checkpoint.sizes.model_sizes import ModelSizes, read_sizes
+from quire.engine.checkpoint.config_reader import extract_text_config
+from quire.engine.checkpoint.kv_cache_plan import StateSlotCounts, count_state_slots
+from quire.engine.checkpoint.model_resolver import DRAFT_HEAD_FILE_PATTERNS, read_raw_config, resolve_model
+from quire.engine.checkpoint.mtp_names import find_mtp_names, mtp_layer_config
+from quire.engine.checkpoint.sizes.estimated_sizes import read_required_size
+from quire.engine.checkpoint.sizes.model_sizes import ModelSizes, read_model_sizes
+from quire.engine.checkpoint.tensor_headers import CheckpointSize, read_checkpoint_size
 from quire.engine.config import SpeculativeConfig
 from quire.engine.errors import ConfigError
 
@@ -21,7 +21,7 @@ from quire.engine.errors import ConfigError
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
     speculative_config: SpeculativeConfig
-    stored: StoredWeights
+    stored: CheckpointSize
     sizes: ModelSizes | None
     """Of what keeps keys and values of its own; None: it keeps none."""
 
@@ -33,7 +33,7 @@ class DraftPlan:
 
     def draft_weight_bytes(self, width: int) -> int:
         """In a type of `width` bytes a number."""
-        return self.stored.floats * width + self.stored.other_bytes
+        return self.stored.num_floats * width + self.stored.packed_bytes
 
     def num_extra_blocks_for_draft_tokens(self, block_size: int) -> int:
         """Pages of each sequence for drafts beyond its own, as engine/worker/loading/drafts/draft_model_loader.py has
@@ -41,16 +41,24 @@ class DraftPlan:
         return 1 + -(-self.speculative_config.num_speculative_tokens // block_size)
 
 
-ONE_STATE_SLOT = StateShares(1, 0)
+ONE_STATE_SLOT = StateSlotCounts(1, 0)
 
 
 def plan_state_slots(
     served: ModelSizes, slot: int, budget: int, state_memory: float | None, sequences: int, *, cached: bool, gpu: bool
-) -> StateShares:
+) -> StateSlotCounts:
     """Who has the slots of so many bytes; where not even one sequence's fits, one all the same, so that the plan says
     it does not fit."""
     try:
-        return share_states(slot, budget, state_memory, sequences, large=served.needs_snapshots, cached=cached, gpu=gpu)
+        return count_state_slots(
+            slot,
+            budget,
+            state_memory,
+            sequences,
+            needs_snapshots=served.needs_snapshots,
+            prefix_caching=cached,
+            on_gpu=gpu,
+        )
     except ConfigError:
         return ONE_STATE_SLOT
 
@@ -76,26 +84,28 @@ def plan_draft(
     """None where guesses take no weights. `served`: the served model's config.json; `folder`: where its weights are, if
     they are on this machine. Raises ModelError for a model that cannot be found or read."""
     if speculative_config is not None and speculative_config.method == "mtp":
-        return _plan_mtp(speculative_config, text_config(served), folder)
+        return _plan_mtp(speculative_config, extract_text_config(served), folder)
     if speculative_config is None or speculative_config.model is None:
         return None
     if speculative_config.method == "medusa":
-        stored = read_stored_weights(resolve_model(speculative_config.model, patterns=HEAD_FILES))
-        return DraftPlan(speculative_config, stored or StoredWeights(0, 0), None)
+        stored = read_checkpoint_size(resolve_model(speculative_config.model, patterns=DRAFT_HEAD_FILE_PATTERNS))
+        return DraftPlan(speculative_config, stored or CheckpointSize(0, 0), None)
     raw, folder = read_raw_config(speculative_config.model)
-    sizes = read_sizes(raw)
-    draft_weights = None if folder is None else read_stored_weights(folder)
-    return DraftPlan(speculative_config, draft_weights or StoredWeights(sizes.parameters, 0), sizes)
+    sizes = read_model_sizes(raw)
+    draft_weights = None if folder is None else read_checkpoint_size(folder)
+    return DraftPlan(speculative_config, draft_weights or CheckpointSize(sizes.num_parameters, 0), sizes)
 
 
 def _plan_mtp(speculative_config: SpeculativeConfig, text: Mapping[str, Any], folder: Path | None) -> DraftPlan:
     """The layer for that in the served model's checkpoint."""
-    layers = read_sizes(text).num_layers
-    sizes = read_sizes(mtp_fields(text, layers))
-    hidden = required_size(text, "hidden_size")
-    numbers = sizes.parameters - sizes.embeddings + 2 * hidden**2 + 2 * hidden  # a norm at the end is counted there
+    layers = read_model_sizes(text).num_layers
+    sizes = read_model_sizes(mtp_layer_config(text, layers))
+    hidden = read_required_size(text, "hidden_size")
+    numbers = (
+        sizes.num_parameters - sizes.embedding_parameters + 2 * hidden**2 + 2 * hidden
+    )  # a norm at the end is counted there
     draft_weights = None
-    if folder is not None and read_stored_weights(folder) is not None:  # else there is a config.json alone
-        names = find_mtp(folder, layers)
-        draft_weights = read_stored_weights(folder, lambda stored: names.own(stored) is not None)
-    return DraftPlan(speculative_config, draft_weights or StoredWeights(numbers, 0), sizes)
+    if folder is not None and read_checkpoint_size(folder) is not None:  # else there is a config.json alone
+        names = find_mtp_names(folder, layers)
+        draft_weights = read_checkpoint_size(folder, lambda stored: names.mtp_name_from_checkpoint(stored) is not None)
+    return DraftPlan(speculative_config, draft_weights or CheckpointSize(numbers, 0), sizes)

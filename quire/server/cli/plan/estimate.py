@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quire.engine.checkpoint.kv_plan import StateShares
-from quire.engine.checkpoint.page_groups import PageNeeds
+from quire.engine.checkpoint.kv_cache_groups import KVBlockNeeds
+from quire.engine.checkpoint.kv_cache_plan import StateSlotCounts
 from quire.engine.checkpoint.sizes.model_sizes import ModelSizes
 from quire.engine.config import EngineConfig
 from quire.engine.lora.target_modules import ModuleShapes
@@ -55,7 +55,7 @@ class Estimate:
     """Tokens of a page."""
     block_bytes: int
     """Of all layers, and of what their groups leave unused."""
-    block_needs: PageNeeds
+    block_needs: KVBlockNeeds
     """How many pages a context holds, of the groups of layers."""
     layer_block_bytes: int
     """Bytes that one layer has of a page, not divided among devices."""
@@ -79,7 +79,7 @@ class Estimate:
     """Of the weights of what guesses tokens."""
     state_bytes: int = 0
     """Of the states that layers keep of sequences beside pages, in all slots together."""
-    state_shares: StateShares = ONE_STATE_SLOT
+    state_shares: StateSlotCounts = ONE_STATE_SLOT
     """How many sequences and snapshots have these slots."""
     experts_plan: ExpertsPlan = _NO_EXPERTS
     layers_plan: StreamedLayersPlan = _NO_STREAMED_LAYERS
@@ -117,7 +117,7 @@ class Estimate:
         """Of a context's pages, the most that it holds at one time."""
         if self.block_needs.windows == (None,):
             return length * self.kv_token_bytes
-        return self.block_needs.most(length) * self.block_bytes // len(self.block_needs.windows)
+        return self.block_needs.max_blocks(length) * self.block_bytes // len(self.block_needs.windows)
 
     def max_decode_tokens_per_second(self, streams: int, context: int) -> float | None:
         """The most tokens per second of `streams` streams together, each with `context` tokens.
@@ -128,7 +128,7 @@ class Estimate:
         if machine.bandwidth is None or machine.flops is None:
             return None
         together, turns = -(-streams // machine.stages), max(streams, machine.stages)  # each stage has its turn
-        read = self.weight_bytes * sizes.share_read(together) * machine.stages / machine.count
+        read = self.weight_bytes * sizes.weight_fraction_read(together) * machine.stages / machine.count
         read += turns * context * self.kv_token_bytes
         work = turns * (2 * sizes.active_parameters + 4 * sizes.attention_width * context) / machine.count
         return streams / max(read / machine.bandwidth, work / machine.flops)
@@ -140,7 +140,7 @@ class Estimate:
             return None
         body = sizes.active_parameters - sizes.head_parameters
         work = tokens * 2 * body + 2 * sizes.head_parameters + 2 * sizes.attention_width * tokens**2
-        read = self.weight_bytes * sizes.share_read(tokens)
-        parts = -(-tokens // self.block_needs.at_once)
+        read = self.weight_bytes * sizes.weight_fraction_read(tokens)
+        parts = -(-tokens // self.block_needs.max_chunk_tokens)
         waits = (parts + machine.stages - 1) / parts  # until the first part has reached the last stage
         return max(work / machine.flops, read / machine.bandwidth) / machine.count * waits

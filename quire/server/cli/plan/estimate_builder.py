@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from quire.engine.checkpoint.kv_plan import (
+from quire.engine.checkpoint.kv_cache_groups import (
+    KVBlockNeeds,
+    build_kv_cache_groups,
+    max_draft_tokens_per_step,
+    setting_requiring_full_kv,
+)
+from quire.engine.checkpoint.kv_cache_plan import (
     DTYPE_BYTES,
     GIB,
     KV_CODE_SCALE_BYTES,
-    LEAST_PAGE_BYTES,
-    StateShares,
-    fit_pages,
-    graph_calls,
-    graph_tokens,
-    graphs_bytes,
-    int8_embedding,
+    MIN_BLOCK_BYTES,
+    StateSlotCounts,
+    cuda_graph_bytes,
+    fit_context_and_blocks,
+    is_embedding_quantized,
+    max_mixed_graph_tokens,
+    num_nccl_calls,
 )
-from quire.engine.checkpoint.page_groups import PageNeeds, keeps_all, most_drafts, page_groups
-from quire.engine.checkpoint.safetensors import StoredWeights
+from quire.engine.checkpoint.layer_placement import layers_per_block_by_stage
 from quire.engine.checkpoint.sizes.model_sizes import ModelSizes
-from quire.engine.checkpoint.stages import places_of_stages
+from quire.engine.checkpoint.tensor_headers import CheckpointSize
 from quire.engine.config import EngineConfig
 from quire.engine.images.vision_config import ENCODER_CACHE_BYTES
 from quire.engine.lora.target_modules import effective_max_cpu_loras, num_adapter_weights
@@ -37,7 +42,7 @@ _DEFAULTS = EngineConfig()
 
 
 def estimate_model(
-    sizes: ModelSizes, machine: Machine, request: PlanRequest, stored: StoredWeights | None = None
+    sizes: ModelSizes, machine: Machine, request: PlanRequest, stored: CheckpointSize | None = None
 ) -> Estimate:
     """stored: the size of the weights according to the checkpoint's headers, if its files are there."""
     return EstimateBuilder(sizes, machine, request, stored).build()
@@ -79,7 +84,7 @@ class _BlockPlan:
     """Tokens of a page."""
     num_bytes: int
     """Of all layers, and of what their groups leave unused."""
-    needs: PageNeeds
+    needs: KVBlockNeeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +92,20 @@ class _StatePlan:
     """What layers keep of sequences beside pages."""
 
     num_bytes: int
-    shares: StateShares
+    shares: StateSlotCounts
 
 
 class EstimateBuilder:
     """Counts, in the order of `build`, what takes memory on each device; then fits contexts in what is left."""
 
-    def __init__(self, sizes: ModelSizes, machine: Machine, request: PlanRequest, stored: StoredWeights | None) -> None:
+    def __init__(
+        self, sizes: ModelSizes, machine: Machine, request: PlanRequest, stored: CheckpointSize | None
+    ) -> None:
         self._request = request
         self._config = request.config
         self._draft = request.draft
         self._draft_sizes = None if request.draft is None else request.draft.sizes
-        self._sizes = sizes.within_windows() if request.config.disable_sliding_window else sizes
+        self._sizes = sizes.limit_to_sliding_window() if request.config.disable_sliding_window else sizes
         self._machine = machine
         self._stored = stored
         self._dtype, self._kv_type = resolve_dtypes(self._sizes, machine, request.config)
@@ -157,7 +164,7 @@ class EstimateBuilder:
         sizes = self._sizes
         machine = self._machine
         config = self._config
-        in_8_bits = int8_embedding(self._quantized, config.quantize_embedding)
+        in_8_bits = is_embedding_quantized(self._quantized, config.quantize_embedding)
         model_bytes, on_device = total_and_device_weight_bytes(
             sizes, machine, self._dtype, self._stored, self._quantized, in_8_bits=in_8_bits
         )
@@ -193,7 +200,7 @@ class EstimateBuilder:
         draft = 0
         if self._draft_sizes is not None:
             draft = kv_token_bytes(self._draft_sizes, self._dtype, self._kv_type)
-        split = min(machine.count, self._sizes.kv_heads)
+        split = min(machine.count, self._sizes.num_kv_heads)
         if machine.stages > 1 or self._config.uses_context_parallel:
             split = machine.count
         model = kv_token_bytes(self._sizes, self._dtype, self._kv_type)
@@ -211,15 +218,17 @@ class EstimateBuilder:
             is_8_bit=self._kv_type in KV_CODE_SCALE_BYTES,
             divides_tokens=config.uses_context_parallel,
         )
-        keep_all = keeps_all(config) is not None
-        groups = page_groups(sizes.layer_states, sizes.max_position, block_size, keep_all=keep_all)
-        layer_places = sum(places_of_stages(groups, machine.stages)) * groups.count
-        model_token_bytes = token_bytes.model * layer_places // sizes.layers_with_state // token_bytes.split
+        keep_all = setting_requiring_full_kv(config) is not None
+        groups = build_kv_cache_groups(
+            sizes.layer_cache_specs, sizes.max_position, block_size, keep_all_tokens=keep_all
+        )
+        layer_places = sum(layers_per_block_by_stage(groups, machine.stages)) * groups.num_groups
+        model_token_bytes = token_bytes.model * layer_places // sizes.num_caching_layers // token_bytes.split
         num_bytes = (model_token_bytes + token_bytes.draft_share) * block_size
         if not num_bytes and sizes.needs_snapshots:
-            num_bytes = LEAST_PAGE_BYTES
+            num_bytes = MIN_BLOCK_BYTES
         at_once = config.long_prefill_token_threshold or max_step_tokens(machine, config)
-        return _BlockPlan(block_size, num_bytes, PageNeeds(groups.windows, block_size, at_once))
+        return _BlockPlan(block_size, num_bytes, KVBlockNeeds(groups.windows, block_size, at_once))
 
     def _kv_budget_bytes(self, on_device: int, step_bytes: int) -> int:
         """Bytes for the KV cache of each device. on_device, step_bytes: of its weights, and of the largest step."""
@@ -236,7 +245,7 @@ class EstimateBuilder:
         machine = self._machine
         config = self._config
         slot_bytes = state_slot_bytes(
-            sizes, self._draft_sizes, most_drafts(config), self._width, split, machine.devices_per_memory
+            sizes, self._draft_sizes, max_draft_tokens_per_step(config), self._width, split, machine.devices_per_memory
         )
         shares = plan_state_slots(
             sizes,
@@ -247,7 +256,7 @@ class EstimateBuilder:
             cached=config.enable_prefix_caching,
             gpu=machine.gpu,
         )
-        return _StatePlan(slot_bytes * shares.slots, shares)
+        return _StatePlan(slot_bytes * shares.num_slots, shares)
 
     def _total_extra_draft_block_bytes(self, block_size: int, token_bytes: _KVBytesPerToken) -> int:
         """Of the pages that sequences have for drafts beyond their own."""
@@ -284,16 +293,16 @@ def _graph_bytes(sizes: ModelSizes, machine: Machine, config: EngineConfig, step
     backend = config.attention_backend
     captures_prefill = backend not in ("sdpa", "reference") and (machine.bf16 or backend != "auto")
     longest = min(tokens, config.max_model_len or sizes.max_position)
-    most = graph_tokens(longest, config.max_num_seqs) if captures_prefill else None
-    calls = graph_calls(sizes.num_layers, machine.count, divides_tokens=config.uses_context_parallel)
-    return graphs_bytes(step_bytes, tokens, most, calls, drafts=config.has_draft_weights)
+    most = max_mixed_graph_tokens(longest, config.max_num_seqs) if captures_prefill else None
+    calls = num_nccl_calls(sizes.num_layers, machine.count, context_parallel=config.uses_context_parallel)
+    return cuda_graph_bytes(step_bytes, tokens, most, calls, has_drafter=config.has_draft_weights)
 
 
 def _step_and_graph_bytes(sizes: ModelSizes, machine: Machine, config: EngineConfig, width: int) -> int:
     """Bytes of the largest step on a GPU, of the encoder cache and of CUDA graphs. width: bytes of a number."""
     tokens = max_step_tokens(machine, config)
     step_bytes = max_step_bytes(sizes, width, tokens)
-    if machine.gpu and sizes.tower:
+    if machine.gpu and sizes.tower_parameters:
         step_bytes += ENCODER_CACHE_BYTES
     return step_bytes + _graph_bytes(sizes, machine, config, step_bytes, tokens)
 
@@ -309,9 +318,9 @@ def _complete_estimate(estimate: Estimate, request: PlanRequest) -> Estimate:
     longest = estimate.sizes.max_position
     max_model_len = estimate.config.max_model_len
     if max_model_len is None and request.concurrency is not None:
-        max_model_len = needs.longest(estimate.total_group_blocks // request.concurrency, longest)
-    seqs = estimate.state_shares.sequences
-    context, needed, blocks = fit_pages(
+        max_model_len = needs.max_context_tokens(estimate.total_group_blocks // request.concurrency, longest)
+    seqs = estimate.state_shares.request_slots
+    context, needed, blocks = fit_context_and_blocks(
         estimate.num_fitting_blocks, needs, max_position=longest, max_num_seqs=seqs, max_model_len=max_model_len
     )
     flag_context = context if max_model_len is not None or context < longest else None
@@ -330,7 +339,7 @@ def _fitting_contexts(estimate: Estimate) -> tuple[tuple[int, int], ...]:
     longest = estimate.sizes.max_position
     lengths = [2**power for power in range(9, 24) if 2**power < longest]
     lengths.append(longest)
-    counts = [(length, estimate.total_group_blocks // estimate.block_needs.most(length)) for length in lengths]
+    counts = [(length, estimate.total_group_blocks // estimate.block_needs.max_blocks(length)) for length in lengths]
     return tuple((length, count) for length, count in counts if count)
 
 

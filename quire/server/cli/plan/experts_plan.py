@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.engine.checkpoint.kv_plan import GIB
+from quire.engine.checkpoint.kv_cache_plan import GIB
 from quire.engine.checkpoint.sizes.model_sizes import ModelSizes
 from quire.engine.config import EngineConfig
 from quire.server.cli.plan.machine import Machine
@@ -14,10 +14,10 @@ from quire.server.cli.plan.weight_sizes import device_linear_bytes
 def experts_problem(config: EngineConfig, sizes: ModelSizes, machine: Machine) -> str | None:
     """Why a model's experts cannot be placed as they should; None: they can."""
     ranks = machine.count // machine.stages
-    if config.enable_expert_parallel and not sizes.experts:
+    if config.enable_expert_parallel and not sizes.num_experts:
         return "the model has no experts, to be whole on devices"
-    if config.enable_expert_parallel and ranks > sizes.experts:
-        return f"the model's {sizes.experts} experts of a layer cannot be divided among {ranks} devices"
+    if config.enable_expert_parallel and ranks > sizes.num_experts:
+        return f"the model's {sizes.num_experts} experts of a layer cannot be divided among {ranks} devices"
     return None
 
 
@@ -41,25 +41,25 @@ class ExpertsPlan:
 def plan_experts(config: EngineConfig, sizes: ModelSizes, machine: Machine, dtype: str) -> ExpertsPlan:
     whole = config.enable_expert_parallel
     ranks = machine.count // machine.stages if whole else 1
-    least, most = sizes.experts // ranks, -(-sizes.experts // ranks)
-    if config.weights_on_disk is None or not sizes.experts or machine.gpu:
+    least, most = sizes.num_experts // ranks, -(-sizes.num_experts // ranks)
+    if config.weights_on_disk is None or not sizes.num_experts or machine.gpu:
         return ExpertsPlan(least, most, whole)
     of_all = device_linear_bytes(sizes.expert_parameters, sizes, machine, dtype, config.online_quantization)
     size = round(of_all * fullest_device_ratio(config, sizes, machine))
     memory = int((config.weights_in_memory or 0.0) * GIB)
     memory_bytes = min(memory // (machine.devices_per_memory * machine.replicas), size)
-    chosen = size * sizes.experts_per_token / sizes.experts
+    chosen = size * sizes.experts_per_token / sizes.num_experts
     return ExpertsPlan(least, most, whole, size, memory_bytes, round(chosen * (1 - memory_bytes / size)))
 
 
 def imbalance_bytes(config: EngineConfig, sizes: ModelSizes, machine: Machine, device_weight_bytes: int) -> int:
     """Bytes that the device with the most experts has beside what all would have if it went evenly."""
     more = fullest_device_ratio(config, sizes, machine) - 1
-    return round(device_weight_bytes * more * sizes.expert_parameters / sizes.parameters)
+    return round(device_weight_bytes * more * sizes.expert_parameters / sizes.num_parameters)
 
 
 def fullest_device_ratio(config: EngineConfig, sizes: ModelSizes, machine: Machine) -> float:
     """Experts of the device with the most of them, as a multiple of what each would have if it went evenly."""
     ranks = machine.count // machine.stages
-    whole = config.enable_expert_parallel and sizes.experts
-    return -(-sizes.experts // ranks) * ranks / sizes.experts if whole else 1.0
+    whole = config.enable_expert_parallel and sizes.num_experts
+    return -(-sizes.num_experts // ranks) * ranks / sizes.num_experts if whole else 1.0

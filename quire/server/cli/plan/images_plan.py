@@ -10,9 +10,9 @@ from typing import Any
 
 from PIL import Image
 
-from quire.engine.checkpoint.download import fetch_config
-from quire.engine.checkpoint.files import hub_model
-from quire.engine.checkpoint.kv_plan import DTYPE_BYTES
+from quire.engine.checkpoint.hub_download import fetch_config
+from quire.engine.checkpoint.kv_cache_plan import DTYPE_BYTES
+from quire.engine.checkpoint.model_resolver import resolve_hub_name
 from quire.engine.errors import ConfigError
 from quire.engine.families.base.vision.vision_spec import VisionSpec
 from quire.engine.images.image_decoding import MAX_PIXELS
@@ -81,7 +81,7 @@ def load_required_vision_spec(model: str, revision: str | None, raw: dict[str, A
     vision: VisionSpec | None = None
     if can_read_images(raw):
         for file in _PROCESSOR_FILES if folder is None else ():
-            folder = fetch_config(hub_model(model), revision, file, Path())
+            folder = fetch_config(resolve_hub_name(model), revision, file, Path())
         assert folder is not None
         vision = read_vision_spec(folder, raw)
     if vision is None:

@@ -7,7 +7,7 @@ import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from quire.engine.checkpoint.kv_plan import (
+from quire.engine.checkpoint.kv_cache_plan import (
     CUDA_CONTEXT_BYTES,
     GIB,
     available_host_bytes,

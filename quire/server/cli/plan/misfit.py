@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.checkpoint.kv_plan import CUDA_CONTEXT_BYTES, GIB
+from quire.engine.checkpoint.kv_cache_plan import CUDA_CONTEXT_BYTES, GIB
 from quire.server.cli.plan.estimate import Estimate, PlanRequest
 from quire.server.cli.plan.experts_plan import experts_problem
 from quire.server.cli.plan.machine import FLASH_BLOCK_SIZES
@@ -36,7 +36,7 @@ def _parallelism_reason(estimate: Estimate) -> str | None:
     """Why the model cannot be divided among these devices."""
     machine = estimate.machine
     config = estimate.config
-    heads = estimate.sizes.heads
+    heads = estimate.sizes.num_heads
     if machine.stages == 1 and heads % machine.count:
         return f"the model's {heads} heads cannot be divided among {machine.count} devices"
     if config.uses_context_parallel and machine.nodes > 1:
@@ -92,7 +92,7 @@ def _concurrency_reason(estimate: Estimate, concurrency: int) -> str | None:
     """Why that many requests do not fit at once."""
     context = estimate.config.max_model_len
     if context is not None:
-        num_contexts = estimate.total_group_blocks // estimate.block_needs.most(context)
+        num_contexts = estimate.total_group_blocks // estimate.block_needs.max_blocks(context)
         if num_contexts < concurrency:
             return _too_many_contexts_message(estimate, concurrency, context, num_contexts)
     if estimate.num_fitting_blocks < concurrency:
@@ -103,8 +103,8 @@ def _concurrency_reason(estimate: Estimate, concurrency: int) -> str | None:
 def _too_many_contexts_message(estimate: Estimate, concurrency: int, context: int, num_contexts: int) -> str:
     """num_contexts: how many contexts of that length fit, which are too few."""
     needs = estimate.block_needs
-    needed = concurrency * needs.most(context) * estimate.block_bytes / len(needs.windows)
-    shorter = needs.longest(estimate.total_group_blocks // concurrency, context)
+    needed = concurrency * needs.max_blocks(context) * estimate.block_bytes / len(needs.windows)
+    shorter = needs.max_context_tokens(estimate.total_group_blocks // concurrency, context)
     fewer = f", or {num_contexts} x {context:,}" if num_contexts else ""
     return (
         f"{concurrency} x {context:,} tokens need {needed / GIB:.2f} GiB of KV cache, "

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quire.engine.checkpoint.config_reader import has_file, text_config
-from quire.engine.checkpoint.mtp import without_mtp
-from quire.engine.checkpoint.overrides import configured
-from quire.engine.checkpoint.page_groups import context_decides, rope_context
-from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
-from quire.engine.checkpoint.sizes.model_sizes import ModelSizes, read_sizes
+from quire.engine.checkpoint.config_reader import extract_text_config, has_quire_family
+from quire.engine.checkpoint.kv_cache_groups import model_rope_depends_on_context, resolve_rope_context
+from quire.engine.checkpoint.mtp_names import make_main_model_filter
+from quire.engine.checkpoint.overrides import read_raw_config_with_overrides
+from quire.engine.checkpoint.sizes.model_sizes import ModelSizes, read_model_sizes
+from quire.engine.checkpoint.tensor_headers import CheckpointSize, read_checkpoint_size
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, ModelError
 from quire.engine.lora.target_modules import modules_of_config
@@ -34,13 +34,13 @@ def build_plan_request(
 def model_sizes_with_served_context(config: EngineConfig, raw: dict[str, Any]) -> ModelSizes:
     """Of a model with this config.json, as this configuration serves it. Raises ModelError, and ConfigError for a
     rope_context that it has no use for."""
-    sizes, text = read_sizes(raw), text_config(raw)
-    uses_transformers = config.model_impl == "transformers" or not has_file(raw)
+    sizes, text = read_model_sizes(raw), extract_text_config(raw)
+    uses_transformers = config.model_impl == "transformers" or not has_quire_family(raw)
     rope = text.get("rope_parameters") or text.get("rope_scaling")
-    decides = context_decides(
+    decides = model_rope_depends_on_context(
         sizes.model_type, rope if isinstance(rope, dict) else {}, raw if uses_transformers else None
     )
-    rope_context(config, sizes.max_position, decides=decides)
+    resolve_rope_context(config, sizes.max_position, depends_on_context=decides)
     return replace(sizes, max_position=min(sizes.max_position, config.rope_context or sizes.max_position))
 
 
@@ -79,14 +79,14 @@ class _ModelPlan:
     estimate: Estimate
     sizes: ModelSizes
     request: PlanRequest
-    stored: StoredWeights | None
+    stored: CheckpointSize | None
 
 
 def _plan_model(config: EngineConfig, machine: Machine) -> _ModelPlan | None:
     try:
-        raw, folder = configured(config)
+        raw, folder = read_raw_config_with_overrides(config)
         sizes, files = model_sizes_with_served_context(config, raw), folder if config.load_format == "auto" else None
-        stored = None if files is None else read_stored_weights(files, without_mtp(sizes.num_layers))
+        stored = None if files is None else read_checkpoint_size(files, make_main_model_filter(sizes.num_layers))
         request = build_plan_request(config, raw, files)
         parts = divide_machine_by_config_parallelism(machine, config)
         return _ModelPlan(estimate_model(sizes, parts, request, stored), sizes, request, stored)
@@ -99,7 +99,7 @@ _DEVICE_COUNTS = (1, 2, 4, 8)
 
 
 def find_smallest_gpu(
-    sizes: ModelSizes, request: PlanRequest, stored: StoredWeights | None, at_least: int = 1
+    sizes: ModelSizes, request: PlanRequest, stored: CheckpointSize | None, at_least: int = 1
 ) -> Machine | None:
     """The GPU of the table with the least memory on which the model fits, or several such GPUs, `at_least` so many;
     None if none do."""
@@ -113,11 +113,11 @@ def find_smallest_gpu(
 
 
 def find_fitting_quantization(
-    sizes: ModelSizes, machine: Machine, request: PlanRequest, stored: StoredWeights | None
+    sizes: ModelSizes, machine: Machine, request: PlanRequest, stored: CheckpointSize | None
 ) -> str | None:
     """The --quantization with which the model fits there, the one that changes it least; None if none does."""
     config = request.config
-    if config.online_quantization is not None or sizes.quantization or sizes.experts:
+    if config.online_quantization is not None or sizes.quantization or sizes.num_experts:
         return None
     for name in ("int8", "int4"):
         quantized_request = replace(request, config=config.model_copy(update={"quantization": name}))

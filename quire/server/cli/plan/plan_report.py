@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.engine.checkpoint.kv_plan import CUDA_CONTEXT_BYTES, DTYPE_BYTES, GIB, KV_CODE_SCALE_BYTES
-from quire.engine.checkpoint.stages import stage_layers
+from quire.engine.checkpoint.kv_cache_plan import CUDA_CONTEXT_BYTES, DTYPE_BYTES, GIB, KV_CODE_SCALE_BYTES
+from quire.engine.checkpoint.layer_placement import split_layers_into_stages
 from quire.engine.config import DEMO_MODEL
 from quire.engine.images.vision_config import ENCODER_CACHE_BYTES
 from quire.server.cli.plan.estimate import Estimate
@@ -57,13 +57,13 @@ def format_report(
 
 def _model_text(estimate: Estimate) -> str:
     sizes = estimate.sizes
-    active = f", {_format_count(sizes.active_parameters)} per token" if sizes.experts else ""
-    return f"{sizes.model_type}, {_format_count(sizes.parameters)} parameters{active}"
+    active = f", {_format_count(sizes.active_parameters)} per token" if sizes.num_experts else ""
+    return f"{sizes.model_type}, {_format_count(sizes.num_parameters)} parameters{active}"
 
 
 def _weights_text(estimate: Estimate) -> str:
     sizes = estimate.sizes
-    quantized = f" ({sizes.quantization}, {sizes.bits:g} bits)" if sizes.quantization else ""
+    quantized = f" ({sizes.quantization}, {sizes.bits_per_weight:g} bits)" if sizes.quantization else ""
     stored_as = ""
     if estimate.config.online_quantization:
         stored_as = f", {estimate.config.online_quantization} at load"
@@ -115,7 +115,7 @@ def _expert_lines(estimate: Estimate) -> list[tuple[str, str]]:
             if plan.min_experts == plan.max_experts
             else f"{plan.min_experts:,} or {plan.max_experts:,}"
         )
-        texts.append(f"{each} of each layer's {estimate.sizes.experts:,}, whole, on each device")
+        texts.append(f"{each} of each layer's {estimate.sizes.num_experts:,}, whole, on each device")
     if plan.disk_bytes:
         each = " on each device" if estimate.machine.count > 1 else ""
         texts.append(
@@ -162,11 +162,11 @@ def _image_lines(estimate: Estimate, images_plan: ImagesPlan) -> list[tuple[str,
 
 
 def _kv_formula(estimate: Estimate) -> str:
-    if not estimate.sizes.kv_numbers:
+    if not estimate.sizes.kv_values_per_token:
         return "no keys and values"
-    ways = min(estimate.machine.count, estimate.sizes.kv_heads)
+    ways = min(estimate.machine.count, estimate.sizes.num_kv_heads)
     formula = estimate.sizes.kv_formula + (f" / {ways} devices" if ways > 1 else "")
-    width, columns = DTYPE_BYTES[estimate.dtype], estimate.sizes.state_formula
+    width, columns = DTYPE_BYTES[estimate.dtype], estimate.sizes.conv_state_formula
     beside = f" + {columns} x {width} B" if columns else ""
     if estimate.kv_cache_dtype == "auto":
         return f"{formula} x {width} B{beside}"
@@ -180,7 +180,7 @@ def _format_encoder_text(estimate: Estimate, name: str, smallest_gpu: Machine | 
     """Of a model that keeps no KV cache."""
     sizes = estimate.sizes
     lines = [
-        ("model", f"{sizes.model_type}, {_format_count(sizes.parameters)} parameters"),
+        ("model", f"{sizes.model_type}, {_format_count(sizes.num_parameters)} parameters"),
         ("weights", f"{estimate.dtype}: {_format_size(estimate.weight_bytes)}, by {estimate.weight_source}"),
         ("KV", "none: an encoder reads each prompt at once"),
     ]
@@ -204,7 +204,7 @@ def estimate_dict(
     many = max(estimate.concurrency, 1)
     return {
         "model_type": sizes.model_type,
-        "parameters": sizes.parameters,
+        "parameters": sizes.num_parameters,
         "active_parameters": sizes.active_parameters,
         "max_position": sizes.max_position,
         "dtype": estimate.dtype,
@@ -311,11 +311,12 @@ def estimate_notes(estimate: Estimate) -> list[str]:
     if (nodes := estimate.machine.nodes) > 1:
         texts.append(f"{nodes} machines like this one in a private network, of which each needs the weights' files")
     if (stages := estimate.machine.stages) > 1:
-        layers = ", ".join(str(len(each)) for each in stage_layers(sizes.num_layers, stages))
+        layers = ", ".join(str(len(each)) for each in split_layers_into_stages(sizes.num_layers, stages))
         texts.append(f"stages of {layers} layers; these are the figures of one on average")
-    if sizes.sliding:
+    if sizes.num_sliding_layers:
         texts.append(
-            f"{sizes.sliding} of {sizes.num_layers} layers see a sliding window; {_sliding_window_note(estimate)}"
+            f"{sizes.num_sliding_layers} of {sizes.num_layers} layers see a sliding window; "
+            f"{_sliding_window_note(estimate)}"
         )
     return texts
 
@@ -332,7 +333,7 @@ def _sliding_window_note(estimate: Estimate) -> str:
 
 def unserved_reasons(estimate: Estimate) -> list[str]:
     """Why Quire does not serve the model there; [] where it does."""
-    reasons = list(estimate.sizes.unserved)
+    reasons = list(estimate.sizes.unsupported_reasons)
     if estimate.machine.stages > 1 and estimate.machine.gpu:
         reasons.append("Quire has pipelines on CPUs alone so far; --tensor-parallel-size is for GPUs too")
     if estimate.machine.count > 1 and estimate.tier_plans:

@@ -5,9 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.engine.checkpoint.kv_plan import GIB
+from quire.engine.checkpoint.kv_cache_plan import GIB
+from quire.engine.checkpoint.layer_placement import (
+    DEFAULT_LAYER_MEMORY_FRACTION,
+    STREAMED_LAYER_SLOTS,
+    max_streamed_layers,
+    min_streamed_layers,
+)
 from quire.engine.checkpoint.sizes.model_sizes import ModelSizes
-from quire.engine.checkpoint.stages import FREE_FOR_LAYERS, STREAM_SLOTS, most_kept, most_streamed
 from quire.engine.config import EngineConfig
 from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine
 from quire.server.cli.plan.weight_sizes import device_linear_bytes
@@ -54,20 +59,28 @@ def plan_streamed_layers(
         )
     if from_disk and machine.gpu:
         return StreamedLayersPlan(problem="weights on a disk (--weights-on-disk) are for CPUs; see --cpu-offload-gb")
-    if not offloaded and (not from_disk or sizes.experts):
+    if not offloaded and (not from_disk or sizes.num_experts):
         return StreamedLayersPlan()
     count = sizes.num_layers // machine.stages
-    whole = device_linear_bytes(sizes.parameters - sizes.embeddings, sizes, machine, dtype, config.online_quantization)
+    whole = device_linear_bytes(
+        sizes.num_parameters - sizes.embedding_parameters, sizes, machine, dtype, config.online_quantization
+    )
     each, parts = whole // count, machine.devices_per_memory * machine.replicas
     if config.weights_in_memory is None:
-        memory = int(FREE_FOR_LAYERS * max(machine.memory - ENGINE_HOST_BYTES - device_weight_bytes + whole, 0))
+        memory = int(
+            DEFAULT_LAYER_MEMORY_FRACTION * max(machine.memory - ENGINE_HOST_BYTES - device_weight_bytes + whole, 0)
+        )
     else:
         memory = int(config.weights_in_memory * GIB) // parts
     try:
         layer_bytes = [each] * count
-        order = most_kept(layer_bytes, memory) if from_disk else most_streamed(layer_bytes, int(offloaded * GIB))
+        order = (
+            min_streamed_layers(layer_bytes, memory)
+            if from_disk
+            else max_streamed_layers(layer_bytes, int(offloaded * GIB))
+        )
     except ValueError as error:
         return StreamedLayersPlan(problem=str(error))
     read = each * len(order)
-    saved = max(read - each * STREAM_SLOTS, 0)
+    saved = max(read - each * STREAMED_LAYER_SLOTS, 0)
     return StreamedLayersPlan(count, len(order), from_disk, whole if from_disk else read, read, saved)

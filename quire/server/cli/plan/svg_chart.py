@@ -6,7 +6,7 @@ import math
 from html import escape
 from pathlib import Path
 
-from quire.engine.checkpoint.kv_plan import CUDA_CONTEXT_BYTES, GIB
+from quire.engine.checkpoint.kv_cache_plan import CUDA_CONTEXT_BYTES, GIB
 from quire.server.cli.plan.estimate import Estimate
 from quire.server.cli.plan.machine import ENGINE_HOST_BYTES
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.engine.checkpoint.kv_plan import GIB
+from quire.engine.checkpoint.kv_cache_plan import GIB
 from quire.engine.config import EngineConfig
 
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from quire.engine.architecture.kv_cache_spec import PagedState
-from quire.engine.checkpoint.kv_plan import DTYPE_BYTES, KV_CODE_SCALE_BYTES, QUANTIZED_BITS, TABLE_BITS
-from quire.engine.checkpoint.safetensors import StoredWeights
+from quire.engine.checkpoint.kv_cache_plan import (
+    DTYPE_BYTES,
+    KV_CODE_SCALE_BYTES,
+    QUANTIZED_BITS,
+    QUANTIZED_EMBEDDING_BITS,
+)
 from quire.engine.checkpoint.sizes.model_sizes import ModelSizes
+from quire.engine.checkpoint.tensor_headers import CheckpointSize
 from quire.engine.config import EngineConfig
 from quire.server.cli.plan.machine import Machine
 
@@ -18,7 +23,7 @@ def total_and_device_weight_bytes(
     sizes: ModelSizes,
     machine: Machine,
     dtype: str,
-    stored: StoredWeights | None,
+    stored: CheckpointSize | None,
     quantized: str | None,
     *,
     in_8_bits: bool,
@@ -26,12 +31,14 @@ def total_and_device_weight_bytes(
     """Of all weights as they are read, and of those of each device as they are kept. quantized: how they are quantized
     at load; in_8_bits: so the embedding is."""
     width = DTYPE_BYTES[dtype]
-    weights = _weight_bytes_from_sizes(sizes, dtype) if stored is None else stored.floats * width + stored.other_bytes
+    weights = (
+        _weight_bytes_from_sizes(sizes, dtype) if stored is None else stored.num_floats * width + stored.packed_bytes
+    )
     if quantized is not None:
-        weights = round((sizes.parameters - sizes.embeddings) * QUANTIZED_BITS[quantized] / 8)
-        weights += sizes.embeddings * width
+        weights = round((sizes.num_parameters - sizes.embedding_parameters) * QUANTIZED_BITS[quantized] / 8)
+        weights += sizes.embedding_parameters * width
     if in_8_bits:
-        weights -= round(sizes.embeddings * (width - TABLE_BITS / 8))
+        weights -= round(sizes.embedding_parameters * (width - QUANTIZED_EMBEDDING_BITS / 8))
     on_device = weights // machine.count + _tied_head_copy_bytes(
         sizes, machine, width, _quantized_embedding_bits(stored, in_8_bits)
     )
@@ -43,28 +50,28 @@ def total_and_device_weight_bytes(
 
 def device_linear_bytes(numbers: int, sizes: ModelSizes, machine: Machine, dtype: str, quantized: str | None) -> int:
     """Of so many numbers of linears, as a device keeps its part of them."""
-    bits = QUANTIZED_BITS[quantized] if quantized is not None else sizes.bits or 8.0 * DTYPE_BYTES[dtype]
-    if quantized is None and not sizes.bits and machine.compresses_weights and dtype == "bfloat16":
+    bits = QUANTIZED_BITS[quantized] if quantized is not None else sizes.bits_per_weight or 8.0 * DTYPE_BYTES[dtype]
+    if quantized is None and not sizes.bits_per_weight and machine.compresses_weights and dtype == "bfloat16":
         bits *= 1 - COMPRESSION_SAVING
     return round(numbers * bits / 8) // machine.count
 
 
 def _weight_bytes_from_sizes(sizes: ModelSizes, dtype: str) -> int:
     """Bytes of the weights in this type; quantized linear layers take their own number of bits."""
-    return round(sizes.parameters * DTYPE_BYTES[dtype] * sizes.weight_ratio)
+    return round(sizes.num_parameters * DTYPE_BYTES[dtype] * sizes.weight_ratio)
 
 
-def _quantized_embedding_bits(stored: StoredWeights | None, in_8_bits: bool) -> float | None:
+def _quantized_embedding_bits(stored: CheckpointSize | None, in_8_bits: bool) -> float | None:
     """Bits of the embedding's numbers where these are few: made so at load, or stored so."""
     if in_8_bits:
-        return TABLE_BITS
-    return None if stored is None else stored.table_bits
+        return QUANTIZED_EMBEDDING_BITS
+    return None if stored is None else stored.embedding_bits
 
 
 def _tied_head_copy_bytes(sizes: ModelSizes, machine: Machine, width: int, bits: float | None) -> int:
     """What each device has beside the weights for a head that is the embedding: both ends of a pipeline have that, and
     of one in full precision the CPU kernels pack a copy. `bits`: of the embedding's numbers, where these are few."""
-    tied = sizes.embeddings < 2 * sizes.head_parameters
+    tied = sizes.embedding_parameters < 2 * sizes.head_parameters
     if not tied or (machine.stages == 1 and (bits is not None or machine.gpu)):
         return 0
     return round(sizes.head_parameters * (width if bits is None else bits / 8)) // machine.count
@@ -72,17 +79,17 @@ def _tied_head_copy_bytes(sizes: ModelSizes, machine: Machine, width: int, bits:
 
 def kv_token_bytes(sizes: ModelSizes, dtype: str, kv_cache_dtype: str) -> int:
     """Bytes of what pages keep of a token in all layers. Columns are never in few bits."""
-    columns = sizes.column_numbers * DTYPE_BYTES[dtype]
+    columns = sizes.conv_values_per_token * DTYPE_BYTES[dtype]
     if kv_cache_dtype == "auto":
-        return sizes.kv_numbers * DTYPE_BYTES[dtype] + columns
+        return sizes.kv_values_per_token * DTYPE_BYTES[dtype] + columns
     if kv_cache_dtype in DTYPE_BYTES:
-        return sizes.kv_numbers * DTYPE_BYTES[kv_cache_dtype] + columns
+        return sizes.kv_values_per_token * DTYPE_BYTES[kv_cache_dtype] + columns
     heads = sum(
         each.paged_values_per_token // (each.head or sizes.head_dim)
-        for each in sizes.states
+        for each in sizes.cache_specs
         if isinstance(each, PagedState)
     )
-    return sizes.kv_numbers + heads * KV_CODE_SCALE_BYTES[kv_cache_dtype] + columns
+    return sizes.kv_values_per_token + heads * KV_CODE_SCALE_BYTES[kv_cache_dtype] + columns
 
 
 def resolve_dtypes(sizes: ModelSizes, machine: Machine, config: EngineConfig) -> tuple[str, str]:
@@ -94,7 +101,7 @@ def resolve_dtypes(sizes: ModelSizes, machine: Machine, config: EngineConfig) ->
         return "bfloat16", kv_cache_dtype
     if dtype != "auto":
         return dtype, kv_cache_dtype
-    if sizes.wide_activations and not machine.gpu:
+    if sizes.uses_float32_activations and not machine.gpu:
         return "float32", "bfloat16" if kv_cache_dtype == "auto" else kv_cache_dtype
     name = sizes.dtype if sizes.dtype in DTYPE_BYTES else "bfloat16"
     if name == ("float32" if machine.gpu else "float16") and machine.bf16:

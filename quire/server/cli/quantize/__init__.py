@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from quire.engine.checkpoint.files import read_model_config, resolve_model
+from quire.engine.checkpoint.model_resolver import read_model_config, resolve_model
 from quire.engine.errors import ConfigError, ModelError
-from quire.engine.families import decoder_model_types, find_family
+from quire.engine.families import decoder_model_types, find_decoder_family
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.cli.flags import build_parser
 from quire.server.cli.quantize.calibration import read_tokenized_samples
@@ -106,7 +106,7 @@ def _check_quantizable(path: Path) -> None:
     config = read_model_config(path)
     if quantization_config := config.raw.get("quantization_config"):
         raise ModelError(f"model: its weights are quantized already ({quantization_config.get('quant_method')})")
-    if (family := find_family(config.model_type)) is None:
+    if (family := find_decoder_family(config.model_type)) is None:
         known = ", ".join(decoder_model_types())
         raise ModelError(f"model: {config.model_type!r} is not of the families whose linears are known: {known}")
     if family.weight_names.stacked_experts is not None:

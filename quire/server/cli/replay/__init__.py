@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from quire.engine.checkpoint.files import resolve_model
-from quire.engine.checkpoint.overrides import model_path, read_configured
+from quire.engine.checkpoint.model_resolver import resolve_model
+from quire.engine.checkpoint.overrides import load_model_config, resolve_model_with_overrides
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, InvalidRequest, ModelError
 from quire.engine.images.multimodal_prompt import (
@@ -110,8 +110,8 @@ async def replay_receipts(
 ) -> AsyncIterator[ReplayVerdict]:
     """Of each receipt in a file, in its order. Raises what starting the engine raises, InvalidRequest for adapters and
     images that cannot be read, and EngineError when the engine fails."""
-    path = model_path(config)
-    model_config = read_configured(config, path)
+    path = resolve_model_with_overrides(config)
+    model_config = load_model_config(config, path)
     folder = resolve_model(config.tokenizer, config.revision) if config.tokenizer else path
     tokenizer = load_tokenizer(
         folder,

@@ -77,8 +77,8 @@ async def upload_file(request: Request) -> Response:
     _check_origin(request)
     if not runner.uploads.has_room(owner, 1):
         raise Overloaded("Too many files are uploaded at the same time. Please try again later")
-    runner.uploads.add_usage(owner, 1)
-    upload = _Upload(request, runner, owner)
+    runner.uploads.adjust_held_amount(owner, 1)
+    upload = _UploadSpaceReserver(request, runner, owner)
     try:
         await upload.reserve_announced()
         async with _receive_form(request, upload) as (content, name, purpose, keep_seconds):
@@ -88,12 +88,12 @@ async def upload_file(request: Request) -> Response:
     except OSError as error:
         raise Overloaded(f"The file cannot be kept now: {error.strerror}", param="data_dir") from None
     finally:
-        runner.uploads.add_usage(owner, -1)
+        runner.uploads.adjust_held_amount(owner, -1)
         await asyncio.shield(upload.release_reservation())
     return _file_response(file)
 
 
-class _Upload:
+class _UploadSpaceReserver:
     """Room for a file that comes, which is reserved before what needs it is read."""
 
     def __init__(self, request: Request, runner: BatchRunner, owner: str) -> None:
@@ -189,7 +189,9 @@ async def delete_file(file_id: str, request: Request) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def _receive_form(request: Request, upload: _Upload) -> AsyncIterator[tuple[UploadFile, str, str, int | None]]:
+async def _receive_form(
+    request: Request, upload: _UploadSpaceReserver
+) -> AsyncIterator[tuple[UploadFile, str, str, int | None]]:
     """The file of the form, its name and purpose, and the seconds for which it is kept (None: forever). Large content
     goes to a temporary file."""
 

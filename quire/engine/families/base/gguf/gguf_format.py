@@ -31,34 +31,34 @@ class GGUFMetadata:
     Each raises ModelError for a value of another type."""
 
     header: GGUFHeader
-    arch: str
+    architecture: str
 
     def integer(self, key: str) -> int | None:
-        return self.header.get_integer(f"{self.arch}.{key}")
+        return self.header.get_integer(f"{self.architecture}.{key}")
 
     def float(self, key: str) -> float | None:
-        return self.header.get_float(f"{self.arch}.{key}")
+        return self.header.get_float(f"{self.architecture}.{key}")
 
     def flag(self, key: str) -> bool | None:
-        return self.header.get_bool(f"{self.arch}.{key}")
+        return self.header.get_bool(f"{self.architecture}.{key}")
 
     def integers(self, key: str) -> list[int]:
         """A number for each layer. Raises ModelError where it is one for all."""
         if not self.is_list(key):
-            raise self.error(key, "expected a number for each layer")
-        return self.header.get_integers(f"{self.arch}.{key}")
+            raise self.field_error(key, "expected a number for each layer")
+        return self.header.get_integers(f"{self.architecture}.{key}")
 
     def is_list(self, key: str) -> bool:
-        return isinstance(self.header.metadata.get(f"{self.arch}.{key}"), list)
+        return isinstance(self.header.metadata.get(f"{self.architecture}.{key}"), list)
 
     def has_tensor(self, name: str) -> bool:
         return name in self.header.tensors
 
-    def any_layer_has(self, tensor: str) -> bool:
+    def any_layer_has_tensor(self, tensor: str) -> bool:
         return any(each.startswith("blk.") and each.endswith(f".{tensor}") for each in self.header.tensors)
 
-    def error(self, key: str, what: str) -> ModelError:
-        return ModelError(f"model: {self.header.name}: {self.arch}.{key}: {what}")
+    def field_error(self, key: str, problem: str) -> ModelError:
+        return ModelError(f"model: {self.header.name}: {self.architecture}.{key}: {problem}")
 
 
 LAYER_MODULES: Mapping[str, str] = {
@@ -84,19 +84,24 @@ POST_NORM_MODULES: Mapping[str, str] = {
 
 
 def expert_modules(
-    block: str = "mlp", *, router: str = "gate", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+    parent_module: str = "mlp",
+    *,
+    router: str = "gate",
+    gate: str = "gate_proj",
+    up: str = "up_proj",
+    down: str = "down_proj",
 ) -> Mapping[str, str]:
-    """Those of a mixture of experts that a checkpoint calls `block`."""
+    """Those of a mixture of experts that a checkpoint calls `parent_module`."""
     return {
-        "ffn_gate_inp": f"{block}.{router}",
-        "ffn_gate_exps": f"{block}.experts.*.{gate}",
-        "ffn_up_exps": f"{block}.experts.*.{up}",
-        "ffn_down_exps": f"{block}.experts.*.{down}",
+        "ffn_gate_inp": f"{parent_module}.{router}",
+        "ffn_gate_exps": f"{parent_module}.experts.*.{gate}",
+        "ffn_up_exps": f"{parent_module}.experts.*.{up}",
+        "ffn_down_exps": f"{parent_module}.experts.*.{down}",
     }
 
 
-def shared_expert_modules(block: str = "mlp.shared_experts") -> Mapping[str, str]:
-    return {f"ffn_{name}_shexp": f"{block}.{name}_proj" for name in ("gate", "up", "down")}
+def shared_expert_modules(parent_module: str = "mlp.shared_experts") -> Mapping[str, str]:
+    return {f"ffn_{name}_shexp": f"{parent_module}.{name}_proj" for name in ("gate", "up", "down")}
 
 
 MIXTRAL_EXPERT_MODULES = expert_modules("block_sparse_moe", gate="w1", up="w3", down="w2")
@@ -130,13 +135,13 @@ class GGUFFormat:
 
 
 def read_moe_fields(
-    metadata: GGUFMetadata, fields: Mapping[str, Any] | None = None, *, as_wide_as_mlp: bool = False
+    metadata: GGUFMetadata, fields: Mapping[str, Any] | None = None, *, is_mlp_sized: bool = False
 ) -> dict[str, Any]:
     """What headers say alike of the families with experts, as a GGUFFormat's `read_fields`. as_wide_as_mlp: of experts
     as wide as intermediate_size says."""
     groups, inner = metadata.integer("expert_group_count") or None, metadata.integer("expert_feed_forward_length")
     width = {"moe_intermediate_size": inner}
-    if as_wide_as_mlp:
+    if is_mlp_sized:
         width = {"intermediate_size": inner} if inner else {}
     return {
         "n_shared_experts": metadata.integer("expert_shared_count") or 0,
@@ -152,10 +157,10 @@ def read_moe_fields(
     }
 
 
-def read_wide_moe_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
-    return read_moe_fields(metadata, as_wide_as_mlp=True)
+def read_mlp_sized_moe_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+    return read_moe_fields(metadata, is_mlp_sized=True)
 
 
-def read_hybrid_layer_types(metadata: GGUFMetadata, other: str = "linear_attention") -> list[str]:
+def read_hybrid_layer_types(metadata: GGUFMetadata, other_type: str = "linear_attention") -> list[str]:
     """layer_types, by which layers have keys."""
-    return ["full_attention" if each else other for each in metadata.integers("attention.head_count_kv")]
+    return ["full_attention" if each else other_type for each in metadata.integers("attention.head_count_kv")]

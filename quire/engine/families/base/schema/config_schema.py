@@ -11,37 +11,37 @@ from typing import Annotated, Any, TypedDict
 from msgspec import Meta
 
 from quire.engine.families.base.schema.config_objects import (
-    Above0,
     AttnConfig,
     EagleConfig,
-    Text,
-    UnequalFields,
+    Gemma4Fields,
+    PositiveFloat,
+    ShortText,
     Width,
-    Width0,
+    WidthOrZero,
 )
-from quire.engine.families.base.schema.quantization_schema import Quantization
+from quire.engine.families.base.schema.quantization_schema import QuantizationConfig
 
 MAX_LAYERS = 4096
 MAX_LABELS = 2**16
 MAX_POSITIONS = 2**28
-LONGROPE = ("longrope", "su", "yarn")
+LONGROPE_TYPES = ("longrope", "su", "yarn")
 """What Phi's config.json calls LongRoPE; of other families the last one is another."""
-_Layers = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
-_LayerCount = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
-_Vocabulary = Annotated[int, Meta(ge=1, le=2**26)]
-_Positions = Annotated[int, Meta(ge=1, le=MAX_POSITIONS)]
+_NumLayers = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
+_NumLayersOrZero = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
+_VocabSize = Annotated[int, Meta(ge=1, le=2**26)]
+_NumPositions = Annotated[int, Meta(ge=1, le=MAX_POSITIONS)]
 _Theta = Annotated[float, Meta(ge=1, le=1e15)]
 _Mscale = Annotated[float, Meta(ge=0, le=1e12)]
-_Part = Annotated[float, Meta(gt=0, le=1)]
+_Fraction = Annotated[float, Meta(gt=0, le=1)]
 _Epsilon = Annotated[float, Meta(ge=0, le=1)]
-_Experts = Annotated[int, Meta(ge=1, le=4096)]
-_Experts0 = Annotated[int, Meta(ge=0, le=4096)]
+_NumExperts = Annotated[int, Meta(ge=1, le=4096)]
+_NumExpertsOrZero = Annotated[int, Meta(ge=0, le=4096)]
 _TokenId = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 _TokenIds = Annotated[list[_TokenId], Meta(max_length=4096)]
 _LayerLetters = Annotated[str, Meta(pattern="^[LG]+$", max_length=256)]
 """As EXAONE 4 was published: L for a layer with a window and G for one without, over and over."""
 
-ALIASES = {
+SIZE_FIELD_ALIASES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "num_attention_heads": ("num_attention_heads", "n_head", "n_heads"),
@@ -54,73 +54,73 @@ ALIASES = {
 """Which keys of config.json give a size; families name it differently."""
 
 
-class OneRope(TypedDict, total=False):
+class RopeFields(TypedDict, total=False):
     """One rotary embedding; see `rope_table` for what each rope_type needs."""
 
-    rope_type: Text | None
-    type: Text | None
+    rope_type: ShortText | None
+    type: ShortText | None
     rope_theta: _Theta | None
-    factor: Above0 | None
-    low_freq_factor: Above0 | None
-    high_freq_factor: Above0 | None
-    original_max_position_embeddings: _Positions | None
-    beta_fast: Above0 | None
-    beta_slow: Above0 | None
-    attention_factor: Above0 | None
+    factor: PositiveFloat | None
+    low_freq_factor: PositiveFloat | None
+    high_freq_factor: PositiveFloat | None
+    original_max_position_embeddings: _NumPositions | None
+    beta_fast: PositiveFloat | None
+    beta_slow: PositiveFloat | None
+    attention_factor: PositiveFloat | None
     mscale: _Mscale | None
     mscale_all_dim: _Mscale | None
     truncate: bool | None
-    factors: Annotated[list[Above0], Meta(max_length=2**16)] | None
+    factors: Annotated[list[PositiveFloat], Meta(max_length=2**16)] | None
     mixed_b: Annotated[float, Meta(ge=0, le=64)] | None
-    short_factor: Annotated[list[Above0], Meta(max_length=2**16)] | None
-    long_factor: Annotated[list[Above0], Meta(max_length=2**16)] | None
-    partial_rotary_factor: _Part | None
-    short_mscale: Above0 | None
-    long_mscale: Above0 | None
+    short_factor: Annotated[list[PositiveFloat], Meta(max_length=2**16)] | None
+    long_factor: Annotated[list[PositiveFloat], Meta(max_length=2**16)] | None
+    partial_rotary_factor: _Fraction | None
+    short_mscale: PositiveFloat | None
+    long_mscale: PositiveFloat | None
     llama_4_scaling_beta: Annotated[float, Meta(ge=0, le=1e3)] | None
     alpha: Annotated[float, Meta(gt=0, le=1e6)] | None
-    mrope_section: Annotated[list[Width0], Meta(max_length=8)] | None
+    mrope_section: Annotated[list[WidthOrZero], Meta(max_length=8)] | None
 
 
-class Ropes(OneRope, total=False):
+class RopesByLayerType(RopeFields, total=False):
     """One for all layers, or in Gemma 3 one for each kind of layer."""
 
-    full_attention: OneRope | None
-    sliding_attention: OneRope | None
+    full_attention: RopeFields | None
+    sliding_attention: RopeFields | None
 
 
-class SharedFields(UnequalFields, total=False):
+class CommonConfigFields(Gemma4Fields, total=False):
     """The fields that both a server and `quire plan` read."""
 
-    model_type: Text | None
+    model_type: ShortText | None
     is_encoder_decoder: bool | None
-    vocab_size: _Vocabulary | None
+    vocab_size: _VocabSize | None
     hidden_size: Width | None
     intermediate_size: Width | list[Any] | None
-    num_hidden_layers: _Layers | None
+    num_hidden_layers: _NumLayers | None
     num_attention_heads: Width | list[Any] | None
     num_key_value_heads: Width | list[Any] | None
-    max_position_embeddings: _Positions | None
+    max_position_embeddings: _NumPositions | None
     tie_word_embeddings: bool | None
     attention_bias: bool | None
     mlp_bias: bool | None
-    dtype: Text | None
-    torch_dtype: Text | None
-    quantization_config: Quantization | None
-    layer_types: list[Text] | None
-    sliding_window_pattern: _LayerCount | _LayerLetters | None
+    dtype: ShortText | None
+    torch_dtype: ShortText | None
+    quantization_config: QuantizationConfig | None
+    layer_types: list[ShortText] | None
+    sliding_window_pattern: _NumLayersOrZero | _LayerLetters | None
     use_sliding_window: bool | None
-    max_window_layers: _LayerCount | None
+    max_window_layers: _NumLayersOrZero | None
     full_attn_idxs: list[int] | None
     conv_L_cache: Annotated[int, Meta(ge=2, le=16)] | None
     conv_bias: bool | None
     block_ff_dim: Width | None
     block_multiple_of: Width | None
-    block_ffn_dim_multiplier: Above0 | None
+    block_ffn_dim_multiplier: PositiveFloat | None
     block_auto_adjust_ff_dim: bool | None
     lm_head_bias: bool | None
     tie_embedding: bool | None
-    full_attention_interval: _Layers | None
+    full_attention_interval: _NumLayers | None
     linear_conv_kernel_dim: Annotated[int, Meta(ge=2, le=16)] | None
     linear_key_head_dim: Width | None
     linear_value_head_dim: Width | None
@@ -128,10 +128,10 @@ class SharedFields(UnequalFields, total=False):
     linear_num_value_heads: Width | None
     hybrid_override_pattern: Annotated[str, Meta(pattern="^[M*E-]+$", max_length=MAX_LAYERS)] | None
     mtp_hybrid_override_pattern: Annotated[str, Meta(pattern="^[M*E-]+$", max_length=64)] | None
-    mtp_layers_block_type: Annotated[list[Text], Meta(min_length=1, max_length=64)] | None
+    mtp_layers_block_type: Annotated[list[ShortText], Meta(min_length=1, max_length=64)] | None
     attn_layer_indices: Annotated[list[int], Meta(max_length=MAX_LAYERS)] | None
     mamba_n_heads: Width | None
-    mamba_d_head: Width | Text | None
+    mamba_d_head: Width | ShortText | None
     mamba_n_groups: Width | None
     mamba_d_state: Width | None
     mamba_d_conv: Annotated[int, Meta(ge=2, le=16)] | None
@@ -141,115 +141,115 @@ class SharedFields(UnequalFields, total=False):
     mamba_proj_bias: bool | None
     mamba_rms_norm: bool | None
     mamba_norm_before_gate: bool | None
-    mamba_dt_rank: Width | Text | None
-    num_mem_blocks: _Layers | None
+    mamba_dt_rank: Width | ShortText | None
+    num_mem_blocks: _NumLayers | None
     adapter_rank: Width | None
     use_shared_attention_adapter: bool | None
-    attn_layer_period: _Layers | None
-    attn_layer_offset: _LayerCount | None
-    expert_layer_period: _Layers | None
-    expert_layer_offset: _LayerCount | None
+    attn_layer_period: _NumLayers | None
+    attn_layer_offset: _NumLayersOrZero | None
+    expert_layer_period: _NumLayers | None
+    expert_layer_offset: _NumLayersOrZero | None
     kv_lora_rank: Width | None
     q_lora_rank: Width | None
-    qk_rope_head_dim: Width0 | None
-    qk_nope_head_dim: Width0 | None
+    qk_rope_head_dim: WidthOrZero | None
+    qk_nope_head_dim: WidthOrZero | None
     v_head_dim: Width | None
-    mlp_layer_types: Annotated[list[Text], Meta(max_length=MAX_LAYERS)] | None
+    mlp_layer_types: Annotated[list[ShortText], Meta(max_length=MAX_LAYERS)] | None
     multi_query: bool | None
     new_decoder_architecture: bool | None
     use_bias: bool | None
-    shared_intermediate_size: Width0 | None
+    shared_intermediate_size: WidthOrZero | None
     mlp_only_layers: list[int] | None
-    first_k_dense_replace: _LayerCount | None
+    first_k_dense_replace: _NumLayersOrZero | None
     moe_layer_end_index: Annotated[int, Meta(ge=-1, le=MAX_LAYERS)] | None
     moe_layers: Annotated[list[int], Meta(max_length=MAX_LAYERS)] | None
-    interleave_moe_layer_step: _LayerCount | None
+    interleave_moe_layer_step: _NumLayersOrZero | None
     intermediate_size_mlp: Width | None
-    attention_chunk_size: _Positions | None
+    attention_chunk_size: _NumPositions | None
 
 
-class CrossEncoder(TypedDict, total=False):
+class CrossEncoderFields(TypedDict, total=False):
     """What sentence-transformers writes of a classifier."""
 
-    activation_fn: Text | None
+    activation_fn: ShortText | None
 
 
-class ServedFields(SharedFields, total=False):
+class FamilyConfigFields(CommonConfigFields, total=False):
     """The fields of the families that are served."""
 
-    architectures: list[Text] | None
+    architectures: list[ShortText] | None
     head_dim: Width | None
     rms_norm_eps: _Epsilon | None
-    hidden_act: Text | None
-    hidden_activation: Text | None
+    hidden_act: ShortText | None
+    hidden_activation: ShortText | None
     projection_dim: Width | None
     projection_size: Width | None
     eos_token_id: _TokenId | _TokenIds | None
     rope_theta: _Theta | None
-    rope_parameters: Ropes | None
-    rope_scaling: Ropes | None
+    rope_parameters: RopesByLayerType | None
+    rope_scaling: RopesByLayerType | None
     rope_local_base_freq: _Theta | None
     sliding_window: Annotated[int, Meta(ge=0, le=MAX_POSITIONS)] | None
     no_rope_layers: list[int] | None
-    no_rope_layer_interval: _Layers | None
+    no_rope_layer_interval: _NumLayers | None
     attn_temperature_tuning: bool | int | None
-    floor_scale: _Positions | None
+    floor_scale: _NumPositions | None
     attn_scale: Annotated[float, Meta(ge=0, le=1e3)] | None
-    query_pre_attn_scalar: Above0 | None
-    attn_logit_softcapping: Above0 | None
-    final_logit_softcapping: Above0 | None
-    use_bidirectional_attention: bool | Text | None
-    num_local_experts: _Experts0 | None
-    num_experts: _Experts | None
-    num_experts_per_tok: _Experts0 | None
+    query_pre_attn_scalar: PositiveFloat | None
+    attn_logit_softcapping: PositiveFloat | None
+    final_logit_softcapping: PositiveFloat | None
+    use_bidirectional_attention: bool | ShortText | None
+    num_local_experts: _NumExpertsOrZero | None
+    num_experts: _NumExperts | None
+    num_experts_per_tok: _NumExpertsOrZero | None
     moe_intermediate_size: Width | None
     shared_expert_intermediate_size: Width | None
-    n_shared_experts: _Experts0 | None
+    n_shared_experts: _NumExpertsOrZero | None
     norm_topk_prob: bool | None
     moe_norm_min: _Epsilon | None
-    n_group: _Experts | None
-    topk_group: _Experts | None
-    routed_scaling_factor: Above0 | None
+    n_group: _NumExperts | None
+    topk_group: _NumExperts | None
+    routed_scaling_factor: PositiveFloat | None
     use_expert_bias: bool | None
     router_jitter_noise: _Epsilon | None
-    decoder_sparse_step: _Layers | None
-    num_nextn_predict_layers: _LayerCount | None
+    decoder_sparse_step: _NumLayers | None
+    num_nextn_predict_layers: _NumLayersOrZero | None
     qkv_bias: bool | None
     clip_qkv: float | None
     attention_out_bias: bool | None
     use_qkv_bias: bool | None
     enable_bias: bool | None
-    partial_rotary_factor: _Part | None
+    partial_rotary_factor: _Fraction | None
     rotary_dim: Width | None
-    original_max_position_embeddings: _Positions | None
+    original_max_position_embeddings: _NumPositions | None
     layer_rope_theta: list[Annotated[float, Meta(ge=0, le=1e15)]] | None
     time_step_limit: Annotated[list[float], Meta(min_length=2, max_length=2)] | None
     time_step_min: _Epsilon | None
     use_mem_rope: bool | None
     use_sandwich_norm: bool | None
     use_attention_gate: bool | None
-    mamba_hidden_act: Text | None
+    mamba_hidden_act: ShortText | None
     mixer_rms_eps: _Epsilon | None
     projectors_bias: bool | None
     moe_latent_size: Width | None
-    attention_in_multiplier: Above0 | None
-    attention_out_multiplier: Above0 | None
-    key_multiplier: Above0 | None
-    lm_head_multiplier: Above0 | None
-    mlp_multipliers: Annotated[list[Above0], Meta(min_length=2, max_length=2)] | None
-    ssm_in_multiplier: Above0 | None
-    ssm_out_multiplier: Above0 | None
-    ssm_multipliers: Annotated[list[Above0], Meta(min_length=5, max_length=5)] | None
-    embedding_multiplier: Above0 | None
-    residual_multiplier: Above0 | None
-    attention_multiplier: Above0 | None
-    logits_scaling: Above0 | None
-    logit_scale: Above0 | Text | None
-    scale_emb: Above0 | None
-    scale_depth: Above0 | None
+    attention_in_multiplier: PositiveFloat | None
+    attention_out_multiplier: PositiveFloat | None
+    key_multiplier: PositiveFloat | None
+    lm_head_multiplier: PositiveFloat | None
+    mlp_multipliers: Annotated[list[PositiveFloat], Meta(min_length=2, max_length=2)] | None
+    ssm_in_multiplier: PositiveFloat | None
+    ssm_out_multiplier: PositiveFloat | None
+    ssm_multipliers: Annotated[list[PositiveFloat], Meta(min_length=5, max_length=5)] | None
+    embedding_multiplier: PositiveFloat | None
+    residual_multiplier: PositiveFloat | None
+    attention_multiplier: PositiveFloat | None
+    logits_scaling: PositiveFloat | None
+    logit_scale: PositiveFloat | ShortText | None
+    scale_emb: PositiveFloat | None
+    scale_depth: PositiveFloat | None
     dim_model_base: Width | None
     rope_interleave: bool | None
-    topk_method: Text | None
+    topk_method: ShortText | None
     use_parallel_residual: bool | None
     parallel_attn: bool | None
     num_ln_in_parallel_attn: Width | None
@@ -265,22 +265,22 @@ class ServedFields(SharedFields, total=False):
     layer_norm_elementwise_affine: bool | None
     apply_residual_connection_post_layernorm: bool | None
     no_bias: bool | None
-    swiglu_alpha: Above0 | None
-    swiglu_limit: Above0 | None
-    activation: Text | None
+    swiglu_alpha: PositiveFloat | None
+    swiglu_limit: PositiveFloat | None
+    activation: ShortText | None
     layer_norm_eps: _Epsilon | None
     layer_norm_epsilon: _Epsilon | None
     norm_eps: _Epsilon | None
     norm_bias: bool | None
-    type_vocab_size: Width0 | None
+    type_vocab_size: WidthOrZero | None
     pad_token_id: _TokenId | None
-    position_embedding_type: Text | None
-    layer_norm_type: Text | None
+    position_embedding_type: ShortText | None
+    layer_norm_type: ShortText | None
     logn_attention_scale: bool | None
     pack_qkv: bool | None
     relative_attention_num_buckets: Width | None
-    local_attention: _Positions | None
-    global_attn_every_n_layers: _Layers | None
+    local_attention: _NumPositions | None
+    global_attn_every_n_layers: _NumLayers | None
     global_rope_theta: _Theta | None
     local_rope_theta: _Theta | None
     rotary_emb_base: _Theta | None
@@ -289,58 +289,63 @@ class ServedFields(SharedFields, total=False):
     qkv_proj_bias: bool | None
     mlp_fc1_bias: bool | None
     classifier_bias: bool | None
-    classifier_activation: Text | None
-    id2label: Annotated[dict[Text, Text], Meta(max_length=MAX_LABELS)] | None
+    classifier_activation: ShortText | None
+    id2label: Annotated[dict[ShortText, ShortText], Meta(max_length=MAX_LABELS)] | None
     num_labels: Width | None
-    problem_type: Text | None
-    classifier_pooling: Text | None
-    sentence_transformers: CrossEncoder | None
-    sbert_ce_default_activation_function: Text | None
-    draft_vocab_size: _Vocabulary | None
+    problem_type: ShortText | None
+    classifier_pooling: ShortText | None
+    sentence_transformers: CrossEncoderFields | None
+    sbert_ce_default_activation_function: ShortText | None
+    draft_vocab_size: _VocabSize | None
     norm_before_residual: bool | None
     eagle_config: EagleConfig | None
 
 
-_COUNT = Width0 | list[Any] | None
-_SIZES: dict[str, Any] = {
+_EXPERT_COUNT_TYPE = WidthOrZero | list[Any] | None
+_SIZE_TYPES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "num_attention_heads", "intermediate_size"), Width | None),
-    "num_hidden_layers": _Layers | None,
-    "max_position_embeddings": _Positions | None,
-    "experts": _COUNT,
-    "experts_per_token": _COUNT,
+    "num_hidden_layers": _NumLayers | None,
+    "max_position_embeddings": _NumPositions | None,
+    "experts": _EXPERT_COUNT_TYPE,
+    "experts_per_token": _EXPERT_COUNT_TYPE,
 }
 """The bounds of what ALIASES lists, whichever key gives it."""
 _Sizes = TypedDict(  # type: ignore[misc]  # its fields are ALIASES'
     "_Sizes",
-    {key: kind for size, kind in _SIZES.items() for key in ALIASES[size] if key not in SharedFields.__annotations__},
+    {
+        key: kind
+        for size, kind in _SIZE_TYPES.items()
+        for key in SIZE_FIELD_ALIASES[size]
+        if key not in CommonConfigFields.__annotations__
+    },
     total=False,
 )
 
 
-class PlannedFields(SharedFields, _Sizes, total=False):
+class PlanConfigFields(CommonConfigFields, _Sizes, total=False):
     """The fields that `quire plan` reads, of nearly every family. A list, where there may be one, is not read."""
 
-    head_dim: Width0 | None
+    head_dim: WidthOrZero | None
     num_kv_heads: Width | list[Any] | None
     kv_channels: Width | None
     sliding_window: Any
-    expansion_ratio: Above0 | None
-    layers_block_type: list[Text] | None
+    expansion_ratio: PositiveFloat | None
+    layers_block_type: list[ShortText] | None
     moe_intermediate_size: Width | list[Any] | None
-    shared_expert_intermediate_size: Width0 | None
-    n_shared_experts: Width0 | None
-    decoder_sparse_step: _LayerCount | None
+    shared_expert_intermediate_size: WidthOrZero | None
+    n_shared_experts: WidthOrZero | None
+    decoder_sparse_step: _NumLayersOrZero | None
 
 
-class AdaptedFields(PlannedFields, total=False):
+class TransformersConfigFields(PlanConfigFields, total=False):
     """What Quire itself reads of a model that transformers' class computes; the class reads the rest."""
 
-    architectures: list[Text] | None
+    architectures: list[ShortText] | None
     is_decoder: bool | None
     eos_token_id: _TokenId | _TokenIds | None
 
 
-class GenerationFields(TypedDict, total=False):
+class GenerationConfigFields(TypedDict, total=False):
     """What is read of generation_config.json. The bounds are those of requests (SamplingParams)."""
 
     do_sample: bool | None

@@ -8,36 +8,36 @@ from typing import Annotated, Any, TypedDict
 
 from msgspec import Meta
 
-from quire.engine.families.base.schema.config_objects import Text, Width
+from quire.engine.families.base.schema.config_objects import ShortText, Width
 
-_Names = Annotated[list[Text], Meta(max_length=2**14)]
+_ModuleNames = Annotated[list[ShortText], Meta(max_length=2**14)]
 
 
-class WeightsArgs(TypedDict, total=False):
+class WeightQuantizationArgs(TypedDict, total=False):
     """How compressed-tensors stores the weights of a group of linears."""
 
     num_bits: Annotated[int, Meta(ge=1, le=64)] | None
-    type: Text | None
-    strategy: Text | None
+    type: ShortText | None
+    strategy: ShortText | None
     group_size: Annotated[int, Meta(ge=-1, le=2**24)] | None
     symmetric: bool | None
-    actorder: bool | Text | None
-    block_structure: Annotated[list[Width], Meta(min_length=2, max_length=2)] | Text | None
+    actorder: bool | ShortText | None
+    block_structure: Annotated[list[Width], Meta(min_length=2, max_length=2)] | ShortText | None
 
 
 class QuantizationGroup(TypedDict, total=False):
     """Linears that compressed-tensors stores alike. Their activations are rounded as the kernels do it."""
 
-    targets: _Names | None
-    weights: WeightsArgs | None
-    format: Text | None
+    targets: _ModuleNames | None
+    weights: WeightQuantizationArgs | None
+    format: ShortText | None
 
 
-class Quantization(TypedDict, total=False):
+class QuantizationConfig(TypedDict, total=False):
     """quantization_config: how weights are stored; see `engine/checkpoint/quantization.py`."""
 
-    quant_method: Text | None
-    fmt: Text | None
+    quant_method: ShortText | None
+    fmt: ShortText | None
     activations: str | None
     """In GGUF's, ours: what a CPU computes in (engine/checkpoint/config_reader.py)."""
     bits: Annotated[float, Meta(ge=0, le=64)] | None
@@ -45,17 +45,17 @@ class Quantization(TypedDict, total=False):
     group_size: Annotated[int, Meta(ge=-1, le=2**24)] | None
     q_group_size: Annotated[int, Meta(ge=-1, le=2**24)] | None
     desc_act: bool | None
-    checkpoint_format: Text | None
+    checkpoint_format: ShortText | None
     dynamic: dict[str, Any] | None
-    version: Text | None
+    version: ShortText | None
     zero_point: bool | None
     load_in_4bit: bool | None
     load_in_8bit: bool | None
-    llm_int8_skip_modules: _Names | None
-    modules_to_not_convert: _Names | None
-    ignored_layers: _Names | None
-    ignore: _Names | None
-    format: Text | None
-    config_groups: dict[Text, QuantizationGroup] | None
+    llm_int8_skip_modules: _ModuleNames | None
+    modules_to_not_convert: _ModuleNames | None
+    ignored_layers: _ModuleNames | None
+    ignore: _ModuleNames | None
+    format: ShortText | None
+    config_groups: dict[ShortText, QuantizationGroup] | None
     weight_block_size: Annotated[list[Width], Meta(min_length=2, max_length=2)] | None
     kv_cache_scheme: dict[str, Any] | None

@@ -20,7 +20,7 @@ from quire.engine.types import Image as Content
 if TYPE_CHECKING:
     from PIL import Image
 
-TokenText = Callable[[int], str]
+TokenSpeller = Callable[[int], str]
 """The text of a token, by its id."""
 MAX_PATCHES_PER_SIDE = 128
 """By each side of what a tower of squares reads at once."""
@@ -42,7 +42,7 @@ class TowerShape:
     activation: str
     eps: float
 
-    def total_layer_parameters(self, *, gated: bool = False, bias: bool = True, norm_bias: bool = True) -> int:
+    def num_layer_parameters(self, *, gated: bool = False, bias: bool = True, norm_bias: bool = True) -> int:
         """Parameters of all layers."""
         hidden, inner = self.hidden_size, self.intermediate_size
         ups = 2 if gated else 1
@@ -75,7 +75,7 @@ class ImageLayout(ABC):
         return sum(map(sum, self.token_run_lengths))
 
     @abstractmethod
-    def placeholder_text(self, spell: TokenText) -> str:
+    def placeholder_text(self, spell: TokenSpeller) -> str:
         """The text that stands for it."""
 
     @abstractmethod
@@ -184,7 +184,7 @@ def iter_squares_of_image(image: Image.Image, side: int) -> Iterator[Content]:
             yield Content.from_pixels(side, side, image.crop((left, top, left + side, top + side)).tobytes())
 
 
-def nearest_grid(grids: Iterable[tuple[int, int]], width: int, height: int, side: int) -> tuple[int, int]:
+def choose_nearest_grid(grids: Iterable[tuple[int, int]], width: int, height: int, side: int) -> tuple[int, int]:
     """The columns and rows whose ratio is nearest to the image's; of those that are as near, the last where the image
     has more than half of the pixels of so many squares. grids: of those of as many squares, in this order."""
     best, nearest = (1, 1), float("inf")
@@ -210,13 +210,13 @@ class VisionConfig:
     preprocessor: PreprocessorFields
     text_config: Mapping[str, Any]
     """The text part's config.json, unchecked."""
-    label: str
+    file_label: str
     """Of config.json, for errors."""
     parameters_only: bool = False
     """Nothing but config.json is known, to count parameters."""
 
     def config_error(self, text: str) -> ModelError:
-        return ModelError(f"model: {self.label}: {text}")
+        return ModelError(f"model: {self.file_label}: {text}")
 
     def tower_shape(
         self, *, hidden: int, inner: int, layers: int, heads: int, patch: int, act: str, eps: float
@@ -224,17 +224,17 @@ class VisionConfig:
         """With these defaults. Raises ModelError where fields contradict each other."""
         tower = self.tower
         channels = tower.get("num_channels") or tower.get("in_channels") or tower.get("in_chans") or 3
-        given_eps, given_patch = tower.get("layer_norm_eps"), tower.get("patch_size") or patch
-        if isinstance(given_patch, list) and given_patch[0] != given_patch[1]:
-            raise self.config_error(f"vision_config: patch_size: squares are served, got {given_patch}")
+        config_eps, config_patch = tower.get("layer_norm_eps"), tower.get("patch_size") or patch
+        if isinstance(config_patch, list) and config_patch[0] != config_patch[1]:
+            raise self.config_error(f"vision_config: patch_size: squares are served, got {config_patch}")
         shape = TowerShape(
             hidden_size=tower.get("hidden_size") or hidden,
             intermediate_size=tower.get("intermediate_size") or inner,
             num_layers=tower.get("num_hidden_layers") or tower.get("depth") or layers,
             num_heads=tower.get("num_attention_heads") or tower.get("num_heads") or heads,
-            patch_size=given_patch[0] if isinstance(given_patch, list) else given_patch,
+            patch_size=config_patch[0] if isinstance(config_patch, list) else config_patch,
             activation=tower.get("hidden_act") or act,
-            eps=eps if given_eps is None else given_eps,
+            eps=eps if config_eps is None else config_eps,
         )
         if channels != 3:
             raise self.config_error(f"vision_config: num_channels: 3 are served, got {channels}")

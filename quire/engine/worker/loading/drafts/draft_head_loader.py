@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from quire.engine.architecture.attention import AttentionLayerSpec
-from quire.engine.checkpoint.files import HEAD_FILES, read_model_config, resolve_model
-from quire.engine.checkpoint.safetensors import weight_files
+from quire.engine.checkpoint.model_resolver import DRAFT_HEAD_FILE_PATTERNS, read_model_config, resolve_model
+from quire.engine.checkpoint.tensor_headers import find_weight_files
 from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.errors import ModelError
 from quire.engine.families.base.base_spec import base_decoder_spec
@@ -103,7 +103,7 @@ def load_draft_head(config: EngineConfig, backend: Backend, decoder: Decoder) ->
     scheme: QuantizationScheme = UnquantizedScheme(backend, decoder.dtype)
     if config.online_quantization is not None:
         scheme = OnlineQuantizedScheme(backend, decoder.dtype, config.online_quantization)
-    path = resolve_model(speculative.model, patterns=HEAD_FILES)
+    path = resolve_model(speculative.model, patterns=DRAFT_HEAD_FILE_PATTERNS)
     if not path.is_dir():
         raise ModelError("model: a head is a folder with config.json and its weights")
     tensors = read_head_tensors(path)
@@ -200,7 +200,7 @@ def _canonical_name(stored: str) -> str:
 
 
 def _read_stored_tensors(path: Path) -> dict[str, Tensor]:
-    for files in (weight_files(path), [path / f"{_MEDUSA}.safetensors"]):
+    for files in (find_weight_files(path), [path / f"{_MEDUSA}.safetensors"]):
         if files[0].is_file():
             return {name: each for file in require_shards(files) for name, each in iter_file_tensors(file)}
     if (path / _PICKLED).is_file():

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from quire.engine.checkpoint.files import read_model_config, resolve_model
-from quire.engine.checkpoint.page_groups import most_drafts
+from quire.engine.checkpoint.kv_cache_groups import max_draft_tokens_per_step
+from quire.engine.checkpoint.model_resolver import read_model_config, resolve_model
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, QuireError
 from quire.engine.layers.sublayer import BuildContext
@@ -61,7 +61,7 @@ class LoadedDraftModel:
         total_blocks = num_blocks + spare_blocks.spare_per_slot * config.max_num_seqs
         kv_tensors = allocate_kv_blocks(decoder, total_blocks + (capture is not None))
         max_positions = decoder.max_model_len + spare_blocks.spare_per_slot * block_size
-        states = allocate_slot_states(decoder, config.max_num_seqs + 1, most_drafts(config))
+        states = allocate_slot_states(decoder, config.max_num_seqs + 1, max_draft_tokens_per_step(config))
         scratch = None if capture is None else total_blocks
         input_batch = InputBatch(
             config.max_num_seqs,
@@ -94,7 +94,7 @@ def load_draft_model(
             raise ConfigError(
                 f"its vocabulary has {model.vocab_size} tokens, the served model's {target_model.spec.vocab_size}"
             )
-        spec = decoder_spec(replace(model, context=target_model.max_model_len))
+        spec = decoder_spec(replace(model, max_model_len=target_model.max_model_len))
         check_device_supports_attention(target_model.device, model, spec)
         if spec.needs_state_snapshots:
             raise ConfigError(

@@ -10,12 +10,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from quire.engine.checkpoint.files import stored_at
-from quire.engine.checkpoint.mtp import find_mtp, mtp_fields
+from quire.engine.checkpoint.model_resolver import resolve_weights
+from quire.engine.checkpoint.mtp_names import find_mtp_names, mtp_layer_config
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, QuireError
 from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.families.base.schema.config_schema import ServedFields
+from quire.engine.families.base.schema.config_schema import FamilyConfigFields
 from quire.engine.models import decoder_spec
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.heads.mtp import MTPHead
@@ -43,12 +43,12 @@ def load_head_drafter(
 
 
 def _load_mtp(config: EngineConfig, target_config: ModelConfig, backend: Backend, decoder: Decoder) -> LoadedDraftHead:
-    path, dummy = stored_at(config), config.load_format == "dummy"
-    fields = cast(ServedFields, mtp_fields(target_config.raw, target_config.num_layers))
+    path, dummy = resolve_weights(config), config.load_format == "dummy"
+    fields = cast(FamilyConfigFields, mtp_layer_config(target_config.raw, target_config.num_layers))
     mtp_config = replace(
-        target_config, num_layers=fields["num_hidden_layers"] or 1, raw=fields, context=decoder.max_model_len
+        target_config, num_layers=fields["num_hidden_layers"] or 1, raw=fields, max_model_len=decoder.max_model_len
     )
-    names = None if dummy else find_mtp(path, target_config.num_layers)
+    names = None if dummy else find_mtp_names(path, target_config.num_layers)
     weights = open_weights(config, path, mtp_config, backend, decoder.dtype, mtp=names)
     head = MTPHead(decoder_spec(mtp_config).layers, weights.scheme, decoder, backend)
     table = head.parameters()

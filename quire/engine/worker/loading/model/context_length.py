@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.engine.architecture.kv_cache_spec import PagedColumnState, PagedState
-from quire.engine.checkpoint.kv_plan import check_positions
+from quire.engine.checkpoint.kv_cache_plan import check_max_model_len
 from quire.engine.config import EngineConfig
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.worker.device_memory import check_context_length, max_kv_tokens
@@ -11,10 +11,10 @@ from quire.engine.worker.device_plan import DevicePlan
 
 
 def max_fitting_context_length(config: EngineConfig, model_config: ModelConfig, chosen: DevicePlan) -> int:
-    """The context's length until plan_kv fits it, once the weights are loaded: the longest that might fit. Raises
-    ConfigError where the model has fewer positions than were asked for, or the KV cache, whatever the weights leave
-    for it, has no room for so many tokens."""
-    check_positions(model_config, config.max_model_len)
+    """The context's length until make_kv_cache_plan fits it, once the weights are loaded: the longest that might fit.
+    Raises ConfigError where the model has fewer positions than were asked for, or the KV cache, whatever the weights
+    leave for it, has no room for so many tokens."""
+    check_max_model_len(model_config, config.max_model_len)
     state_itemsize, kv_itemsize = chosen.dtype.itemsize, chosen.kv_dtype.itemsize
     states = chosen.spec.kv_cache_specs
     token_bytes = sum(

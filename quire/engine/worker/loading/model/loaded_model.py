@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.engine.checkpoint.page_groups import PageGroups
-from quire.engine.checkpoint.pooling import Pooling
+from quire.engine.checkpoint.kv_cache_groups import KVCacheGroups
+from quire.engine.checkpoint.pooling import PoolingConfig
 from quire.engine.layers.adapters import AdapterManager
 from quire.engine.layers.pooler_head import PoolerHead
 from quire.engine.layers.shard import UNSHARDED, ModelShard
@@ -21,7 +21,7 @@ class LoadedModel:
     model: Decoder
     pooling_head: PoolerHead
     """What makes vectors' numbers of hidden states."""
-    pooling: Pooling
+    pooling: PoolingConfig
     """How it makes vectors."""
     tasks: tuple[Task, ...]
     expected_weights: ExpectedWeights
@@ -30,7 +30,7 @@ class LoadedModel:
     """How the weights are stored in few bits, for people to read."""
     read_bytes: int
     """Of all weights, as they were read."""
-    kv_groups: PageGroups
+    kv_groups: KVCacheGroups
     """Of all layers of the model."""
 
 

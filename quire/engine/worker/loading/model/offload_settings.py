@@ -8,7 +8,7 @@ import re
 from quire.engine.architecture.decoder import DecoderSpec
 from quire.engine.architecture.moe import MoELayerSpec
 from quire.engine.architecture.shared_transformer import SharedTransformerSpec
-from quire.engine.checkpoint.safetensors import LAYERS, ROUTED
+from quire.engine.checkpoint.tensor_headers import LAYER_PATTERN, ROUTED_EXPERT_PATTERN
 from quire.engine.config import EngineConfig
 from quire.engine.errors import refuse_setting_if
 from quire.engine.families.base.model_config import ModelConfig
@@ -22,7 +22,7 @@ GPU_PARAM = "cpu_offload_gb"
 def check_offload(config: EngineConfig, model_config: ModelConfig, chosen: DevicePlan) -> None:
     """Raise ConfigError where weights cannot be elsewhere as they were asked for."""
     experts, device = bool(chosen.spec.sublayers_of_kind(MoELayerSpec)), chosen.device.type
-    by_class = model_config.given is not None and "the model's layers are computed by transformers' class"
+    by_class = model_config.transformers_config is not None and "the model's layers are computed by transformers' class"
     shared_weights = bool(chosen.spec.sublayers_of_kind(SharedTransformerSpec)) and "layers of the model share weights"
     if config.cpu_offload_gb:
         refuse_setting_if(
@@ -50,4 +50,4 @@ def disk_tensor_name_pattern(config: EngineConfig, spec: DecoderSpec) -> re.Patt
     """What the names of tensors have that lie there; None: none do."""
     if config.weights_on_disk is None:
         return None
-    return ROUTED if spec.sublayers_of_kind(MoELayerSpec) else LAYERS
+    return ROUTED_EXPERT_PATTERN if spec.sublayers_of_kind(MoELayerSpec) else LAYER_PATTERN

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from quire.engine.checkpoint.kv_plan import check_room
-from quire.engine.checkpoint.mtp import without_mtp
-from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
+from quire.engine.checkpoint.kv_cache_plan import check_weights_fit_memory
+from quire.engine.checkpoint.mtp_names import make_main_model_filter
+from quire.engine.checkpoint.tensor_headers import CheckpointSize, read_checkpoint_size
 from quire.engine.config import EngineConfig
 from quire.engine.worker.device_memory import trim_host_memory
 from quire.engine.worker.loading.weight_check import ExpectedWeights
@@ -35,8 +35,8 @@ def check_weights_fit(
     """Raise ConfigError where a CPU's memory has no room for the weights of so many layers in the files at `path`.
     on_disk: as disk_tensor_name_pattern gives it."""
     if device.type == "cpu" and config.load_format == "auto" and path is not None:
-        stored = read_stored_weights(path, without_mtp(layers), without=on_disk)
-        check_room(stored, str(dtype).removeprefix("torch."), config.online_quantization)
+        stored = read_checkpoint_size(path, make_main_model_filter(layers), excluded_pattern=on_disk)
+        check_weights_fit_memory(stored, str(dtype).removeprefix("torch."), config.online_quantization)
 
 
 def fill_weights(
@@ -58,8 +58,8 @@ def fill_weights(
         if device.type == "cpu":
             embedding, *_ = table.values()  # of the model's type, while a head of its own is float32
             resident = [each for name, each in table.items() if on_disk is None or not on_disk.search(name)]
-            sizes = StoredWeights(sum(math.prod(each.shape) for each in resident), 0)
-            check_room(sizes, str(embedding.dtype).removeprefix("torch."), config.online_quantization)
+            sizes = CheckpointSize(sum(math.prod(each.shape) for each in resident), 0)
+            check_weights_fit_memory(sizes, str(embedding.dtype).removeprefix("torch."), config.online_quantization)
         all_tensors = chain(dummy_stream(table, config.seed, device))
     is_untrusted = path is None or config.weights is not None  # by a trainer, whose steps may have gone wrong
     with torch.inference_mode():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from quire.engine.architecture.stream import EMBED_TOKENS_PER_LAYER
-from quire.engine.checkpoint.kv_plan import QUANTIZED_BITS, TABLE_BITS, int8_embedding
+from quire.engine.checkpoint.kv_cache_plan import QUANTIZED_BITS, QUANTIZED_EMBEDDING_BITS, is_embedding_quantized
 from quire.engine.config import EngineConfig
 from quire.engine.layers.parameters import ParameterTable
 from quire.kernels.backend import Backend
@@ -21,11 +21,11 @@ def weight_bytes_in_memory(table: ParameterTable, config: EngineConfig, backend:
 
 def weight_bytes_after_quantization(table: ParameterTable, config: EngineConfig) -> int:
     """Of all weights, as they are held after what is quantized at load."""
-    bits, in_8_bits = 0.0, int8_embedding(config.online_quantization, config.quantize_embedding)
+    bits, in_8_bits = 0.0, is_embedding_quantized(config.online_quantization, config.quantize_embedding)
     for name, each in table.items():
         element_bits = 8.0 * each.dtype.itemsize
         if name in (f"{EMBED_TOKENS_PER_LAYER}.weight", "model.embed_tokens.weight", "lm_head.weight"):
-            element_bits = TABLE_BITS if in_8_bits else element_bits
+            element_bits = QUANTIZED_EMBEDDING_BITS if in_8_bits else element_bits
         elif config.online_quantization is not None and len(each.shape) > 1:
             element_bits = QUANTIZED_BITS[config.online_quantization]
         bits += math.prod(each.shape) * element_bits

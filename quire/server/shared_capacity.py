@@ -59,7 +59,7 @@ class BytesByOwner:
         self._total += size - before
 
 
-class OwnerBudget:
+class SharedCapacity:
     """Counts what each owner holds; an owner is a tenant's name, empty on a server without keys."""
 
     def __init__(self, size: int, usage: BytesByOwner | None = None) -> None:
@@ -86,6 +86,6 @@ class OwnerBudget:
         """Bytes that an owner has taken."""
         return self._usage[owner]
 
-    def add_usage(self, owner: str, amount: int) -> None:
+    def adjust_held_amount(self, owner: str, amount: int) -> None:
         """A negative number gives back."""
         self._usage.add_bytes(owner, amount)

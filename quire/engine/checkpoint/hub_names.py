@@ -15,10 +15,10 @@ from quire.engine.errors import ModelError
 
 ANY_GGUF = "GGUF"
 """The tag of whichever GGUF file suits best: what `-hf OWNER/REPO` asks for."""
-_HOSTS = ("hf.co", "huggingface.co", "www.huggingface.co")
-_PART = re.compile(r"\w[\w.-]{0,95}", re.ASCII)
-_TAG = re.compile(r"[\w.-]{1,128}", re.ASCII)
-_PAGES = ("tree", "blob", "resolve", "raw")
+_HUB_HOSTS = ("hf.co", "huggingface.co", "www.huggingface.co")
+_NAME_PATTERN = re.compile(r"\w[\w.-]{0,95}", re.ASCII)
+_TAG_PATTERN = re.compile(r"[\w.-]{1,128}", re.ASCII)
+_REVISION_PATHS = ("tree", "blob", "resolve", "raw")
 """The part of an address after OWNER/REPO that a revision follows."""
 
 
@@ -38,54 +38,58 @@ class HubName:
         return self.tag is not None or self.file is not None
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         """OWNER/REPO, with the tag or file that it names."""
         if self.file is not None:
             return f"{self.repo}/{self.file}"
         return self.repo if self.tag in (None, ANY_GGUF) else f"{self.repo}:{self.tag}"
 
 
-def hub_name(name: str) -> HubName | None:
+def parse_hub_name(name: str) -> HubName | None:
     """None for what is no name on the hub, such as a path. Raises ModelError for an address that is no model's."""
-    rest = _without_host(name)
-    address = rest is not None
+    rest = _path_on_hub(name)
+    is_address = rest is not None
     rest = name if rest is None else rest
     rest, colon, tag = rest.partition(":")
     parts = rest.rstrip("/").split("/")
-    if len(parts) < 2 or not all(_PART.fullmatch(part) for part in parts[:2]) or (colon and not _TAG.fullmatch(tag)):
-        if address:
+    if (
+        len(parts) < 2
+        or not all(_NAME_PATTERN.fullmatch(part) for part in parts[:2])
+        or (colon and not _TAG_PATTERN.fullmatch(tag))
+    ):
+        if is_address:
             raise ModelError(f"model: {name!r} is not the address of a model: OWNER/REPO, and maybe :TAG")
         return None
     repo = "/".join(parts[:2])
-    more = parts[2:]
+    subpath = parts[2:]
     revision = None
-    if address and more and more[0] in _PAGES:
-        revision, more = (more[1] if len(more) > 1 else None), more[2:]
-    if address and parts[0] in ("datasets", "spaces"):
+    if is_address and subpath and subpath[0] in _REVISION_PATHS:
+        revision, subpath = (subpath[1] if len(subpath) > 1 else None), subpath[2:]
+    if is_address and parts[0] in ("datasets", "spaces"):
         raise ModelError(f"model: {name!r} is one of the hub's {parts[0]}, not a model")
-    file = "/".join(more) or None
+    file = "/".join(subpath) or None
     if file is not None and not file.lower().endswith(".gguf"):
-        if address:
+        if is_address:
             raise ModelError(f"model: {name!r}: {file} is no GGUF file; {repo} names the whole model")
         return None
-    if file is not None and (tag or ".." in more):
+    if file is not None and (tag or ".." in subpath):
         raise ModelError(
             f"model: {name!r} gives both a file and a tag" if tag else f"model: {name!r} is no file's name"
         )
     return HubName(repo, tag or None, file, revision)
 
 
-def _without_host(name: str) -> str | None:
+def _path_on_hub(name: str) -> str | None:
     """The path of an address on the hub; None for a name without one."""
     if name.startswith("hf://"):
         return name.removeprefix("hf://").removeprefix("models/")
-    own = os.environ.get("HF_ENDPOINT", "").rstrip("/")
-    if own and name.startswith(f"{own}/"):
-        return unquote(name.removeprefix(f"{own}/").partition("?")[0])
+    endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/")
+    if endpoint and name.startswith(f"{endpoint}/"):
+        return unquote(name.removeprefix(f"{endpoint}/").partition("?")[0])
     if "://" in name:
         address = urlsplit(name)
-        if address.scheme not in ("http", "https") or address.hostname not in _HOSTS:
+        if address.scheme not in ("http", "https") or address.hostname not in _HUB_HOSTS:
             raise ModelError(f"model: {name!r} is not an address on the hub (https://huggingface.co/OWNER/REPO)")
         return unquote(address.path.lstrip("/"))
     host, _, path = name.partition("/")
-    return path if host in _HOSTS else None
+    return path if host in _HUB_HOSTS else None

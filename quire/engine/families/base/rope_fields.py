@@ -9,77 +9,92 @@ from quire.engine.architecture.rope import ROPE_TYPES, parse_mrope_axes
 from quire.engine.families.base.config_fields import ConfigReader
 from quire.engine.families.base.layer_types import sliding_windows
 from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.families.base.schema.config_schema import LONGROPE, MAX_POSITIONS, OneRope, ServedFields
+from quire.engine.families.base.schema.config_schema import (
+    LONGROPE_TYPES,
+    MAX_POSITIONS,
+    FamilyConfigFields,
+    RopeFields,
+)
 
-_OF_TRAINED_POSITIONS = ("llama3", "yarn", *LONGROPE)
+_TRAINED_CONTEXT_TYPES = ("llama3", "yarn", *LONGROPE_TYPES)
 """Rope types that depend on the context of training."""
-_PART = "partial_rotary_factor"
-_LONGROPE_POSITIONS = 4096
+_PARTIAL_ROTARY_FIELD = "partial_rotary_factor"
+_LONGROPE_TRAINED_CONTEXT = 4096
 """The context of training where config.json of a model with LongRoPE does not say it."""
-_BY_CONTEXT = ("longrope", "su", "dynamic")
+_CONTEXT_DEPENDENT_TYPES = ("longrope", "su", "dynamic")
 """What transformers' classes choose by the longest context."""
 
 
-def rope_of(raw: ServedFields, *, rotates_part: bool, has_longrope: bool) -> dict[str, Any]:
+def read_rope_parameters(raw: FamilyConfigFields, *, has_partial_rotary: bool, has_longrope: bool) -> dict[str, Any]:
     """The rotary embedding's parameters, as one object with both rope_theta and rope_type, normalized as by
     transformers (`standardize_rope_params`).
 
     Files of transformers 4 have rope_theta beside an object rope_scaling, those of transformers 5 both in
     rope_parameters; a file with both objects means rope_scaling.
     """
-    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    rope: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    file_rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    rope: dict[str, Any] = {key: value for key, value in file_rope.items() if value is not None}
     if (theta := raw.get("rope_theta")) is None:
         theta = 10_000.0
     rope.setdefault("rope_theta", theta)
     rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
     rope["rope_type"] = "default" if rope["rope_type"] == "mrope" else rope["rope_type"]
-    for name in (_PART, "rotary_dim"):
+    for name in (_PARTIAL_ROTARY_FIELD, "rotary_dim"):
         if (value := raw.get(name)) is not None:
             rope.setdefault(name, value)
-    if not rotates_part:
-        rope.pop(_PART, None)
-    if rope["rope_type"] in _OF_TRAINED_POSITIONS:
-        _complete_trained_positions(rope, raw, has_longrope=has_longrope)
+    if not has_partial_rotary:
+        rope.pop(_PARTIAL_ROTARY_FIELD, None)
+    if rope["rope_type"] in _TRAINED_CONTEXT_TYPES:
+        _fill_trained_context(rope, raw, has_longrope=has_longrope)
     return rope
 
 
-def _complete_trained_positions(rope: dict[str, Any], raw: ServedFields, *, has_longrope: bool) -> None:
+def _fill_trained_context(rope: dict[str, Any], raw: FamilyConfigFields, *, has_longrope: bool) -> None:
     """The context before it was stretched: a field beside the object counts before one in it."""
     name, positions = "original_max_position_embeddings", raw.get("max_position_embeddings")
-    if (outside := raw.get(name)) is not None:
-        rope[name] = outside
+    if (top_level_value := raw.get(name)) is not None:
+        rope[name] = top_level_value
     elif name not in rope and has_longrope:
-        rope[name] = _LONGROPE_POSITIONS
+        rope[name] = _LONGROPE_TRAINED_CONTEXT
     elif name not in rope and positions is not None:
         rope[name] = positions
-    if rope["rope_type"] in ("yarn", *LONGROPE) and "factor" not in rope and positions is not None and name in rope:
+    if (
+        rope["rope_type"] in ("yarn", *LONGROPE_TYPES)
+        and "factor" not in rope
+        and positions is not None
+        and name in rope
+    ):
         rope["factor"] = positions / rope[name]
 
 
-def positions_of(raw: ServedFields, rope: Mapping[str, Any]) -> int:
+def read_max_position(raw: FamilyConfigFields, rope: Mapping[str, Any]) -> int:
     """Positions of the model. YaRN's may be more than config.json says where it was added to it, as Qwen advises."""
-    given = raw.get("max_position_embeddings") or 2048
+    config_positions = raw.get("max_position_embeddings") or 2048
     if rope["rope_type"] != "yarn":
-        return given
-    return max(given, min(int(rope.get("factor", 1) * rope.get("original_max_position_embeddings", 1)), MAX_POSITIONS))
+        return config_positions
+    return max(
+        config_positions,
+        min(int(rope.get("factor", 1) * rope.get("original_max_position_embeddings", 1)), MAX_POSITIONS),
+    )
 
 
-def chosen_by_context(given: Mapping[str, Any]) -> bool:
+def rope_depends_on_context(rope_fields: Mapping[str, Any]) -> bool:
     """Whether the longest context decides rotations that transformers' class of this config.json computes."""
-    kinds = (given.get(name) for name in ("rope_type", "type"))
-    inner = (each for each in given.values() if isinstance(each, Mapping))
-    return any(kind in _BY_CONTEXT for kind in kinds if isinstance(kind, str)) or any(map(chosen_by_context, inner))
+    kinds = (rope_fields.get(name) for name in ("rope_type", "type"))
+    inner = (each for each in rope_fields.values() if isinstance(each, Mapping))
+    return any(kind in _CONTEXT_DEPENDENT_TYPES for kind in kinds if isinstance(kind, str)) or any(
+        map(rope_depends_on_context, inner)
+    )
 
 
-def unserved_rope_type(rope: Mapping[str, Any], *, has_longrope: bool) -> str:
+def find_unsupported_rope_type(rope: Mapping[str, Any], *, has_longrope: bool) -> str:
     """A rope_type that is not computed; "" where it is."""
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
     served = {"mrope": True, "longrope": has_longrope, "su": has_longrope}.get(kind, kind in ROPE_TYPES)
     return "" if served else kind
 
 
-def rope_of_layers(fields: OneRope | None, theta: float, positions: int | None) -> dict[str, Any]:
+def build_layer_type_rope(fields: RopeFields | None, theta: float, positions: int | None) -> dict[str, Any]:
     """The rotation of one kind of layers, as its own object says it, in the form of ModelConfig.rope. theta: where that
     has none; positions: the model's."""
     rope: dict[str, Any] = {"rope_theta": theta}
@@ -106,8 +121,8 @@ def ropes_by_window_reader(full: ConfigReader, sliding: ConfigReader) -> ConfigR
             {**(ropes.get("full_attention") or {}), **scaling},
             config.raw.get("max_position_embeddings"),
         )
-        full_rope = rope_of_layers(cast(OneRope, full_fields), full(config), positions)
-        sliding_rope = rope_of_layers(ropes.get("sliding_attention"), sliding(config), positions)
+        full_rope = build_layer_type_rope(cast(RopeFields, full_fields), full(config), positions)
+        sliding_rope = build_layer_type_rope(ropes.get("sliding_attention"), sliding(config), positions)
         return [full_rope if window is None else sliding_rope for window in sliding_windows(config)]
 
     return read_ropes
@@ -118,23 +133,23 @@ def window_only_ropes(config: ModelConfig) -> list[dict[str, Any] | None]:
     return [None if window is None else config.rope for window in sliding_windows(config)]
 
 
-def interleaved_nope_ropes(config: ModelConfig) -> list[dict[str, Any] | None]:
+def periodic_nope_ropes(config: ModelConfig) -> list[dict[str, Any] | None]:
     """One of every few layers leaves positions out (NoPE: Yang et al., 2025)."""
     every, layers = config.raw.get("no_rope_layer_interval") or 4, config.num_layers
     uses_rope = config.raw.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(layers)]
-    return [config.rope if rotated else None for rotated in uses_rope]
+    return [config.rope if is_rotated else None for is_rotated in uses_rope]
 
 
-def longrope(config: ModelConfig) -> dict[str, Any]:
+def longrope_parameters(config: ModelConfig) -> dict[str, Any]:
     """LongRoPE, in the names of today."""
     raw, rope = config.raw, dict(config.rope)
-    if rope["rope_type"] not in LONGROPE:
+    if rope["rope_type"] not in LONGROPE_TYPES:
         return rope
-    old = rope["original_max_position_embeddings"]
-    trained = raw.get("max_position_embeddings") or config.max_position
+    original_context = rope["original_max_position_embeddings"]
+    trained_context = raw.get("max_position_embeddings") or config.max_position
     return rope | {
         "rope_type": "longrope",
-        "original_max_position_embeddings": old,
-        "max_position_embeddings": config.rope_context or config.context or config.max_position,
-        "factor": rope.get("factor") or trained / old,
+        "original_max_position_embeddings": original_context,
+        "max_position_embeddings": config.rope_context or config.max_model_len or config.max_position,
+        "factor": rope.get("factor") or trained_context / original_context,
     }

@@ -24,22 +24,22 @@ from quire.engine.gguf.hf_config import EMBEDDING_TENSOR
 from quire.engine.gguf.model_files import read_gguf_header
 from quire.engine.gguf.tensor_types import FLOAT_TYPES
 
-INDEX = "model.safetensors.index.json"
+INDEX_FILE = "model.safetensors.index.json"
 """The file that says which shard has which tensor."""
 _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Bytes per number of the safetensors types that the loader casts to the served type."""
-_BYTES = _FLOAT_BYTES | {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-_INDEX_BYTES = 64 * MIB
-_HEADER_BYTES = 100_000_000
+_DTYPE_BYTES = _FLOAT_BYTES | {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_MAX_INDEX_BYTES = 64 * MIB
+_MAX_HEADER_BYTES = 100_000_000
 """The longest header that the safetensors library reads."""
-_MOST_TENSORS = 2**17
-_MOST_SHARDS = 4096
-_SHOWN = 200
+_MAX_TENSORS = 2**17
+_MAX_SHARDS = 4096
+_MAX_SHOWN_CHARS = 200
 """Characters of a name in a file that an error shows."""
-_HEADS = ("mtp.",)
+_MTP_PREFIXES = ("mtp.",)
 """Of heads that guess tokens."""
-_BESIDE_TEXT = ("model.visual.", "visual.", "model.audio_tower.", "model.embed_audio.", *_HEADS)
-_OF_IMAGES = (
+_NON_TEXT_PREFIXES = ("model.visual.", "visual.", "model.audio_tower.", "model.embed_audio.", *_MTP_PREFIXES)
+_VISION_NAME_PARTS = (
     "vision_tower.",
     "embed_vision.",
     "multi_modal_projector.",
@@ -49,20 +49,20 @@ _OF_IMAGES = (
     "image_newline",
 )
 """Of towers for images, and of what follows them."""
-ROUTED = re.compile(r"\.experts\.|_exps\.|\.block_sparse_moe\.(in|out)put_linear\.")
+ROUTED_EXPERT_PATTERN = re.compile(r"\.experts\.|_exps\.|\.block_sparse_moe\.(in|out)put_linear\.")
 """In the names of routed experts' tensors, in GGUF files and Granite's too."""
-LAYERS = re.compile(r"(^|\.)(layers|h|blk|blocks)\.\d+\.")
+LAYER_PATTERN = re.compile(r"(^|\.)(layers|h|blk|blocks)\.\d+\.")
 """In the names of layers' tensors, likewise."""
 _Size = Annotated[int, Meta(ge=0, le=2**62)]
 
 
-class _Index(msgspec.Struct):
+class _ShardIndex(msgspec.Struct):
     """model.safetensors.index.json, or pytorch_model.bin.index.json: which shard has which tensor."""
 
     weight_map: dict[str, str]
 
 
-class _Tensor(msgspec.Struct):
+class _TensorEntry(msgspec.Struct):
     """What a header says of a tensor."""
 
     dtype: str
@@ -76,64 +76,66 @@ class TensorHeader(NamedTuple):
     shape: tuple[int, ...]
 
 
-class StoredWeights(NamedTuple):
+class CheckpointSize(NamedTuple):
     """The size of a checkpoint's weights."""
 
-    floats: int
+    num_floats: int
     """How many numbers of 16 bits or more; they are loaded in the served type."""
-    other_bytes: int
+    packed_bytes: int
     """Bytes of packed integers and 8-bit floats, which are loaded as they are."""
-    table_bits: float | None = None
+    embedding_bits: float | None = None
     """Bits of an embedding's number where it has few; it is the head as well then, if it is tied."""
 
 
-def text_tensor(name: str) -> str | None:
+def text_tensor_name(name: str) -> str | None:
     """The name of a checkpoint's tensor in a text-only model; None if it belongs to the image encoder, or to a head
     that guesses tokens (MTP)."""
-    if name.startswith(_BESIDE_TEXT) or any(part in name for part in _OF_IMAGES):
+    if name.startswith(_NON_TEXT_PREFIXES) or any(part in name for part in _VISION_NAME_PARTS):
         return None
     return name.replace("language_model.", "").replace("text_model.", "")
 
 
-def is_of_text(name: str) -> bool:
+def is_text_tensor(name: str) -> bool:
     """Whether a checkpoint's tensor is of the text-only model."""
-    return text_tensor(name) is not None
+    return text_tensor_name(name) is not None
 
 
-def image_tensor(name: str) -> str | None:
+def vision_tensor_name(name: str) -> str | None:
     """The name of a checkpoint's tensor that is for images, without what only some savers write before it; None for
     one that is not."""
-    if text_tensor(name) is not None or name.startswith(_HEADS):
+    if text_tensor_name(name) is not None or name.startswith(_MTP_PREFIXES):
         return None
     return name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.")
 
 
-def weight_files(path: Path) -> list[Path]:
+def find_weight_files(path: Path) -> list[Path]:
     """The paths of the files of a model's weights: model.safetensors, or the shards that the index file names; where
     neither is there, and pytorch_model.bin or its index is, these.
 
     They need not exist. Raises ModelError when the index file is invalid or names a file outside of the model's folder:
     it comes with a download, as a path in it does; a link does not, and may lead anywhere.
     """
-    single, name = path / "model.safetensors", INDEX
-    content = read_bytes_if_present(path / name, _INDEX_BYTES)
+    single, name = path / "model.safetensors", INDEX_FILE
+    content = read_bytes_if_present(path / name, _MAX_INDEX_BYTES)
     if content is None and not os.path.lexists(single):
-        name = pickled.INDEX
-        content = read_bytes_if_present(path / name, _INDEX_BYTES)
-        single = path / pickled.SINGLE if os.path.lexists(path / pickled.SINGLE) else single
+        name = pickled.INDEX_FILE
+        content = read_bytes_if_present(path / name, _MAX_INDEX_BYTES)
+        single = path / pickled.WEIGHTS_FILE if os.path.lexists(path / pickled.WEIGHTS_FILE) else single
     if content is None:
         return [single]
-    shards = sorted(set(decode_json(content, _Index, name).weight_map.values()))
-    if not 0 < len(shards) <= _MOST_SHARDS:
+    shards = sorted(set(decode_json(content, _ShardIndex, name).weight_map.values()))
+    if not 0 < len(shards) <= _MAX_SHARDS:
         raise ModelError(f"model: {name}: weight_map: names {len(shards)} files")
     for shard in shards:
         if (
-            len(shard) > _SHOWN
+            len(shard) > _MAX_SHOWN_CHARS
             or not shard.isprintable()
             or PurePosixPath(shard).is_absolute()
             or ".." in PurePosixPath(shard).parts
         ):
-            raise ModelError(f"model: {name}: weight_map: {shard[:_SHOWN]!r} is not a file in the model's folder")
+            raise ModelError(
+                f"model: {name}: weight_map: {shard[:_MAX_SHOWN_CHARS]!r} is not a file in the model's folder"
+            )
     return [path / shard for shard in shards]
 
 
@@ -142,117 +144,132 @@ def is_pickled(file: Path) -> bool:
     return file.suffix == pickled.SUFFIX
 
 
-def read_stored_weights(
-    path: Path, counts: Callable[[str], bool] = is_of_text, *, without: re.Pattern[str] | None = None
-) -> StoredWeights | None:
+def read_checkpoint_size(
+    path: Path, is_counted: Callable[[str], bool] = is_text_tensor, *, excluded_pattern: re.Pattern[str] | None = None
+) -> CheckpointSize | None:
     """Add up the tensors in the headers, a few KB each, of the files of a model's weights; None if a file is missing.
     counts: which of them, by their names there; without: those whose names have this are left out.
 
     Raises ModelError, naming file and tensor, for headers that are wrong.
     """
     if not path.is_dir():
-        return _stored_in_gguf(path, counts, without)
-    floats = other = 0
-    for shard in weight_files(path):
-        tensors = _read_header(shard)
+        return _read_gguf_size(path, is_counted, excluded_pattern)
+    floats = packed_bytes = 0
+    for shard in find_weight_files(path):
+        tensors = _read_shard_header(shard)
         if tensors is None:
             return None
         for name, tensor in tensors.items():
-            if name.endswith("rotary_emb.inv_freq") or not counts(name):
+            if name.endswith("rotary_emb.inv_freq") or not is_counted(name):
                 continue
-            if without is not None and without.search(name):
+            if excluded_pattern is not None and excluded_pattern.search(name):
                 continue
             begin, end = tensor.data_offsets
             if tensor.dtype in _FLOAT_BYTES:
                 floats += (end - begin) // _FLOAT_BYTES[tensor.dtype]
             else:
-                other += end - begin
-    return StoredWeights(floats, other)
+                packed_bytes += end - begin
+    return CheckpointSize(floats, packed_bytes)
 
 
-def read_tensor_headers(path: Path, name_of: Callable[[str], str | None] = text_tensor) -> dict[str, TensorHeader]:
-    """What the headers say of the tensors of a model directory that have a name by `name_of`: by default of all but
+def read_tensor_headers(
+    path: Path, map_name: Callable[[str], str | None] = text_tensor_name
+) -> dict[str, TensorHeader]:
+    """What the headers say of the tensors of a model directory that have a name by `map_name`: by default of all but
     those for images and of heads. Raises ModelError."""
-    found = {}
-    for shard in weight_files(path):
-        for stored, tensor in (_read_header(shard) or {}).items():
-            if (name := name_of(stored)) is not None:
-                found[name] = TensorHeader(tensor.dtype, tuple(tensor.shape))
-    return found
+    headers = {}
+    for shard in find_weight_files(path):
+        for stored_name, tensor in (_read_shard_header(shard) or {}).items():
+            if (name := map_name(stored_name)) is not None:
+                headers[name] = TensorHeader(tensor.dtype, tuple(tensor.shape))
+    return headers
 
 
 def read_file_headers(file: Path) -> dict[str, TensorHeader] | None:
     """What the header of one file says of its tensors; None if there is no such file. Raises ModelError."""
-    found = _read_header(file)
-    if found is None:
+    tensors = _read_shard_header(file)
+    if tensors is None:
         return None
-    return {name: TensorHeader(tensor.dtype, tuple(tensor.shape)) for name, tensor in found.items()}
+    return {name: TensorHeader(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def tensor_places(file: Path) -> dict[str, tuple[str, int, int]]:
+def read_tensor_ranges(file: Path) -> dict[str, tuple[str, int, int]]:
     """The type of each tensor of one file, and where in the file its bytes begin and end. Raises ModelError."""
-    tensors = _read_header(file) or {}
-    with file.open("rb") as opened:
-        data = 8 + int.from_bytes(opened.read(8), "little")
-    places = {name: (tensor.dtype, *tensor.data_offsets) for name, tensor in tensors.items()}
-    return {name: (dtype, data + begin, data + end) for name, (dtype, begin, end) in places.items()}
+    tensors = _read_shard_header(file) or {}
+    with file.open("rb") as stream:
+        data_start = 8 + int.from_bytes(stream.read(8), "little")
+    offsets = {name: (tensor.dtype, *tensor.data_offsets) for name, tensor in tensors.items()}
+    return {name: (dtype, data_start + begin, data_start + end) for name, (dtype, begin, end) in offsets.items()}
 
 
-def _stored_in_gguf(path: Path, counts: Callable[[str], bool], without: re.Pattern[str] | None) -> StoredWeights:
+def _read_gguf_size(
+    path: Path, is_counted: Callable[[str], bool], excluded_pattern: re.Pattern[str] | None
+) -> CheckpointSize:
     """What has few bits stays as it is stored."""
-    floats = other = 0
-    tensors = {name: tensor for name, tensor in read_gguf_header(path).tensors.items() if counts(name)}
+    floats = packed_bytes = 0
+    tensors = {name: tensor for name, tensor in read_gguf_header(path).tensors.items() if is_counted(name)}
     for name, tensor in tensors.items():
-        if without is not None and without.search(name):
+        if excluded_pattern is not None and excluded_pattern.search(name):
             continue
         if tensor.type.name in FLOAT_TYPES:
             floats += tensor.num_elements
         else:
-            other += tensor.nbytes
-    table = tensors.get(EMBEDDING_TENSOR)
-    return StoredWeights(
-        floats, other, None if table is None or table.type.name in FLOAT_TYPES else table.type.bits_per_weight
+            packed_bytes += tensor.nbytes
+    embedding = tensors.get(EMBEDDING_TENSOR)
+    return CheckpointSize(
+        floats,
+        packed_bytes,
+        None if embedding is None or embedding.type.name in FLOAT_TYPES else embedding.type.bits_per_weight,
     )
 
 
-def _read_header(shard: Path) -> dict[str, _Tensor] | None:
+def _read_shard_header(shard: Path) -> dict[str, _TensorEntry] | None:
     """The tensors by name; None if there is no such file. A safetensors file's header is its length as eight bytes,
     little-endian, and then JSON; the tensors' data follow."""
     if is_pickled(shard):
-        read = pickled.read_tensors(shard)
-        if read is None:
+        pickled_tensors = pickled.read_pickled_tensor_headers(shard)
+        if pickled_tensors is None:
             return None
-        return {name: _Tensor(each.dtype, [*each.shape], (0, each.nbytes)) for name, each in read.items()}
+        return {
+            name: _TensorEntry(each.dtype, [*each.shape], (0, each.nbytes)) for name, each in pickled_tensors.items()
+        }
     file = open_if_present(shard)
     if file is None:
         return None
     with file:
         total = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
-        if total < 8 or length > min(total - 8, _HEADER_BYTES):
+        if total < 8 or length > min(total - 8, _MAX_HEADER_BYTES):
             raise ModelError(f"model: {shard.name} cannot be read: its header is cut off, or it is no safetensors file")
         header = decode_json(file.read(length), dict[str, msgspec.Raw], shard.name)
     header.pop("__metadata__", None)
-    if len(header) > _MOST_TENSORS:
-        raise ModelError(f"model: {shard.name}: its header has {len(header)} tensors, more than {_MOST_TENSORS}")
-    tensors = {name: decode_json(bytes(raw), _Tensor, f"{shard.name}: {name[:_SHOWN]}") for name, raw in header.items()}
+    if len(header) > _MAX_TENSORS:
+        raise ModelError(f"model: {shard.name}: its header has {len(header)} tensors, more than {_MAX_TENSORS}")
+    tensors = {
+        name: decode_json(bytes(raw), _TensorEntry, f"{shard.name}: {name[:_MAX_SHOWN_CHARS]}")
+        for name, raw in header.items()
+    }
     for name, tensor in tensors.items():
         begin, end = tensor.data_offsets
         if not begin <= end <= total - 8 - length:
             raise ModelError(
-                f"model: {shard.name}: {name[:_SHOWN]}: data_offsets: outside of the file, which may be cut off"
+                f"model: {shard.name}: {name[:_MAX_SHOWN_CHARS]}: data_offsets: outside of the file, which may be cut "
+                "off"
             )
-        needed = math.prod(tensor.shape) * _BYTES.get(tensor.dtype, 0)
-        if tensor.dtype in _BYTES and needed != end - begin:
+        needed = math.prod(tensor.shape) * _DTYPE_BYTES.get(tensor.dtype, 0)
+        if tensor.dtype in _DTYPE_BYTES and needed != end - begin:
             size = f"{tensor.shape} of {tensor.dtype} are {needed} bytes, not {end - begin}"
-            raise ModelError(f"model: {shard.name}: {name[:_SHOWN]}: data_offsets: {size}")
-    _check_apart(tensors, shard.name)
+            raise ModelError(f"model: {shard.name}: {name[:_MAX_SHOWN_CHARS]}: data_offsets: {size}")
+    _check_no_overlap(tensors, shard.name)
     return tensors
 
 
-def _check_apart(tensors: dict[str, _Tensor], shard: str) -> None:
+def _check_no_overlap(tensors: dict[str, _TensorEntry], shard: str) -> None:
     """Raise ModelError where two tensors share bytes, which the safetensors library does not read either."""
-    placed = sorted((tensor.data_offsets, name) for name, tensor in tensors.items())
-    for ((_, end), before), ((begin, _), name) in pairwise(placed):
+    ranges = sorted((tensor.data_offsets, name) for name, tensor in tensors.items())
+    for ((_, end), previous_name), ((begin, _), name) in pairwise(ranges):
         if begin < end:
-            raise ModelError(f"model: {shard}: {name[:_SHOWN]}: data_offsets: shares bytes with {before[:_SHOWN]}")
+            raise ModelError(
+                f"model: {shard}: {name[:_MAX_SHOWN_CHARS]}: data_offsets: shares bytes with "
+                f"{previous_name[:_MAX_SHOWN_CHARS]}"
+            )

@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.engine.checkpoint.names import HubName
+from quire.engine.checkpoint.hub_names import HubName
 from quire.engine.unsupported_options import suggest_nearest
 
-_TELLING = 3
+_MIN_PREFIX_LETTERS = 3
 """Letters that may tell which family is meant."""
-_TABLE = Path(__file__).with_name("catalog.toml")
+_CATALOG_FILE = Path(__file__).with_name("catalog.toml")
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
     name: str
-    use: str
+    use_case: str
     """chat, code, embed or rerank."""
-    hub: HubName
+    hub_name: HubName
     licence: str
     gigabytes: float | None
     """10^9 bytes of the GGUF file; None for safetensors."""
@@ -29,21 +29,25 @@ class CatalogEntry:
     """What of config.json says the model's shape."""
 
 
-def nearest_models(name: str, known: Collection[str]) -> str:
+def suggest_short_name(name: str, short_names: Collection[str]) -> str:
     """What to write instead of a short name that is none; "" where none is near."""
-    low = name.lower()
-    sized = [each for each in known if each.startswith(f"{low}:")]
-    if sized:
-        return f"write it with a size: {' or '.join(sized)}"
-    longer = [each for each in known if each.startswith(low)] if len(low) >= _TELLING else []
-    family = [each for each in known if each.partition(":")[0] == low.partition(":")[0]]
-    alike = longer or ([] if suggest_nearest(low, known) else family)
-    return f"did you mean {' or '.join(alike)}?" if alike else suggest_nearest(low, known)
+    lowercase_name = name.lower()
+    names_with_size = [each for each in short_names if each.startswith(f"{lowercase_name}:")]
+    if names_with_size:
+        return f"write it with a size: {' or '.join(names_with_size)}"
+    prefix_matches = (
+        [each for each in short_names if each.startswith(lowercase_name)]
+        if len(lowercase_name) >= _MIN_PREFIX_LETTERS
+        else []
+    )
+    same_family = [each for each in short_names if each.partition(":")[0] == lowercase_name.partition(":")[0]]
+    suggestions = prefix_matches or ([] if suggest_nearest(lowercase_name, short_names) else same_family)
+    return f"did you mean {' or '.join(suggestions)}?" if suggestions else suggest_nearest(lowercase_name, short_names)
 
 
-def known_models() -> dict[str, CatalogEntry]:
+def load_catalog() -> dict[str, CatalogEntry]:
     """By short name, in the table's order."""
-    table = tomllib.loads(_TABLE.read_text(encoding="utf-8"))
+    table = tomllib.loads(_CATALOG_FILE.read_text(encoding="utf-8"))
     return {
         name: CatalogEntry(
             name,

@@ -50,11 +50,11 @@ def read_mamba2_fields(metadata: GGUFMetadata) -> dict[str, Any]:
 
 
 def _read_common_fields(metadata: GGUFMetadata) -> dict[str, Any]:
-    is_biased, context = metadata.any_layer_has("ssm_in.bias"), metadata.integer("context_length")
+    is_biased, context = metadata.any_layer_has_tensor("ssm_in.bias"), metadata.integer("context_length")
     return {
         "mamba_d_conv": metadata.integer("ssm.conv_kernel"),
         "mamba_d_state": metadata.integer("ssm.state_size"),
-        "mamba_conv_bias": metadata.any_layer_has("ssm_conv1d.bias"),
+        "mamba_conv_bias": metadata.any_layer_has_tensor("ssm_conv1d.bias"),
         "mamba_proj_bias": is_biased,
         "use_bias": is_biased,
         "max_position_embeddings": _ASSUMED_CONTEXT if context == _UNLIMITED_CONTEXT else context,

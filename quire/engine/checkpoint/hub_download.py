@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from quire.engine.checkpoint.failures import check_room, told_apart
-from quire.engine.checkpoint.names import ANY_GGUF, HubName
+from quire.engine.checkpoint.hub_errors import check_disk_space, translate_hub_errors
+from quire.engine.checkpoint.hub_names import ANY_GGUF, HubName
 from quire.engine.errors import ModelError
 from quire.engine.folder_reader import MIB
 from quire.engine.gguf.file_selection import PREFERRED_TAG, group_models_by_tag, select_files
@@ -24,9 +24,9 @@ from quire.engine.gguf.header import read_header_bytes
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
 
-_PICKLED = ("pytorch_model.bin", "pytorch_model-*.bin")
+_PICKLE_PATTERNS = ("pytorch_model.bin", "pytorch_model-*.bin")
 """The files of a model's weights where a repository has no safetensors."""
-_PIECE = 8 * MIB
+_HEADER_CHUNK_BYTES = 8 * MIB
 """That is read of a header at a time: of most of them all."""
 
 
@@ -38,7 +38,7 @@ class HubFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class RepoListing:
     """What a repository holds: by path from its root."""
 
     files: Mapping[str, HubFile | None]
@@ -46,54 +46,54 @@ class Listing:
     commit: str
 
     @property
-    def is_gguf(self) -> bool:
+    def has_only_gguf_weights(self) -> bool:
         """Whether GGUF files are all the weights it has."""
-        has = {PurePosixPath(path).suffix.lower() for path in self.files}
-        return ".gguf" in has and ".safetensors" not in has
+        suffixes = {PurePosixPath(path).suffix.lower() for path in self.files}
+        return ".gguf" in suffixes and ".safetensors" not in suffixes
 
     @property
-    def pickled(self) -> tuple[str, ...]:
+    def pickle_patterns(self) -> tuple[str, ...]:
         """Patterns of files that are wanted too, because its weights are of PyTorch's own format alone."""
-        return () if any(path.endswith(".safetensors") for path in self.files) else _PICKLED
+        return () if any(path.endswith(".safetensors") for path in self.files) else _PICKLE_PATTERNS
 
 
-def download(name: HubName, revision: str | None, patterns: Sequence[str], *, newest: bool = False) -> Path:
+def download_from_hub(name: HubName, revision: str | None, patterns: Sequence[str], *, refresh: bool = False) -> Path:
     """The local folder of a model's snapshot with the files that match these patterns, or its GGUF file, of several
     parts the first. newest: also of what the cache has, the hub is asked for the newest, with all checks. Raises
     ModelError."""
     revision = name.revision or revision
-    if name.wants_gguf and not newest and (cached := _cached_gguf(name, revision)) is not None:
+    if name.wants_gguf and not refresh and (cached := _find_cached_gguf(name, revision)) is not None:
         return cached
-    if not name.wants_gguf and not newest and is_cached(name, revision, (".safetensors",)):
-        return download_some(name, revision, patterns)  # which asks whether there is something newer
-    with told_apart(name, revision):
-        listing = list_files(name, revision)
-        if not name.wants_gguf and not listing.is_gguf:
-            return _snapshot(name, revision, listing, [*patterns, *listing.pickled])
-        files = gguf_files(name, listing)
-        return _snapshot(name, revision, listing, [glob.escape(file) for file in files]) / files[0]
+    if not name.wants_gguf and not refresh and has_cached_weights(name, revision, (".safetensors",)):
+        return download_files(name, revision, patterns)  # which asks whether there is something newer
+    with translate_hub_errors(name, revision):
+        listing = list_repo_files(name, revision)
+        if not name.wants_gguf and not listing.has_only_gguf_weights:
+            return _download_snapshot(name, revision, listing, [*patterns, *listing.pickle_patterns])
+        files = select_gguf_files(name, listing)
+        return _download_snapshot(name, revision, listing, [glob.escape(file) for file in files]) / files[0]
 
 
-def download_some(name: HubName, revision: str | None, patterns: Sequence[str]) -> Path:
+def download_files(name: HubName, revision: str | None, patterns: Sequence[str]) -> Path:
     """The local folder of the files that match these patterns, whatever else a repository holds."""
     from huggingface_hub import snapshot_download
 
-    with told_apart(name, revision):
+    with translate_hub_errors(name, revision):
         return Path(snapshot_download(name.repo, revision=name.revision or revision, allow_patterns=list(patterns)))
 
 
-def gguf_files(name: HubName, listing: Listing) -> list[str]:
+def select_gguf_files(name: HubName, listing: RepoListing) -> list[str]:
     """The paths of the GGUF model that a name means, in order. Raises ModelError."""
     models = group_models_by_tag(listing.files)
     if name.file is None:
         return select_files(models, None if name.tag in (None, ANY_GGUF) else name.tag, name.repo)
-    for files in (files for several in models.values() for files in several):
+    for files in (files for file_lists in models.values() for files in file_lists):
         if name.file in files:
             return files
     raise ModelError(f"model: {name.repo} has no GGUF file {name.file}, or not all its parts")
 
 
-def list_files(name: HubName, revision: str | None) -> Listing:
+def list_repo_files(name: HubName, revision: str | None) -> RepoListing:
     """What a repository holds on the hub, or, where that cannot be asked, what of it is in the cache. Raises what the
     hub's client raises."""
     from huggingface_hub import HfApi
@@ -104,131 +104,137 @@ def list_files(name: HubName, revision: str | None) -> Listing:
     except RevisionNotFoundError:
         raise
     except (HfHubHTTPError, HTTPError, OSError):
-        folder = _cached_folder(name, revision)
+        folder = _find_cached_snapshot(name, revision)
         if folder is None:
             raise
         paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-        return Listing(dict.fromkeys(paths), folder.name)
-    found = {
+        return RepoListing(dict.fromkeys(paths), folder.name)
+    files = {
         each.rfilename: HubFile(each.size or 0, None if each.lfs is None else each.lfs.sha256)
         for each in info.siblings or ()
     }
-    return Listing(found, info.sha or "")
+    return RepoListing(files, info.sha or "")
 
 
-def _snapshot(name: HubName, revision: str | None, listing: Listing, patterns: Sequence[str]) -> Path:
+def _download_snapshot(name: HubName, revision: str | None, listing: RepoListing, patterns: Sequence[str]) -> Path:
     """Download the files that match; those that are new are compared with what the hub says of them."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import filter_repo_objects
 
-    wanted = filter_repo_objects(listing.files, allow_patterns=list(patterns))
-    old = _cached_folder(name, listing.commit)
-    new = {path: file for path in wanted if (file := listing.files[path]) and not (old and (old / path).is_file())}
-    check_room(name, sum(file.size for file in new.values()))
+    matching_paths = filter_repo_objects(listing.files, allow_patterns=list(patterns))
+    cached_snapshot = _find_cached_snapshot(name, listing.commit)
+    new_files = {
+        path: file
+        for path in matching_paths
+        if (file := listing.files[path]) and not (cached_snapshot and (cached_snapshot / path).is_file())
+    }
+    check_disk_space(name, sum(file.size for file in new_files.values()))
     folder = Path(snapshot_download(name.repo, revision=revision, allow_patterns=list(patterns)))
     if folder.name == listing.commit:
-        for path, file in new.items():
-            _verify(folder / path, file, name.repo)
+        for path, file in new_files.items():
+            _verify_sha256(folder / path, file, name.repo)
     return folder
 
 
-def _verify(path: Path, file: HubFile, repo: str) -> None:
+def _verify_sha256(path: Path, file: HubFile, repo: str) -> None:
     """Raise ModelError, and delete it, where a file is not what the hub has."""
     if file.sha256 is None:
         return
     with path.open("rb") as content:
-        found = hashlib.file_digest(content, "sha256").hexdigest()
-    if found != file.sha256:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+    if digest != file.sha256:
         path.resolve().unlink()
         path.unlink(missing_ok=True)
         raise ModelError(
-            f"model: {repo}: {path.name} came with the SHA-256 {found[:12]}…, where the hub says {file.sha256[:12]}…; "
+            f"model: {repo}: {path.name} came with the SHA-256 {digest[:12]}…, where the hub says {file.sha256[:12]}…; "
             "it is deleted: try again"
         )
 
 
-def _cached_folder(name: HubName, revision: str | None) -> Path | None:
+def _find_cached_snapshot(name: HubName, revision: str | None) -> Path | None:
     """The snapshot of a revision in the cache, by the layout that the hub's client documents; None without one."""
     from huggingface_hub import constants  # which takes 10 ms; the client itself takes a second
 
     repo = Path(constants.HF_HUB_CACHE) / f"models--{name.repo.replace('/', '--')}"
-    wanted = revision or constants.DEFAULT_REVISION
-    ref = repo / "refs" / wanted
-    if re.fullmatch(r"[\w./-]+", wanted) is None or ".." in wanted:
+    revision_name = revision or constants.DEFAULT_REVISION
+    ref = repo / "refs" / revision_name
+    if re.fullmatch(r"[\w./-]+", revision_name) is None or ".." in revision_name:
         return None
-    commit = ref.read_text().strip() if ref.is_file() else wanted
+    commit = ref.read_text().strip() if ref.is_file() else revision_name
     folder = repo / "snapshots" / commit
     return folder if folder.is_dir() else None
 
 
-def _cached_gguf(name: HubName, revision: str | None) -> Path | None:
+def _find_cached_gguf(name: HubName, revision: str | None) -> Path | None:
     """The file that a name means where the cache has all of it, so that a start asks nobody; None else."""
-    folder = _cached_folder(name, revision)
+    folder = _find_cached_snapshot(name, revision)
     if folder is None:
         return None
     paths = [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf") if path.is_file()]
-    exact = HubName(name.repo, PREFERRED_TAG) if name.tag == ANY_GGUF else name
+    exact_name = HubName(name.repo, PREFERRED_TAG) if name.tag == ANY_GGUF else name
     try:
-        return folder / gguf_files(exact, Listing(dict.fromkeys(paths), folder.name))[0]
+        return folder / select_gguf_files(exact_name, RepoListing(dict.fromkeys(paths), folder.name))[0]
     except ModelError:
         return None
 
 
-def is_cached(name: HubName, revision: str | None, kinds: tuple[str, ...] = (".safetensors", ".gguf", ".bin")) -> bool:
+def has_cached_weights(
+    name: HubName, revision: str | None, suffixes: tuple[str, ...] = (".safetensors", ".gguf", ".bin")
+) -> bool:
     """Whether weights of a model, in files of these kinds, are in the cache, maybe not all of them."""
     if name.wants_gguf:
-        return _cached_gguf(name, name.revision or revision) is not None
-    folder = _cached_folder(name, name.revision or revision)
-    return folder is not None and any(path.suffix in kinds for path in folder.rglob("*"))
+        return _find_cached_gguf(name, name.revision or revision) is not None
+    folder = _find_cached_snapshot(name, name.revision or revision)
+    return folder is not None and any(path.suffix in suffixes for path in folder.rglob("*"))
 
 
-def fetch_config(name: HubName, revision: str | None, file: str, into: Path) -> Path:
+def fetch_config(name: HubName, revision: str | None, file: str, target_dir: Path) -> Path:
     """The local folder with a model's config.json, called `file`, and no weights. Of a GGUF model its headers, some MB,
     are written into files as large as the whole ones, whose rest is not there; then the first one's path. Raises
     ModelError."""
     revision = name.revision or revision
-    with told_apart(name, revision):
-        listing = list_files(name, revision)
-        if not name.wants_gguf and not listing.is_gguf:
-            return _snapshot(name, revision, listing, [file])
-        files = gguf_files(name, listing)
+    with translate_hub_errors(name, revision):
+        listing = list_repo_files(name, revision)
+        if not name.wants_gguf and not listing.has_only_gguf_weights:
+            return _download_snapshot(name, revision, listing, [file])
+        files = select_gguf_files(name, listing)
         for path in files:
-            _fetch_header(name, listing, path, into)
-    return into / PurePosixPath(files[0]).name
+            _fetch_gguf_header(name, listing, path, target_dir)
+    return target_dir / PurePosixPath(files[0]).name
 
 
-def _fetch_header(name: HubName, listing: Listing, path: str, into: Path) -> None:
+def _fetch_gguf_header(name: HubName, listing: RepoListing, path: str, target_dir: Path) -> None:
     file = listing.files[path]
-    target = into / PurePosixPath(path).name
+    target = target_dir / PurePosixPath(path).name
     if file is None:  # the hub cannot be asked, and the cache has it
-        folder = _cached_folder(name, listing.commit)
+        folder = _find_cached_snapshot(name, listing.commit)
         assert folder is not None
         target.symlink_to(folder / path)
         return
-    content = read_header_bytes(_Ranges(name.repo, path, listing.commit), target, file.size)
+    content = read_header_bytes(_HubRangeReader(name.repo, path, listing.commit), target, file.size)
     with target.open("wb") as out:
         out.write(content)
         out.truncate(file.size)
 
 
-class _Ranges:
+class _HubRangeReader:
     """Reads a file of the hub piece by piece."""
 
     def __init__(self, repo: str, path: str, commit: str) -> None:
         from huggingface_hub import hf_hub_url
 
         self._url = hf_hub_url(repo, path, revision=commit)
-        self._at = 0
+        self._offset = 0
 
     def read(self, length: int) -> bytes:
         from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-        last = self._at + max(length, _PIECE) - 1
-        headers = build_hf_headers() | {"Range": f"bytes={self._at}-{last}", "Accept-Encoding": "identity"}
+        last = self._offset + max(length, _HEADER_CHUNK_BYTES) - 1
+        headers = build_hf_headers() | {"Range": f"bytes={self._offset}-{last}", "Accept-Encoding": "identity"}
         with get_session().stream("GET", self._url, headers=headers, follow_redirects=True) as answer:
             if answer.status_code == 200:  # all of it
                 raise ModelError("model: this hub gives no parts of files; `quire pull` downloads it whole")
             content = answer.read()
             hf_raise_for_status(answer)
-        self._at += len(content)
+        self._offset += len(content)
         return content

@@ -12,31 +12,35 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.engine.checkpoint.adapted import class_config, first_position, text_fields
-from quire.engine.checkpoint.catalog import known_models, nearest_models
 from quire.engine.checkpoint.config_reader import (
-    checked_text_config,
-    errors_named_as_in_file,
-    family_not_served,
-    names_in_file,
+    checkpoint_dtype,
+    explain_unsupported_family,
+    explain_unsupported_model,
+    file_field_names,
     parse_family_config,
-    stored_dtype,
-    uses_transformers_class,
-    why_not_served,
+    parse_text_config,
+    use_file_names_in_errors,
+    uses_transformers_backend,
 )
-from quire.engine.checkpoint.download import download, download_some, fetch_config, is_cached
-from quire.engine.checkpoint.names import HubName, hub_name
-from quire.engine.checkpoint.output_head import tied_as_stored
-from quire.engine.checkpoint.quantization import weight_formats
+from quire.engine.checkpoint.hub_download import download_files, download_from_hub, fetch_config, has_cached_weights
+from quire.engine.checkpoint.hub_names import HubName, parse_hub_name
+from quire.engine.checkpoint.model_catalog import load_catalog, suggest_short_name
+from quire.engine.checkpoint.output_head import correct_tie_word_embeddings
+from quire.engine.checkpoint.quantization import parse_quantization_config
+from quire.engine.checkpoint.transformers_classes import (
+    config_for_transformers_class,
+    first_position_id,
+    merge_text_config,
+)
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ModelError
 from quire.engine.families import find_multimodal_family
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.families.base.schema.config_schema import (
-    ALIASES,
-    AdaptedFields,
-    GenerationFields,
-    PlannedFields,
+    SIZE_FIELD_ALIASES,
+    GenerationConfigFields,
+    PlanConfigFields,
+    TransformersConfigFields,
 )
 from quire.engine.folder_reader import convert_parsed_json
 from quire.engine.gguf.model_files import (
@@ -48,20 +52,19 @@ from quire.engine.gguf.model_files import (
 )
 from quire.engine.text.tokenizer_files import read_eos_token_ids
 
-_WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+_MODEL_FILE_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 """The files of a hub repository that are downloaded."""
-HEAD_FILES = (*_WANTED_FILES, "*.bin", "*.pt")
+DRAFT_HEAD_FILE_PATTERNS = (*_MODEL_FILE_PATTERNS, "*.bin", "*.pt")
 """The same of a head that guesses tokens: many are published in PyTorch's own format."""
-_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+_ADAPTER_FILE_NAMES = ("adapter_config.json", "adapter_model.safetensors")
 
 
-def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str] = _WANTED_FILES) -> Path:
+def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str] = _MODEL_FILE_PATTERNS) -> Path:
     """The directory of a model, or its GGUF file.
 
-    name: a local directory or GGUF file, a model that an installed package carries, or a name on the hub, as hub_name
-    reads it, which is downloaded if it is not in the hub's cache. patterns: the files that are downloaded where it is
-    no GGUF model. Raises ModelError.
-    """
+    name: a local directory or GGUF file, a model that an installed package carries, or a name on the hub, as
+    parse_hub_name reads it, which is downloaded if it is not in the hub's cache. patterns: the files that are
+    downloaded where it is no GGUF model. Raises ModelError."""
     path = _local_path(name)
     if path.is_file():
         if path.suffix != GGUF_SUFFIX:
@@ -69,14 +72,14 @@ def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str
         return path
     if path.is_dir():
         return find_gguf_file(path) or path
-    return find_model_in_python_package(name) or download(hub_model(name), revision, patterns)
+    return find_model_in_python_package(name) or download_from_hub(resolve_hub_name(name), revision, patterns)
 
 
-def must_come(name: str, revision: str | None) -> bool:
+def needs_download(name: str, revision: str | None) -> bool:
     """Whether a model has to be downloaded. Raises ModelError for what is no model's name."""
     if _local_path(name).exists() or name in PACKAGED_MODELS:
         return False
-    return not is_cached(hub_model(name), revision)
+    return not has_cached_weights(resolve_hub_name(name), revision)
 
 
 def pull_model(name: str, revision: str | None) -> Path:
@@ -84,30 +87,30 @@ def pull_model(name: str, revision: str | None) -> Path:
     anything large is downloaded. Raises ModelError."""
     if _local_path(name).exists() or name in PACKAGED_MODELS:
         return resolve_model(name)
-    hub = hub_model(name)
-    if reasons := why_not_served(read_raw_config(name, revision)[0]):
+    hub = resolve_hub_name(name)
+    if reasons := explain_unsupported_model(read_raw_config(name, revision)[0]):
         raise ModelError(f"model: {hub.repo}: {reasons[0]}")
-    return download(hub, revision, _WANTED_FILES, newest=True)
+    return download_from_hub(hub, revision, _MODEL_FILE_PATTERNS, refresh=True)
 
 
 def resolve_adapter(name: str) -> Path:
     """The folder of an adapter: a local one, or that of a hub id, which is downloaded. Raises ModelError."""
-    folder = adapter_folder(name)
-    return folder if isinstance(folder, Path) else download_some(folder, None, _ADAPTER_FILES)
+    folder = locate_adapter(name)
+    return folder if isinstance(folder, Path) else download_files(folder, None, _ADAPTER_FILE_NAMES)
 
 
-def adapter_folder(name: str) -> Path | HubName:
+def locate_adapter(name: str) -> Path | HubName:
     """The folder of an adapter on this machine, or else what it is on the hub. Raises ModelError."""
     path = _local_path(name)
     if path.is_dir():
         return path
-    hub = hub_name(name)
+    hub = parse_hub_name(name)
     if hub is None:
         raise ModelError(f"model: there is no folder {name!r}, and it is not a hub id (OWNER/REPO)")
     return hub
 
 
-def stored_at(config: EngineConfig) -> Path:
+def resolve_weights(config: EngineConfig) -> Path:
     """The directory, or the GGUF file, of a model's weights: the model's own, or that of the setting `weights`, which
     must be on this machine. Raises ModelError."""
     if config.weights is None:
@@ -127,21 +130,21 @@ def _local_path(name: str) -> Path:
         raise ModelError(f"model: the home directory of {name!r} is not known") from None
 
 
-def hub_model(name: str) -> HubName:
+def resolve_hub_name(name: str) -> HubName:
     """What the name of a model that is not on this machine means on the hub: a short one, or an id. Raises
     ModelError."""
-    known = {} if "/" in name else known_models()
-    if name.lower() in known:
-        return known[name.lower()].hub
-    found = hub_name(name)
-    if found is None:
-        advice = nearest_models(name, [*PACKAGED_MODELS, *known])
+    catalog = {} if "/" in name else load_catalog()
+    if name.lower() in catalog:
+        return catalog[name.lower()].hub_name
+    hub_id = parse_hub_name(name)
+    if hub_id is None:
+        advice = suggest_short_name(name, [*PACKAGED_MODELS, *catalog])
         raise ModelError(
             f"model: there is no directory {name!r}, and it is not a hub id (OWNER/REPO or OWNER/REPO:TAG), nor in "
             "`quire models`"
             f"{advice and f'; {advice}'}"
         )
-    return found
+    return hub_id
 
 
 def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, Any], Path | None]:
@@ -150,33 +153,33 @@ def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, A
     name: as in resolve_model, or a .json file. Of a hub id only config.json is downloaded, so the directory is None; of
     a GGUF file there only its header. Raises ModelError.
     """
-    path, file = _local_path(name), "config.json"
+    path, file_name = _local_path(name), "config.json"
     folder: Path | None
     if path.suffix == ".json":
-        path, file = path.parent, path.name
+        path, file_name = path.parent, path.name
         folder = path
     elif path.exists() or find_model_in_python_package(name) is not None:
         path = folder = resolve_model(name)
     else:
-        path = fetch_config(hub_model(name), revision, file, _scratch())
+        path = fetch_config(resolve_hub_name(name), revision, file_name, _make_temp_dir())
         folder = None if path.is_dir() else path
     files = ModelFiles(path)
-    raw = files.read_json_file(file)
+    raw = files.read_json_file(file_name)
     if raw is None:
-        raise ModelError(f"model: there is no {file} in {name if folder is None else path.absolute().name}")
+        raise ModelError(f"model: there is no {file_name} in {name if folder is None else path.absolute().name}")
     if folder is not None:
-        raw = tied_as_stored(raw, checked_text_config(raw, files.file_label(file)), folder)
-    check_planned(raw, files.file_label(file))
+        raw = correct_tie_word_embeddings(raw, parse_text_config(raw, files.file_label(file_name)), folder)
+    check_config_fields(raw, files.file_label(file_name))
     return raw, folder
 
 
-def check_planned(raw: dict[str, Any], label: str) -> None:
+def check_config_fields(raw: dict[str, Any], label: str) -> None:
     """Raise ModelError, naming the field, for a config.json that nothing can be planned from."""
-    with errors_named_as_in_file(names_in_file(raw)):
-        convert_parsed_json(checked_text_config(raw, label), PlannedFields, label)
+    with use_file_names_in_errors(file_field_names(raw)):
+        convert_parsed_json(parse_text_config(raw, label), PlanConfigFields, label)
 
 
-def _scratch() -> Path:
+def _make_temp_dir() -> Path:
     """A folder for as long as the process lives: what is in it is read again and again."""
     folder = tempfile.mkdtemp(prefix="quire-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -197,70 +200,68 @@ def read_model_config(
     content, label = files.read_json_file("config.json"), files.file_label("config.json")
     if content is None:
         raise ModelError(f"model: {path.absolute().name or path} has no config.json")
-    content = tied_as_stored(content, checked_text_config(content, label), weights or path)
-    others = None if tokenizer is None else ModelFiles(tokenizer)
-    ends = read_eos_token_ids(files, tokenizer=others, chat_template=chat_template)
-    if uses_transformers_class(content, impl):
-        return _class_config(files, content, label, ends, forced=impl == "transformers")
+    content = correct_tie_word_embeddings(content, parse_text_config(content, label), weights or path)
+    tokenizer_files = None if tokenizer is None else ModelFiles(tokenizer)
+    eos_token_ids = read_eos_token_ids(files, tokenizer=tokenizer_files, chat_template=chat_template)
+    if uses_transformers_backend(content, impl):
+        return _read_transformers_config(files, content, label, eos_token_ids, forced=impl == "transformers")
     content = (
-        checked_text_config(content, label)
-        if find_multimodal_family(content.get("model_type")) is not None
-        else content
+        parse_text_config(content, label) if find_multimodal_family(content.get("model_type")) is not None else content
     )
-    config = parse_family_config(content, label, ends)
-    with errors_named_as_in_file(config.names):
-        if (quantized := config.raw.get("quantization_config")) and files.folder is not None:
-            weight_formats(quantized)
-        _read_generation_config(files)
+    config = parse_family_config(content, label, eos_token_ids)
+    with use_file_names_in_errors(config.file_field_names):
+        if (quantization := config.raw.get("quantization_config")) and files.folder is not None:
+            parse_quantization_config(quantization)
+        _read_generation_fields(files)
     return config
 
 
-def _class_config(
-    files: ModelFiles, content: dict[str, Any], label: str, ends: Sequence[int], *, forced: bool
+def _read_transformers_config(
+    files: ModelFiles, content: dict[str, Any], label: str, eos_token_ids: Sequence[int], *, forced: bool
 ) -> ModelConfig:
     """What Quire itself knows of a model that transformers' class computes. Raises ModelError where it is known not to;
     forced: it is tried all the same."""
     if files.folder is None:
         raise ModelError(f"model: {label}: a GGUF file of a {content['model_type']} is not served")
-    if not forced and (reason := family_not_served(content)) is not None:
+    if not forced and (reason := explain_unsupported_family(content)) is not None:
         raise ModelError(f"model: {label}: model_type: {reason}")
-    given = class_config(content)
-    raw = convert_parsed_json(text_fields(given), AdaptedFields, label)
-    stored: Mapping[str, Any] = {**raw}
-    if quantized := raw.get("quantization_config"):
-        weight_formats(quantized)
-    sizes = {
-        name: next((stored[key] for key in keys if isinstance(stored.get(key), int)), 0)
-        for name, keys in ALIASES.items()
+    hf_config = config_for_transformers_class(content)
+    raw = convert_parsed_json(merge_text_config(hf_config), TransformersConfigFields, label)
+    field_values: Mapping[str, Any] = {**raw}
+    if quantization := raw.get("quantization_config"):
+        parse_quantization_config(quantization)
+    model_sizes = {
+        name: next((field_values[key] for key in keys if isinstance(field_values.get(key), int)), 0)
+        for name, keys in SIZE_FIELD_ALIASES.items()
     }
     for name in ("vocab_size", "hidden_size"):
-        if not sizes[name]:
-            raise ModelError(f"model: {label}: lacks {name}, needed to serve a {given['model_type']}")
-    vocab, heads = sizes["vocab_size"], sizes["num_attention_heads"] or 1
-    _read_generation_config(files)
+        if not model_sizes[name]:
+            raise ModelError(f"model: {label}: lacks {name}, needed to serve a {hf_config['model_type']}")
+    vocab, heads = model_sizes["vocab_size"], model_sizes["num_attention_heads"] or 1
+    _read_generation_fields(files)
     return ModelConfig(
-        model_type=str(given["model_type"]),
+        model_type=str(hf_config["model_type"]),
         vocab_size=vocab,
-        hidden_size=sizes["hidden_size"],
-        intermediate_size=sizes["intermediate_size"] or 1,
-        num_layers=sizes["num_hidden_layers"] or 1,
+        hidden_size=model_sizes["hidden_size"],
+        intermediate_size=model_sizes["intermediate_size"] or 1,
+        num_layers=model_sizes["num_hidden_layers"] or 1,
         num_heads=heads,
         num_kv_heads=heads,
-        head_dim=max(sizes["hidden_size"] // heads, 1),
-        max_position=max((sizes["max_position_embeddings"] or 2048) - first_position(given), 1),
+        head_dim=max(model_sizes["hidden_size"] // heads, 1),
+        max_position=max((model_sizes["max_position_embeddings"] or 2048) - first_position_id(hf_config), 1),
         norm_eps=1e-6,
         tie_embeddings=bool(raw.get("tie_word_embeddings")),
-        dtype=stored_dtype(raw),
+        dtype=checkpoint_dtype(raw),
         rope={},
-        eos_token_ids=tuple(token for token in ends if 0 <= token < vocab),
+        eos_token_ids=tuple(token for token in eos_token_ids if 0 <= token < vocab),
         raw={"architectures": raw.get("architectures"), "quantization_config": raw.get("quantization_config")},
-        given=given,
+        transformers_config=hf_config,
     )
 
 
-def _read_generation_config(files: ModelFiles) -> GenerationFields:
+def _read_generation_fields(files: ModelFiles) -> GenerationConfigFields:
     name = "generation_config.json"
-    return convert_parsed_json(files.read_json_file(name) or {}, GenerationFields, files.file_label(name))
+    return convert_parsed_json(files.read_json_file(name) or {}, GenerationConfigFields, files.file_label(name))
 
 
 def read_generation_defaults(path: Path) -> dict[str, float]:
@@ -268,14 +269,14 @@ def read_generation_defaults(path: Path) -> dict[str, float]:
 
     Raises ModelError, naming the field, for a value that no request could have.
     """
-    generation = _read_generation_config(ModelFiles(path))
+    generation = _read_generation_fields(ModelFiles(path))
     if generation.get("do_sample") is False:
         return {}
-    given = {
+    sampling_params = {
         "temperature": generation.get("temperature"),
         "top_p": generation.get("top_p"),
         "top_k": generation.get("top_k"),
         "min_p": generation.get("min_p"),
         "repetition_penalty": generation.get("repetition_penalty"),
     }
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in sampling_params.items() if value is not None}

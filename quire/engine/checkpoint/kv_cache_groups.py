@@ -1,0 +1,239 @@
+"""Which layers share a page table, and how many pages a sequence holds: layers with a sliding window need only the keys
+of their window.
+
+A page holds block_size tokens in the layers of one group, which all have the same window; every group has as many
+layers, so that any page serves any of them. Kwon et al. (2023) introduce pages; vLLM divides layers into groups of
+equal size too. This module does not import torch, so `quire plan` can use it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quire.engine.architecture.kv_cache_spec import LayerStates, PagedState, SharedState
+from quire.engine.checkpoint.config_reader import extract_text_config
+from quire.engine.checkpoint.family_spec import build_decoder_spec
+from quire.engine.config import EngineConfig, SpeculativeConfig
+from quire.engine.errors import refuse_setting_if
+from quire.engine.families import find_decoder_family
+from quire.engine.families.base.layer_types import layer_windows
+from quire.engine.families.base.model_config import ModelConfig
+from quire.engine.families.base.rope_fields import rope_depends_on_context
+from quire.engine.families.base.schema.config_schema import LONGROPE_TYPES
+
+_MAX_GROUPS = 8
+"""Each has a page table, which every step carries."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheGroups:
+    windows: tuple[int | None, ...]
+    """By group: tokens that a token sees in its layers, itself included; None: all. Pages outside are given back."""
+    group_of_layer: tuple[int, ...]
+    """By layer: its group,"""
+    layer_index_in_block: tuple[int, ...]
+    """and its place among the layers of a page."""
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.windows)
+
+    @property
+    def layers_per_block(self) -> int:
+        """Layers of a page; a group may have fewer."""
+        return max(self.layer_index_in_block) + 1
+
+
+def single_kv_cache_group(num_layers: int, window: int | None = None) -> KVCacheGroups:
+    """A page for all layers."""
+    return KVCacheGroups((window,), (0,) * num_layers, tuple(range(num_layers)))
+
+
+def setting_requiring_full_kv(config: EngineConfig) -> str | None:
+    """The setting for which layers with a window keep all tokens too; None: no setting asks for it."""
+    for key in ("kv_offload_memory", "kv_offload_dir", "kv_offload_tier"):  # which keep pages of all layers
+        if getattr(config, key):
+            return key
+    return "speculative_config" if config.has_draft_weights else None  # what drafts has pages of the same numbers
+
+
+def apply_context_settings(model: ModelConfig, config: EngineConfig) -> ModelConfig:
+    """The model with the context that is asked for, so far as it decides more than how much is kept."""
+    model = _limit_context_to_window(model, config)
+    depends_on_context = model_rope_depends_on_context(model.model_type, model.rope, model.transformers_config)
+    if (
+        rope_context_tokens := resolve_rope_context(config, model.max_position, depends_on_context=depends_on_context)
+    ) is None:
+        return model
+    return replace(model, rope_context=rope_context_tokens, max_position=min(model.max_position, rope_context_tokens))
+
+
+def model_rope_depends_on_context(
+    model_type: str, rope: Mapping[str, Any], hf_config: Mapping[str, Any] | None
+) -> bool:
+    """Whether the longest context decides a model's rotations. `hf_config`: its config.json where transformers' class
+    computes it, which reads that itself."""
+    if hf_config is not None:
+        return rope_depends_on_context(hf_config)
+    family = find_decoder_family(model_type)
+    return family is not None and family.has_longrope and (rope.get("rope_type") or rope.get("type")) in LONGROPE_TYPES
+
+
+def resolve_rope_context(config: EngineConfig, max_position: int, *, depends_on_context: bool) -> int | None:
+    """The context by which a model of so many positions rotates; None where none `depends_on_context`. Raises
+    ConfigError for one that is asked for then."""
+    if not depends_on_context:
+        refuse_setting_if(
+            "rope_context", config.rope_context is not None and "the model's rotations depend on no context"
+        )
+        return None
+    # Not the context that the memory allows: tokens would depend on it, and change when an engine is built anew.
+    return config.rope_context or config.max_model_len or max_position
+
+
+def _limit_context_to_window(model: ModelConfig, config: EngineConfig) -> ModelConfig:
+    """The model, whose context ends where its narrowest window does if the configuration asks for that: up to there
+    every layer sees all tokens."""
+    if not config.disable_sliding_window:
+        return model
+    windows = _sliding_windows(model)
+    return replace(model, max_position=min([model.max_position, *windows]))
+
+
+def _sliding_windows(model: ModelConfig) -> list[int]:
+    """Of the layers that have one."""
+    if model.transformers_config is not None:
+        return [
+            each for each in layer_windows(extract_text_config(model.transformers_config), model.num_layers) if each
+        ]
+    return [
+        each.window for each in build_decoder_spec(model).kv_cache_specs if isinstance(each, PagedState) and each.window
+    ]
+
+
+def max_draft_tokens_per_step(config: EngineConfig) -> int:
+    """Of one sequence in a step."""
+    speculative = config.speculative_config or SpeculativeConfig(method="grammar")
+    return 0 if speculative.method == "none" else speculative.num_speculative_tokens
+
+
+def build_kv_cache_groups(
+    layer_states: Sequence[LayerStates], max_context: int, block_size: int, *, keep_all_tokens: bool = False
+) -> KVCacheGroups:
+    """The groups of layers that keep these states, for contexts of up to `max_context` tokens: so many layers to a page
+    that the longest context takes least memory. One group that keeps all tokens where nothing would be saved, where it
+    is asked for (`keep_all_tokens`), or where some layers keep more of a token than others, or another kind of state,
+    so that not any page would serve any of them. A layer that reads another's pages is where that one is."""
+    kv_source_layers = [
+        next((each.layer for each in layer if isinstance(each, SharedState)), None) for layer in layer_states
+    ]
+    if any(source is not None for source in kv_source_layers):
+        kv_owning_layers = [
+            layer for layer, source in zip(layer_states, kv_source_layers, strict=True) if source is None
+        ]
+        return _add_kv_sharing_layers(
+            build_kv_cache_groups(kv_owning_layers, max_context, block_size, keep_all_tokens=keep_all_tokens),
+            kv_source_layers,
+        )
+    keep_all_tokens = (
+        keep_all_tokens or len({tuple(replace(each, window=None) for each in layer) for layer in layer_states}) > 1
+    )
+    windows = [layer[0].window if len(layer) == 1 else None for layer in layer_states]
+    effective_windows = [
+        None if window is None or window >= max_context or keep_all_tokens else window for window in windows
+    ]
+    layers_by_window = Counter(effective_windows)
+    if len(layers_by_window) == 1:
+        return single_kv_cache_group(len(effective_windows), effective_windows[0])
+    max_blocks = -(-max_context // block_size)
+    lowest_cost, layers_per_block = len(effective_windows) * max_blocks, 0
+    for size in range(1, max(layers_by_window.values()) + 1):
+        groups = {window: -(-count // size) for window, count in layers_by_window.items()}
+        cost = size * sum(
+            count * _max_blocks_in_window(window, 1, max_blocks, block_size) for window, count in groups.items()
+        )
+        if sum(groups.values()) <= _MAX_GROUPS and (cost < lowest_cost or (layers_per_block and cost == lowest_cost)):
+            lowest_cost, layers_per_block = cost, size
+    return (
+        _assign_layers_to_groups(effective_windows, layers_by_window, layers_per_block)
+        if layers_per_block
+        else single_kv_cache_group(len(effective_windows))
+    )
+
+
+def _add_kv_sharing_layers(groups: KVCacheGroups, kv_source_layers: Sequence[int | None]) -> KVCacheGroups:
+    """With layers, among those of `groups`, that read others' pages, whose numbers `kv_source_layers` gives."""
+    group_of_layer = list[int]()
+    layer_index_in_block = list[int]()
+    owning_index = 0
+    for source in kv_source_layers:
+        location = (
+            (groups.group_of_layer[owning_index], groups.layer_index_in_block[owning_index])
+            if source is None
+            else (group_of_layer[source], layer_index_in_block[source])
+        )
+        group_of_layer.append(location[0])
+        layer_index_in_block.append(location[1])
+        owning_index += source is None
+    return KVCacheGroups(groups.windows, tuple(group_of_layer), tuple(layer_index_in_block))
+
+
+def _assign_layers_to_groups(
+    effective_windows: Sequence[int | None], layers_by_window: Counter[int | None], layers_per_block: int
+) -> KVCacheGroups:
+    windows = list[int | None]()
+    first_group_by_window = dict[int | None, int]()
+    num_assigned = Counter[int | None]()
+    for window, count in layers_by_window.items():
+        first_group_by_window[window] = len(windows)
+        windows += [window] * -(-count // layers_per_block)
+    group_of_layer, layer_index_in_block = [], []
+    for window in effective_windows:  # in turn, so that each stage of a pipeline has as many layers of every group
+        num_groups = -(-layers_by_window[window] // layers_per_block)
+        group_of_layer.append(first_group_by_window[window] + num_assigned[window] % num_groups)
+        layer_index_in_block.append(num_assigned[window] // num_groups)
+        num_assigned[window] += 1
+    return KVCacheGroups(tuple(windows), tuple(group_of_layer), tuple(layer_index_in_block))
+
+
+def _max_blocks_in_window(window: int | None, max_chunk_tokens: int, num_blocks: int, block_size: int) -> int:
+    """Most pages of a group that a sequence of `num_blocks` pages holds at one time."""
+    if window is None:
+        return num_blocks
+    return min(num_blocks, (window + max_chunk_tokens + block_size - 3) // block_size + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class KVBlockNeeds:
+    """How many pages a sequence holds, where a step computes up to `max_chunk_tokens` of its tokens."""
+
+    windows: tuple[int | None, ...]
+    """By group, as KVCacheGroups has them."""
+    block_size: int
+    max_chunk_tokens: int
+
+    def max_blocks(self, tokens: int, cached_blocks: int = 0) -> int:
+        """Pages that a sequence of so many tokens may hold at one time, of all groups, those of its first
+        `cached_blocks` blocks not counted."""
+        new_blocks = -(-tokens // self.block_size) - cached_blocks
+        return sum(
+            _max_blocks_in_window(window, self.max_chunk_tokens, new_blocks, self.block_size) for window in self.windows
+        )
+
+    def max_context_tokens(self, available_blocks: int, max_tokens: int) -> int:
+        """Tokens of the longest sequence that so many pages allow for, but no more than `max_tokens`."""
+        low, high = 0, -(-max_tokens // self.block_size)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.max_blocks(middle * self.block_size) <= available_blocks:
+                low = middle
+            else:
+                high = middle - 1
+        return min(low * self.block_size, max_tokens)
+
+    def first_visible_block(self, window: int, position: int) -> int:
+        """The first block that the token at a position sees through a window."""
+        return max(position - window + 1, 0) // self.block_size

@@ -1,0 +1,52 @@
+"""The folder where KV pages outlive an engine (engine/tiers/disk_tier.py): its owner's alone, and forgotten at once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import threading
+from pathlib import Path
+
+from quire.engine import random_source
+from quire.engine.errors import ConfigError
+
+KV_DIR_NAME = "quire-kv"
+DELETED_PREFIX = ".gone-"
+"""Of folders on their way out."""
+PARTIAL_PREFIX = ".new-"
+"""Of files that are not whole yet."""
+
+
+def open_kv_dir(folder: str) -> Path:
+    """The folder of ours in the one that was named; both are made if need be."""
+    root = Path(folder).absolute() / KV_DIR_NAME
+    try:
+        root.parent.mkdir(parents=True, exist_ok=True)
+        make_private_dir(root)
+        dir_stat = root.lstat()
+        if not stat.S_ISDIR(dir_stat.st_mode) or dir_stat.st_uid != os.getuid() or dir_stat.st_mode & 0o077:
+            reason = f"{str(root)!r} is not a folder of this user's that nobody else can read (0700)"
+            raise ConfigError(f"kv_offload_dir: {reason}", param="kv_offload_dir")
+        (probe := root / f"{PARTIAL_PREFIX}{os.getpid()}").touch(0o600)
+        probe.unlink()
+    except OSError as error:
+        reason = f"cannot keep pages in {folder!r}: {error.strerror or error}"
+        raise ConfigError(f"kv_offload_dir: {reason}", param="kv_offload_dir") from None
+    return root
+
+
+def delete_kv_blocks(folder: str | Path) -> None:
+    """Forget all pages that are kept in this folder, whatever engine put them there: at once, though it takes a thread
+    some time to remove so many files. What it leaves unfinished is removed at the next start."""
+    root = Path(folder).absolute() / KV_DIR_NAME
+    trash_dir = root.with_name(f"{DELETED_PREFIX}{KV_DIR_NAME}-{os.getpid()}-{random_source.token_hex(4)}")
+    try:
+        root.rename(trash_dir)
+    except FileNotFoundError:
+        return
+    threading.Thread(target=shutil.rmtree, args=(trash_dir, True), name="kv-forget", daemon=True).start()
+
+
+def make_private_dir(folder: Path) -> None:
+    folder.mkdir(mode=0o700, exist_ok=True)
