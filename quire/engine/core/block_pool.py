@@ -39,7 +39,8 @@ def media_extra_keys(spans: Sequence[MediaSpan], begin: int, end: int) -> bytes:
 
 
 def block_hash_with_group_id(digest: bytes, group: int) -> bytes:
-    """The cache key of a block: its hash, and the KV cache group whose layers it holds (checkpoint/kv_cache_groups.py)."""
+    """The cache key of a block: its hash, and the KV cache group whose layers it holds
+    (checkpoint/kv_cache_groups.py)."""
     return digest + bytes((group,)) if group else digest
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -12,9 +12,8 @@ from torch import Tensor
 from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.norm import NormSpec
 from quire.engine.architecture.rope import parse_query_scaling
-from quire.engine.layers.linear import FusedLinear, Projection
-from quire.engine.layers.norm import NormWeights
-from quire.engine.layers.parameters import ParameterTable, make_loadable_parameter, make_row_slicer, merge_parameters
+from quire.engine.layers.linear import FusedLinear
+from quire.engine.layers.parameters import ParameterTable, make_row_slicer, merge_parameters
 from quire.engine.layers.sublayer import (
     BuildContext,
     CacheTensorSpec,
@@ -24,6 +23,7 @@ from quire.engine.layers.sublayer import (
     compute_attention,
     scale_tensor,
 )
+from quire.engine.layers.sublayer_shapes import SublayerShapes
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import Operations
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, num_scale_elements
@@ -66,7 +66,7 @@ class Attention(PagedKVSublayer):
     def __init__(self, spec: AttentionLayerSpec, build_context: BuildContext, layer: str) -> None:
         shard = build_context.shard
         dim = spec.head_dim
-        hidden = build_context.hidden_size
+        self._shapes = shapes = SublayerShapes(spec, build_context, layer)
         heads, kv_heads = shard.rank_span(spec.num_heads), shard.kv_head_span(spec.num_kv_heads)
         super().__init__(spec, build_context, len(kv_heads))
         self._kv_scales = build_context.kv_scales.get(layer, UNIT_KV_SCALES)
@@ -77,38 +77,21 @@ class Attention(PagedKVSublayer):
             self._axis_indices = torch.tensor([*spec.mrope_axes, *[0] * rest] * 2, device=build_context.device)
         self._prefix = prefix = f"{layer}.self_attn"
         q, k, v, out = (f"{prefix}.{name}_proj" for name in "qkvo")
-        q_size, kv_size = spec.num_heads * dim, spec.num_kv_heads * dim
-        cuts = {q: shard.head_slice(heads, dim), k: shard.head_slice(kv_heads, dim), v: shard.head_slice(kv_heads, dim)}
-        linear = partial(build_context.make_linear, build_context.scheme, adapters=build_context.adapters)
-        self._projections: Literal["all", "keys", "queries"] = "keys" if spec.keys_are_values else "all"
-        sizes = {q: q_size, k: kv_size} if spec.keys_are_values else {q: q_size, k: kv_size, v: kv_size}
-        if spec.kv_source_layer is not None:
-            self._projections, sizes = "queries", {q: q_size}
-        self._qkv: Projection = linear(
-            spec.input_size or hidden, sizes, bias=spec.qkv_bias, cuts={name: cuts[name] for name in sizes}
-        )
-        gate = f"{prefix}.gate_proj"
-        gates = (
-            {gate: q_size if spec.has_output_gate else spec.num_heads}
-            if spec.has_output_gate or spec.head_gates
-            else {}
-        )
-        cuts[gate] = cuts[q] if spec.has_output_gate else shard.head_slice(heads, 1)
-        bias = spec.qkv_bias and spec.has_output_gate
-        self._gate = linear(hidden, gates, bias=bias, cuts={gate: cuts[gate]}) if gates else None
-        self._out = linear(q_size, {out: hidden}, bias=spec.out_bias, cuts={out: shard.input_slice(q_size)})
+        query_slice, kv_slice = shard.head_slice(heads, dim), shard.head_slice(kv_heads, dim)
+        slices = {q: query_slice, k: kv_slice, v: kv_slice}
+        projected = [name for name in (q, k, v) if name in shapes]
+        kinds: dict[int, Literal["all", "keys", "queries"]] = {3: "all", 2: "keys", 1: "queries"}
+        self._projections = kinds[len(projected)]
+        self._qkv = shapes.make_projection(projected, {name: slices[name] for name in projected})
+        gate, gate_slice = f"{prefix}.gate_proj", query_slice if spec.has_output_gate else shard.head_slice(heads, 1)
+        self._gate = shapes.make_projection([gate], {gate: gate_slice}) if gate in shapes else None
+        self._out = shapes.make_projection([out], {out: shard.input_slice(shapes.in_features(out))})
         self._input_norm, self._output_norm = f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"
-        norms = {self._input_norm: hidden} if spec.input_norm else {}
-        if spec.output_norm:
-            norms |= {self._output_norm: hidden}
-        self._norms = NormWeights(norms, build_context.dtype, spec.norm)
+        self._norms = shapes.make_norms((self._input_norm, self._output_norm), spec.norm)
         input_linears = (self._qkv,) if self._gate is None else (self._qkv, self._gate)
         self._input_linears = tuple(linear for linear in input_linears if isinstance(linear, FusedLinear))
-        norms_all_heads = spec.qk_norm in ("whole", "centred")
-        head_norms = {f"{prefix}.q_norm": q_size if norms_all_heads else dim}
-        head_norms |= {f"{prefix}.k_norm": kv_size if norms_all_heads else dim} if spec.kv_source_layer is None else {}
         rms = NormSpec(spec.norm.eps, spec.norm.weight_offset)
-        self._head_norms = NormWeights({} if spec.qk_norm in (None, "unit") else head_norms, build_context.dtype, rms)
+        self._head_norms = shapes.make_norms((f"{prefix}.q_norm", f"{prefix}.k_norm"), rms)
         self._weights: dict[str, Tensor] = {}
         alibi_heads = range(spec.num_heads) if shard.is_context_parallel else heads
         self._alibi_bias = (
@@ -117,15 +100,8 @@ class Attention(PagedKVSublayer):
 
     def parameters(self) -> ParameterTable:
         table = merge_parameters(self._norms, self._head_norms, self._qkv, self._out, self._gate)
-        if self._spec.sinks:
-            sinks, cut = (
-                (self._spec.num_heads,),
-                make_row_slicer(self._build_context.shard.rank_span(self._spec.num_heads)),
-            )
-            table[f"{self._prefix}.sinks"] = make_loadable_parameter(
-                self._weights, "sinks", sinks, torch.float32, slice_tensor=cut
-            )
-        return table
+        heads = make_row_slicer(self._build_context.shard.rank_span(self._spec.num_heads))
+        return table | self._shapes.make_parameters(self._weights, self._prefix, ["sinks"], heads)
 
     def smoothable_norms(self) -> tuple[SmoothableNorm, ...]:
         if not self._spec.input_norm or self._spec.input_size is not None:

@@ -7,15 +7,14 @@ prompt's latents instead (`ExpandablePerHeadLinear`), which rounds differently."
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from quire.engine.architecture.mla import MLALayerSpec
 from quire.engine.architecture.norm import NormSpec
-from quire.engine.layers.linear import DequantizedWeightLoader, FusedLinear
-from quire.engine.layers.norm import NormWeights
+from quire.engine.layers.linear import DequantizedWeightLoader
 from quire.engine.layers.parameters import ParameterTable, merge_parameters
 from quire.engine.layers.sublayer import (
     BuildContext,
@@ -25,6 +24,7 @@ from quire.engine.layers.sublayer import (
     Sublayer,
     compute_attention,
 )
+from quire.engine.layers.sublayer_shapes import SublayerShapes
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Linear, Operations
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, num_scale_elements
@@ -37,39 +37,32 @@ class MLAttention(Sublayer):
 
     def __init__(self, spec: MLALayerSpec, build_context: BuildContext, layer: str) -> None:
         shard = build_context.shard
-        hidden = build_context.hidden_size
-        num_heads = spec.num_heads
-        heads = shard.rank_span(num_heads)
+        shapes = SublayerShapes(spec, build_context, layer)
+        heads = shard.rank_span(spec.num_heads)
         self._spec = spec
         self._build_context = build_context
         self._num_heads = len(heads)
         self._kv_scales = build_context.kv_scales.get(layer, UNIT_KV_SCALES)
         self._prefix = prefix = f"{layer}.self_attn"
-        linear = partial(FusedLinear, build_context.scheme, adapters=build_context.adapters)
-        query_dim, q_name = spec.qk_nope_head_dim + spec.qk_rope_head_dim, f"{prefix}.q_proj"
-        self._q_a: FusedLinear | None = None
-        if spec.q_lora_rank is not None:
-            self._q_a = linear(hidden, {f"{prefix}.q_a_proj": spec.q_lora_rank}, bias=spec.bias)
-            q_name = f"{prefix}.q_b_proj"
-        cuts = {q_name: shard.head_slice(heads, query_dim)}
-        self._q = linear(spec.q_lora_rank or hidden, {q_name: num_heads * query_dim}, bias=False, cuts=cuts)
-        self._kv_a = linear(hidden, {f"{prefix}.kv_a_proj_with_mqa": spec.head_dim}, bias=spec.bias)
-        kv_dim = spec.qk_nope_head_dim + spec.v_head_dim
-        name, cut = f"{prefix}.kv_b_proj", shard.head_slice(heads, kv_dim)
-        self._kv_b = DequantizedWeightLoader(
-            build_context.scheme, name, spec.kv_lora_rank, num_heads * kv_dim, cut, self._pack_kv_b
+        q_a, q, q_b, kv_a, kv_b, out = (
+            f"{prefix}.{name}"
+            for name in ("q_a_proj", "q_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
         )
+        self._q_a = shapes.make_linear([q_a]) if q_a in shapes else None
+        q = q if self._q_a is None else q_b
+        query_dim = spec.qk_nope_head_dim + spec.qk_rope_head_dim
+        self._q = shapes.make_linear([q], {q: shard.head_slice(heads, query_dim)})
+        self._kv_a = shapes.make_linear([kv_a])
+        cut = shard.head_slice(heads, spec.qk_nope_head_dim + spec.v_head_dim)
+        kv_b_sizes = shapes.in_features(kv_b), shapes.sizes_of([kv_b])[kv_b]
+        self._kv_b = DequantizedWeightLoader(build_context.scheme, kv_b, *kv_b_sizes, cut, self._pack_kv_b)
         self._absorb_queries: Linear | None = None
         self._expand_values: Linear | None = None
-        out, values = f"{prefix}.o_proj", num_heads * spec.v_head_dim
-        self._out = linear(values, {out: hidden}, bias=spec.bias, cuts={out: shard.input_slice(values)})
+        self._out = shapes.make_linear([out], {out: shard.input_slice(shapes.in_features(out))})
         self._input_norm, self._q_a_norm = f"{layer}.input_layernorm", f"{prefix}.q_a_layernorm"
         self._kv_a_norm = f"{prefix}.kv_a_layernorm"
-        self._norms = NormWeights({self._input_norm: hidden}, build_context.dtype, spec.norm)
-        sizes = {self._kv_a_norm: spec.kv_lora_rank}
-        if spec.q_lora_rank is not None:
-            sizes[self._q_a_norm] = spec.q_lora_rank
-        self._latent_norms = NormWeights(sizes, build_context.dtype, NormSpec(spec.latent_eps))
+        self._norms = shapes.make_norms([self._input_norm], spec.norm)
+        self._latent_norms = shapes.make_norms((self._kv_a_norm, self._q_a_norm), NormSpec(spec.latent_eps))
 
     def parameters(self) -> ParameterTable:
         linears = (self._q_a, self._q, self._kv_a, self._kv_b, self._out)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from quire.engine.architecture.mlp import MLPSpec
-from quire.engine.layers.linear import FusedLinear
-from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable, identity, make_loadable_parameter, merge_parameters
 from quire.engine.layers.sublayer import (
     BuildContext,
@@ -20,6 +18,7 @@ from quire.engine.layers.sublayer import (
     activate_gate_up,
     scale_tensor,
 )
+from quire.engine.layers.sublayer_shapes import SublayerShapes
 from quire.kernels.backend import Operations
 from quire.kernels.parameters.activation import Activation
 from quire.kernels.quantized_tensors import Activations
@@ -32,26 +31,17 @@ class MLP(Sublayer):
         self._spec = spec
         self._shard = build_context.shard
         self._dtype = build_context.dtype
-        hidden = build_context.hidden_size
-        intermediate_size = spec.intermediate_size
-        prefix = f"{layer}.{spec.name}"
-        self._prefix = prefix
-        input_names = (f"{prefix}.gate_proj", f"{prefix}.up_proj") if spec.gated else (f"{prefix}.up_proj",)
-        up, down = dict.fromkeys(input_names, intermediate_size), f"{prefix}.down_proj"
-        outs, ins = (
-            dict.fromkeys(up, build_context.shard.output_slice(intermediate_size)),
-            {down: build_context.shard.input_slice(intermediate_size)},
-        )
-        linear = partial(FusedLinear, build_context.scheme, bias=spec.bias, adapters=build_context.adapters)
-        self._up = linear(hidden, up, cuts=outs)
-        self._down = linear(intermediate_size, {down: hidden}, cuts=ins)
+        self._prefix = prefix = f"{layer}.{spec.name}"
+        shapes, shard, size = SublayerShapes(spec, build_context, layer), build_context.shard, spec.intermediate_size
+        input_names = [name for name in (f"{prefix}.gate_proj", f"{prefix}.up_proj") if name in shapes]
+        down = f"{prefix}.down_proj"
+        self._up = shapes.make_linear(input_names, dict.fromkeys(input_names, shard.output_slice(size)))
+        self._down = shapes.make_linear([down], {down: shard.input_slice(size)})
         self._output_norm = f"{layer}.{spec.output_norm_name}"
         # In families with output norms, post_attention_layernorm is attention's output norm instead.
         name = "pre_feedforward_layernorm" if spec.output_norm else "post_attention_layernorm"
         self._input_norm = f"{layer}.{'input_layernorm' if spec.shares_norm else name}"
-        norms = [self._input_norm] if spec.input_norm else []
-        norms += [self._output_norm] if spec.output_norm else []
-        self._norms = NormWeights(dict.fromkeys(norms, hidden), build_context.dtype, spec.norm)
+        self._norms = shapes.make_norms((self._input_norm, self._output_norm), spec.norm)
         self._activation_weights: dict[str, Tensor] = {}
 
     def parameters(self) -> ParameterTable:

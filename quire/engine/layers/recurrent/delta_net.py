@@ -10,7 +10,6 @@ from torch import Tensor
 
 from quire.engine.architecture.norm import NormSpec
 from quire.engine.architecture.recurrent import CONV_WEIGHT, DeltaNetSpec
-from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable, make_row_slicer, merge_parameters
 from quire.engine.layers.recurrent.mixer import MatrixStateMixer
 from quire.engine.layers.sublayer import BuildContext, ForwardContext, SmoothableNorm
@@ -21,34 +20,23 @@ from quire.kernels.recurrent.delta_rule import DeltaRule
 class DeltaNet(MatrixStateMixer):
     def __init__(self, spec: DeltaNetSpec, build_context: BuildContext, layer: str) -> None:
         super().__init__(spec, build_context, layer, "linear_attn")
-        shard, hidden = build_context.shard, build_context.hidden_size
+        shard = build_context.shard
         self._spec, self._key_head_span = spec, shard.rank_span(spec.num_key_heads)
-        keys, values = spec.num_key_heads * spec.key_dim, spec.num_heads * spec.value_dim
-        key, value = (
-            (keys, shard.head_slice(self._key_head_span, spec.key_dim)),
-            (values, shard.head_slice(self._head_span, spec.value_dim)),
-        )
-        head_gate = (spec.num_heads, shard.head_slice(self._head_span, 1))
+        key = shard.head_slice(self._key_head_span, spec.key_dim)
+        value = shard.head_slice(self._head_span, spec.value_dim)
+        head_gate = shard.head_slice(self._head_span, 1)
         projections = {"q": key, "k": key, "v": value, "z": value, "b": head_gate, "a": head_gate}
         self._qkv, self._z, self._ba = (
-            self._make_linear(hidden, {f"in_proj_{name}": projections[name] for name in names})
-            for names in ("qkv", "z", "ba")
+            self._make_linear({f"in_proj_{name}": projections[name] for name in names}) for names in ("qkv", "z", "ba")
         )
-        self._out = self._make_linear(values, {"out_proj": (hidden, shard.input_slice(values))})
+        self._out = self._make_linear({"out_proj": shard.input_slice(spec.num_heads * spec.value_dim)})
         self._output_norm_name = f"{self._prefix}.norm"
-        self._output_norms = NormWeights(
-            {self._output_norm_name: spec.value_dim}, build_context.dtype, NormSpec(spec.norm.eps)
-        )
+        self._output_norms = self._shapes.make_norms([self._output_norm_name], NormSpec(spec.norm.eps))
 
     def parameters(self) -> ParameterTable:
-        spec = self._spec
         table = merge_parameters(self._norms, self._output_norms, self._qkv, self._z, self._ba, self._out)
-        table |= self._make_parameters(
-            dict.fromkeys(("A_log", "dt_bias"), (spec.num_heads,)), make_row_slicer(self._head_span)
-        )
-        return table | self._make_parameters(
-            {CONV_WEIGHT: (spec.num_channels, 1, spec.conv_width)}, self._slice_channels
-        )
+        table |= self._make_parameters(("A_log", "dt_bias"), make_row_slicer(self._head_span))
+        return table | self._make_parameters([CONV_WEIGHT], self._slice_channels)
 
     def smoothable_norms(self) -> tuple[SmoothableNorm, ...]:
         return (SmoothableNorm(self._input_norm, self._spec.norm.weight_offset, (self._qkv, self._z, self._ba)),)

@@ -25,42 +25,26 @@ class MambaMixer(MatrixStateMixer):
         super().__init__(spec, build_context, layer, "mamba")
         self._spec = spec
         shard = build_context.shard
-        channels = spec.num_channels
-        hidden = build_context.hidden_size
         (self._channels,), outs = self._channel_spans, shard.head_slice(self._head_span, spec.value_dim)
         ins = (
             LinearSlice(input_range=self._channels, adds_bias=shard.rank == 0)
             if shard.world_size > 1
             else LinearSlice()
         )
-        self._x, self._z = (
-            self._make_linear(hidden, {f"in_proj_{name}": (channels, outs)}, bias=spec.bias) for name in "xz"
-        )
-        self._dt_low_rank = self._make_linear(channels, {"x_proj_dt": (spec.dt_rank, ins)})
-        self._bc = self._make_linear(channels, {f"x_proj_{name}": (spec.key_dim, ins) for name in "bc"})
-        self._dt = self._make_linear(spec.dt_rank, {"dt_proj": (channels, outs)})
-        self._out = self._make_linear(channels, {"out_proj": (hidden, ins)}, bias=spec.bias)
-        self._inner_norm_shapes = {
-            name: (size,) for name, size in zip(_NORM_WEIGHTS, (spec.dt_rank, spec.key_dim, spec.key_dim), strict=True)
-        }
+        self._x, self._z = (self._make_linear({f"in_proj_{name}": outs}) for name in "xz")
+        self._dt_low_rank = self._make_linear({"x_proj_dt": ins})
+        self._bc = self._make_linear({f"x_proj_{name}": ins for name in "bc"})
+        self._dt = self._make_linear({"dt_proj": outs}, takes_bias=False)
+        self._out = self._make_linear({"out_proj": ins})
         if spec.inner_norm == "plain":
-            self._weights |= {
-                name: torch.ones(size, device=build_context.device) for name, size in self._inner_norm_shapes.items()
-            }
+            sizes = zip(_NORM_WEIGHTS, (spec.dt_rank, spec.key_dim, spec.key_dim), strict=True)
+            self._weights |= {name: torch.ones(size, device=build_context.device) for name, size in sizes}
 
     def parameters(self) -> ParameterTable:
-        spec = self._spec
         table = merge_parameters(self._norms, self._x, self._z, self._dt_low_rank, self._bc, self._dt, self._out)
-        shapes = {
-            "A_log": (spec.num_channels, spec.key_dim),
-            "D": (spec.num_channels,),
-            "dt_proj.bias": (spec.num_channels,),
-        }
-        shapes |= {CONV_WEIGHT: (spec.num_channels, 1, spec.conv_width)} | (
-            {CONV_BIAS: (spec.num_channels,)} if spec.conv_bias else {}
-        )
-        table |= self._make_parameters(shapes, make_row_slicer(self._channels))
-        return table | self._make_parameters(self._inner_norm_shapes if spec.inner_norm == "learned" else {})
+        own = ("A_log", "D", "dt_proj.bias", CONV_WEIGHT, CONV_BIAS)
+        table |= self._make_parameters(own, make_row_slicer(self._channels))
+        return table | self._make_parameters(_NORM_WEIGHTS)
 
     def forward(
         self, ops: Operations, x: Tensor, residual: Tensor | None, step: ForwardContext

@@ -20,38 +20,25 @@ from quire.kernels.recurrent.state_space import StateSpace
 
 class Mamba2Mixer(MatrixStateMixer):
     def __init__(self, spec: Mamba2LayerSpec, build_context: BuildContext, layer: str) -> None:
-        super().__init__(spec, build_context, f"{layer}.{spec.parent_module}" if spec.parent_module else layer, "mamba")
+        super().__init__(spec, build_context, layer, "mamba", spec.parent_module or None)
         self._spec = spec
         shard = build_context.shard
-        hidden = build_context.hidden_size
-        self._group_span, values = shard.rank_span(spec.num_groups), spec.num_heads * spec.value_dim
-        value = (values, shard.head_slice(self._head_span, spec.value_dim))
-        key = (spec.num_groups * spec.key_dim, shard.head_slice(self._group_span, spec.key_dim))
-        projections = {
-            "z": value,
-            "x": value,
-            "b": key,
-            "c": key,
-            "dt": (spec.num_heads, shard.head_slice(self._head_span, 1)),
-        }
+        self._group_span = shard.rank_span(spec.num_groups)
+        value = shard.head_slice(self._head_span, spec.value_dim)
+        key = shard.head_slice(self._group_span, spec.key_dim)
+        projections = {"z": value, "x": value, "b": key, "c": key, "dt": shard.head_slice(self._head_span, 1)}
         self._z, self._xbc, self._dt = (
-            self._make_linear(hidden, {f"in_proj_{name}": projections[name] for name in names}, bias=spec.bias)
+            self._make_linear({f"in_proj_{name}": projections[name] for name in names})
             for names in (("z",), ("x", "b", "c"), ("dt",))
         )
-        self._out = self._make_linear(values, {"out_proj": (hidden, shard.input_slice(values))}, bias=spec.out_bias)
+        self._out = self._make_linear({"out_proj": shard.input_slice(spec.num_heads * spec.value_dim)})
 
     def parameters(self) -> ParameterTable:
-        spec, (values, *_) = self._spec, self._channel_spans
+        values, *_ = self._channel_spans
         table = merge_parameters(self._norms, self._z, self._xbc, self._dt, self._out)
-        table |= self._make_parameters(
-            dict.fromkeys(("A_log", "dt_bias", "D"), (spec.num_heads,)), make_row_slicer(self._head_span)
-        )
-        if spec.result_norm is not None:
-            table |= self._make_parameters({"norm.weight": (spec.num_heads * spec.value_dim,)}, make_row_slicer(values))
-        shapes = {CONV_WEIGHT: (spec.num_channels, 1, spec.conv_width)} | (
-            {CONV_BIAS: (spec.num_channels,)} if spec.conv_bias else {}
-        )
-        return table | self._make_parameters(shapes, self._slice_channels)
+        table |= self._make_parameters(("A_log", "dt_bias", "D"), make_row_slicer(self._head_span))
+        table |= self._make_parameters(["norm.weight"], make_row_slicer(values))
+        return table | self._make_parameters((CONV_WEIGHT, CONV_BIAS), self._slice_channels)
 
     def smoothable_norms(self) -> tuple[SmoothableNorm, ...]:
         return (SmoothableNorm(self._input_norm, self._spec.norm.weight_offset, (self._z, self._xbc, self._dt)),)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from quire.engine.architecture.norm import NormSpec
-from quire.engine.architecture.recurrent import CONV_BIAS, CONV_WEIGHT, MatrixStateSpec
+from quire.engine.architecture.recurrent import CONV_BIAS, CONV_WEIGHT, MatrixStateSpec, ShortConvSpec
 from quire.engine.layers.linear import FusedLinear
-from quire.engine.layers.norm import NormWeights
-from quire.engine.layers.parameters import ParameterTable, identity, make_loadable_parameter
+from quire.engine.layers.parameters import ParameterTable, identity
 from quire.engine.layers.shard import LinearSlice
 from quire.engine.layers.sublayer import BuildContext, CacheTensorSpec, ForwardContext, Sublayer
+from quire.engine.layers.sublayer_shapes import SublayerShapes
 from quire.kernels.backend import Operations
 from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
 from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
@@ -27,37 +26,34 @@ class RecurrentMixer(Sublayer):
     _out: FusedLinear
 
     def __init__(
-        self, build_context: BuildContext, layer: str, name: str, norm: NormSpec, *, output_norm: bool = False
+        self,
+        spec: MatrixStateSpec | ShortConvSpec,
+        build_context: BuildContext,
+        layer: str,
+        name: str,
+        parent_module: str | None = None,
     ) -> None:
-        """`name`: the part's name in a checkpoint, after the layer's. `output_norm`: what it gives is normed too."""
+        """`name`: the part's name in a checkpoint, after the layer's and, if it has one, its parent's."""
+        self._shapes = SublayerShapes(spec, build_context, layer)
+        layer = layer if parent_module is None else f"{layer}.{parent_module}"
         self._build_context, self._prefix = build_context, f"{layer}.{name}"
         self._input_norm, self._output_norm = f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"
-        norms = [self._input_norm] + [self._output_norm] * output_norm
-        self._norms = NormWeights(dict.fromkeys(norms, build_context.hidden_size), build_context.dtype, norm)
+        self._norms = self._shapes.make_norms((self._input_norm, self._output_norm), spec.norm)
         self._weights: dict[str, Tensor] = {}
         """This rank's weights beside those of linears and norms, float32, by their names after the part's."""
 
-    def _make_linear(
-        self, in_features: int, parts: Mapping[str, tuple[int, LinearSlice]], *, bias: bool = False
-    ) -> FusedLinear:
-        """Joins linears with the same input. `parts`: by name after the part's, the outputs and this rank's cut."""
-        sizes = {f"{self._prefix}.{name}": size for name, (size, _) in parts.items()}
-        cuts = {f"{self._prefix}.{name}": cut for name, (_, cut) in parts.items()}
-        build_context = self._build_context
-        return FusedLinear(
-            build_context.scheme, in_features, sizes, bias=bias, adapters=build_context.adapters, cuts=cuts
-        )
+    def _make_linear(self, slices: Mapping[str, LinearSlice], *, takes_bias: bool = True) -> FusedLinear:
+        """Joins linears with the same input. `slices`: by name after the part's, this rank's part. `takes_bias`: as
+        SublayerShapes.make_linear has it."""
+        named_slices = {f"{self._prefix}.{name}": part for name, part in slices.items()}
+        return self._shapes.make_linear(list(named_slices), named_slices, takes_bias=takes_bias)
 
     def _make_parameters(
-        self, shapes: Mapping[str, tuple[int, ...]], slice_tensor: Callable[[Tensor], Tensor] = identity
+        self, names: Iterable[str], slice_tensor: Callable[[Tensor], Tensor] = identity
     ) -> ParameterTable:
-        """The parameters that fill `_weights`. `slice_tensor`: takes this rank's part of each."""
-        return {
-            f"{self._prefix}.{name}": make_loadable_parameter(
-                self._weights, name, shape, torch.float32, slice_tensor=slice_tensor
-            )
-            for name, shape in shapes.items()
-        }
+        """The parameters that fill `_weights`, those of these names that the part has. `slice_tensor`: takes this
+        rank's part of each."""
+        return self._shapes.make_parameters(self._weights, self._prefix, names, slice_tensor)
 
     def _project_output(
         self, ops: Operations, mixed: Tensor, residual: Tensor, step: ForwardContext
@@ -73,8 +69,15 @@ class RecurrentMixer(Sublayer):
 
 
 class MatrixStateMixer(RecurrentMixer):
-    def __init__(self, spec: MatrixStateSpec, build_context: BuildContext, layer: str, name: str) -> None:
-        super().__init__(build_context, layer, name, spec.norm)
+    def __init__(
+        self,
+        spec: MatrixStateSpec,
+        build_context: BuildContext,
+        layer: str,
+        name: str,
+        parent_module: str | None = None,
+    ) -> None:
+        super().__init__(spec, build_context, layer, name, parent_module)
         self._state_spec, self._head_span = spec, build_context.shard.rank_span(spec.num_heads)
 
     def _slice_channels(self, tensor: Tensor) -> Tensor:

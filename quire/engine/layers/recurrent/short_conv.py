@@ -18,21 +18,16 @@ from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 
 class ShortConvolution(RecurrentMixer):
     def __init__(self, spec: ShortConvSpec, build_context: BuildContext, layer: str) -> None:
-        super().__init__(build_context, layer, "conv", spec.norm, output_norm=spec.output_norm)
+        super().__init__(spec, build_context, layer, "conv")
         self._spec = spec
         channels = spec.num_channels
         shard = build_context.shard
-        hidden = build_context.hidden_size
         self._channels = shard.rank_span(channels)
-        projections = {f"{name}_proj": (channels, shard.output_slice(channels)) for name in "bcx"}
-        self._in = self._make_linear(hidden, projections, bias=spec.bias)
-        self._out = self._make_linear(channels, {"out_proj": (hidden, shard.input_slice(channels))}, bias=spec.bias)
+        self._in = self._make_linear({f"{name}_proj": shard.output_slice(channels) for name in "bcx"})
+        self._out = self._make_linear({"out_proj": shard.input_slice(channels)})
 
     def parameters(self) -> ParameterTable:
-        channels, width = self._spec.num_channels, self._spec.conv_width
-        shapes: dict[str, tuple[int, ...]] = {"conv.weight": (channels, 1, width)}
-        shapes |= {"conv.bias": (channels,)} if self._spec.bias else {}
-        conv_parameters = self._make_parameters(shapes, make_row_slicer(self._channels))
+        conv_parameters = self._make_parameters(("conv.weight", "conv.bias"), make_row_slicer(self._channels))
         return merge_parameters(self._norms, self._in, self._out) | conv_parameters
 
     def smoothable_norms(self) -> tuple[SmoothableNorm, ...]:

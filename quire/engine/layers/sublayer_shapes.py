@@ -1,0 +1,86 @@
+"""A sublayer's linears, norms and other weights, in the shapes that its spec says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.sublayer import SublayerSpec
+from quire.engine.layers.linear import FusedLinear, Projection
+from quire.engine.layers.norm import NormWeights
+from quire.engine.layers.parameters import ParameterTable, identity, make_loadable_parameter
+from quire.engine.layers.shard import LinearSlice
+from quire.engine.layers.sublayer import BuildContext
+
+
+class SublayerShapes:
+    """Shapes by the names that a checkpoint has for the parameters of one layer's sublayer."""
+
+    def __init__(self, spec: SublayerSpec, build_context: BuildContext, layer: str) -> None:
+        self._shapes = spec.parameter_shapes(layer, build_context.hidden_size)
+        self._build_context = build_context
+
+    def __contains__(self, linear: str) -> bool:
+        """Whether the sublayer has a linear, or a norm, of this name."""
+        return f"{linear}.weight" in self._shapes
+
+    def sizes_of(self, linears: Iterable[str]) -> dict[str, int]:
+        """How many outputs each linear has, or numbers each norm."""
+        return {name: self._shapes[f"{name}.weight"][0] for name in linears}
+
+    def in_features(self, linear: str) -> int:
+        return self._shapes[f"{linear}.weight"][1]
+
+    def has_bias(self, linear: str) -> bool:
+        return f"{linear}.bias" in self._shapes
+
+    def make_linear(
+        self, linears: Sequence[str], slices: Mapping[str, LinearSlice] | None = None, *, takes_bias: bool = True
+    ) -> FusedLinear:
+        """Linears of the same input, joined. `slices`: this rank's part of each; None: all. `takes_bias`: if they have
+        one; else it is one of the other weights."""
+        build_context, first = self._build_context, linears[0]
+        return FusedLinear(
+            build_context.scheme,
+            self.in_features(first),
+            self.sizes_of(linears),
+            bias=takes_bias and self.has_bias(first),
+            adapters=build_context.adapters,
+            cuts=slices,
+        )
+
+    def make_projection(self, linears: Sequence[str], slices: Mapping[str, LinearSlice]) -> Projection:
+        """The same as attention has it, of which BuildContext.make_linear may make something else."""
+        build_context, first = self._build_context, linears[0]
+        return build_context.make_linear(
+            build_context.scheme,
+            self.in_features(first),
+            self.sizes_of(linears),
+            bias=self.has_bias(first),
+            adapters=build_context.adapters,
+            cuts=slices,
+        )
+
+    def make_norms(self, names: Iterable[str], norm: NormSpec) -> NormWeights:
+        """Those of these names that the sublayer has."""
+        sizes = self.sizes_of(name for name in names if name in self)
+        return NormWeights(sizes, self._build_context.dtype, norm)
+
+    def make_parameters(
+        self,
+        weights: dict[str, Tensor],
+        prefix: str,
+        names: Iterable[str],
+        slice_tensor: Callable[[Tensor], Tensor] = identity,
+    ) -> ParameterTable:
+        """What fills `weights`, in float32, by names after the prefix: those of these that the sublayer has.
+        `slice_tensor` takes this rank's part of each."""
+        shapes = {name: self._shapes.get(f"{prefix}.{name}") for name in names}
+        return {
+            f"{prefix}.{name}": make_loadable_parameter(weights, name, shape, torch.float32, slice_tensor=slice_tensor)
+            for name, shape in shapes.items()
+            if shape is not None
+        }
