@@ -233,9 +233,9 @@ def _require_string(value: Any) -> str:
 
 def _parse_storage(persistent_id: Any) -> _StorageRef:
     """Of ("storage", its kind, its key, device, numbers)."""
-    kind = persistent_id[1].text.removeprefix("torch ").removeprefix("torch.storage ").removesuffix("Storage")
+    kind = persistent_id[1].dotted_name.removeprefix("torch ").removeprefix("torch.storage ").removesuffix("Storage")
     if persistent_id[0] != "storage" or kind not in {*_STORAGE_DTYPES, "Untyped"}:
-        raise ValueError(f"it holds a storage of {persistent_id[1].text[:60]!r}, which is not known")
+        raise ValueError(f"it holds a storage of {persistent_id[1].dotted_name[:60]!r}, which is not known")
     return _StorageRef(_STORAGE_DTYPES.get(kind, "U8"), _require_string(persistent_id[2]))
 
 
@@ -250,7 +250,7 @@ def _call_global(function: Any, arguments: Any) -> Any:
         case _GlobalName("torch._utils _rebuild_tensor_v2"):
             return _rebuild_tensor(*arguments[:3])
         case _GlobalName("torch._utils _rebuild_tensor_v3"):
-            kind = arguments[6].text.removeprefix("torch ")
+            kind = arguments[6].dotted_name.removeprefix("torch ")
             storage = _StorageRef(_BYTE_STORAGE_DTYPES.get(kind, kind), arguments[0].key)
             return _rebuild_tensor(storage, *arguments[1:3])
         case _GlobalName("torch._utils _rebuild_parameter"):
