@@ -139,7 +139,7 @@ def _open_write_ahead_log(data: DataDir, process: str) -> WriteAheadLog | None:
         return None
 
 
-async def run_recovery_loop(persistence: Persistence, app: ASGIApp, tenants: Tenants) -> None:
+async def resume_unfinished_work_forever(persistence: Persistence, app: ASGIApp, tenants: Tenants) -> None:
     """Take up what the last process left: batches, and responses in the background. The application answers already.
     Of several processes, the one that leads does so again and again, for each that ends."""
     restart_slots, restarted = asyncio.Semaphore(_MAX_CONCURRENT_RESTARTS), set[tuple[str, str]]()

@@ -11,7 +11,7 @@ import torch
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
-from quire.engine.layers.online_quantization import quantize_float8, quantize_int4, quantize_int8
+from quire.engine.layers.schemes.online_quantization import quantize_float8, quantize_int4, quantize_int8
 from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.reference import ReferenceBackend
 from tests.engine.harness import Answer, request, run

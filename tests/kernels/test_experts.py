@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.layers.online_quantization import quantize_int4, quantize_int8
+from quire.engine.layers.schemes.online_quantization import quantize_int4, quantize_int8
 from quire.kernels.backend import NO_ADAPTERS, Backend, Linear
 from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.cpu.decoder.compiled_moe import CompiledMoE

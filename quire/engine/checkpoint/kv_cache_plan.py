@@ -19,7 +19,7 @@ from quire.engine.families.base.model_config import ModelConfig
 GIB = 2**30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZED_BITS = {"int8": 8.0, "int4": 5.0, "fp8": 8.0}
-"""Bits of a weight that is quantized at load (engine/layers/online_quantization.py), its scale's and offset's
+"""Bits of a weight that is quantized at load (engine/layers/schemes/online_quantization.py), its scale's and offset's
 included."""
 QUANTIZED_EMBEDDING_BITS = 8.0
 """The same for the embedding and the head, where they are quantized."""

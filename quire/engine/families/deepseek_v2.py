@@ -59,7 +59,7 @@ MLA_GGUF_MODULES = {
 }
 
 
-def has_sigmoid_gating(metadata: GGUFMetadata) -> bool:
+def gguf_uses_sigmoid_gating(metadata: GGUFMetadata) -> bool:
     """Raises ModelError for what no family weighs experts by."""
     gating = metadata.integer("expert_gating_func") or _SOFTMAX_GATING
     if gating not in (_SOFTMAX_GATING, _SIGMOID_GATING):
@@ -101,7 +101,7 @@ def read_mla_moe_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) 
     experts, groups = metadata.integer("expert_count"), metadata.integer("expert_group_count")
     used_groups = metadata.integer("expert_group_used_count")
     if groups is None:
-        is_v3 = experts == _DEEPSEEK_V3_NUM_EXPERTS and has_sigmoid_gating(metadata)
+        is_v3 = experts == _DEEPSEEK_V3_NUM_EXPERTS and gguf_uses_sigmoid_gating(metadata)
         groups, used_groups = (8, 4) if is_v3 else (1, 1)
     return read_mla_gguf_fields(metadata, fields) | {
         "num_local_experts": experts,
@@ -113,7 +113,7 @@ def read_mla_moe_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) 
         "norm_topk_prob": bool(metadata.flag("expert_weights_norm")),
         "n_group": groups,
         "topk_group": used_groups or groups,
-        "topk_method": "group_limited_greedy" if groups > 1 and not has_sigmoid_gating(metadata) else None,
+        "topk_method": "group_limited_greedy" if groups > 1 and not gguf_uses_sigmoid_gating(metadata) else None,
         "num_nextn_predict_layers": metadata.integer("nextn_predict_layers"),
     }
 
@@ -135,7 +135,7 @@ DEEPSEEK_V2 = DecoderFamily(
     ),
     gguf=GGUFFormat(
         architectures=("deepseek2",),
-        matches=lambda metadata: bool(metadata.integer("expert_count")) and not has_sigmoid_gating(metadata),
+        matches=lambda metadata: bool(metadata.integer("expert_count")) and not gguf_uses_sigmoid_gating(metadata),
         layer_modules=MLA_GGUF_MODULES,
         has_latent_attention=True,
         read_fields=read_mla_moe_gguf_fields,

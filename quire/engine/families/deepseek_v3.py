@@ -4,7 +4,7 @@ correction."""
 from __future__ import annotations
 
 from quire.engine.families.base import GROUPED_MOE, GGUFFormat, optional_moe_reader
-from quire.engine.families.deepseek_v2 import MLA_GGUF_MODULES, has_sigmoid_gating, read_mla_moe_gguf_fields
+from quire.engine.families.deepseek_v2 import MLA_GGUF_MODULES, gguf_uses_sigmoid_gating, read_mla_moe_gguf_fields
 from quire.engine.families.youtu import YOUTU
 
 DEEPSEEK_V3 = YOUTU.derive(
@@ -27,7 +27,7 @@ DEEPSEEK_V3 = YOUTU.derive(
     experts=optional_moe_reader(GROUPED_MOE),
     gguf=GGUFFormat(
         architectures=("deepseek2",),
-        matches=lambda metadata: bool(metadata.integer("expert_count")) and has_sigmoid_gating(metadata),
+        matches=lambda metadata: bool(metadata.integer("expert_count")) and gguf_uses_sigmoid_gating(metadata),
         layer_modules=MLA_GGUF_MODULES,
         has_latent_attention=True,
         read_fields=read_mla_moe_gguf_fields,

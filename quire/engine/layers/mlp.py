@@ -32,7 +32,8 @@ class MLP(Sublayer):
         self._shard = build_context.shard
         self._dtype = build_context.dtype
         self._prefix = prefix = f"{layer}.{spec.name}"
-        shapes, shard, size = SublayerShapes(spec, build_context, layer), build_context.shard, spec.intermediate_size
+        shapes = SublayerShapes(spec, build_context, layer)
+        shard, size = build_context.shard, spec.intermediate_size
         input_names = [name for name in (f"{prefix}.gate_proj", f"{prefix}.up_proj") if name in shapes]
         down = f"{prefix}.down_proj"
         self._up = shapes.make_linear(input_names, dict.fromkeys(input_names, shard.output_slice(size)))

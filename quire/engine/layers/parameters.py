@@ -31,7 +31,7 @@ class LoadableParameter:
     slice_tensor: Callable[[Tensor], Tensor] = identity
     """What is read of it; `weight_loader` takes that."""
 
-    def tie_with(self, other: LoadableParameter) -> LoadableParameter:
+    def combine_weight_loaders(self, other: LoadableParameter) -> LoadableParameter:
         """Of two parts, to which the same goes."""
         assert (self.shape, self.dtype) == (other.shape, other.dtype)
 

@@ -204,7 +204,8 @@ class Decoder:
         for sublayer in (sublayer for layer in self._layers for sublayer in layer):
             sublayer_table = sublayer.parameters()
             table |= sublayer_table | {
-                name: table[name].tie_with(sublayer_table[name]) for name in sublayer_table.keys() & table.keys()
+                name: table[name].combine_weight_loaders(sublayer_table[name])
+                for name in sublayer_table.keys() & table.keys()
             }
         return table
 

@@ -241,19 +241,19 @@ class LLM(LLMBase):
             message = "load_weights gives tensors to an engine in this process: not with multiprocessing or replicas"
             raise InvalidRequest(f"{message}, but update_weights takes a folder", param="multiprocessing")
         stream = tensors.items() if isinstance(tensors, Mapping) else tensors
-        return self._register_weights_version(
+        return self._register_version_for_receipts(
             self._run_coroutine(self._weights.change(partial(link.load_tensors, stream), version=version))
         )
 
     def update_weights(self, path: str | os.PathLike[str], *, version: str | None = None) -> str:
         """The same with a folder of safetensors files, or a GGUF file. What is wrong by the files' headers raises
         InvalidRequest or ModelError before the weights are let go."""
-        return self._register_weights_version(
+        return self._register_version_for_receipts(
             self._run_coroutine(self._weights.update(os.fspath(path), version=version))
         )
 
-    def _register_weights_version(self, version: str) -> str:
-        self._running_engine.hashes.register_version(version)
+    def _register_version_for_receipts(self, version: str) -> str:
+        self._running_engine.hashes.remember_weight_files(version)
         return version
 
     def embed(

@@ -43,7 +43,7 @@ class ModelHasher:
         self._weight_hashes: dict[str, asyncio.Task[str | None]] = {}
         self._fixed_hashes: asyncio.Task[tuple[str, str, str, str]] | None = None
 
-    def register_version(self, version: str) -> None:
+    def remember_weight_files(self, version: str) -> None:
         """Weights of this version are computed with from now on: remember which files these are."""
         self._files[version] = self._weight_files_of_version(version)
         self._weight_hashes.pop(version, None)
@@ -81,7 +81,7 @@ class ModelHasher:
 
     async def _weights_hash(self, version: str) -> str | None:
         if version not in self._files:
-            self.register_version(version)
+            self.remember_weight_files(version)
         if version not in self._weight_hashes:
             self._weight_hashes[version] = asyncio.create_task(asyncio.to_thread(self._hash_weights, version))
         return await asyncio.shield(self._weight_hashes[version])

@@ -19,7 +19,7 @@ def listen_url(host: str, port: int, *, tls: bool = False) -> str:
     return f"{scheme}://[{reachable}]:{port}" if ":" in reachable else f"{scheme}://{reachable}:{port}"
 
 
-def example_request(info: EngineInfo, *, has_chat_template: bool) -> tuple[str, dict[str, object]]:
+def example_path_and_body(info: EngineInfo, *, has_chat_template: bool) -> tuple[str, dict[str, object]]:
     """A path, and a body for it, that the model can answer. chats: it has a chat template."""
     if has_chat_template and "generate" in info.tasks:
         message = {"role": "user", "content": "Tell me a story about a fox."}
@@ -35,7 +35,7 @@ def curl_command(
     config: ServerConfig, info: EngineInfo, base: str, tls: ssl.SSLContext | None, *, has_chat_template: bool = False
 ) -> str:
     """A first request, with what the server asks for: a key, which is not shown, and trust in its certificate."""
-    path, body = example_request(info, has_chat_template=has_chat_template)
+    path, body = example_path_and_body(info, has_chat_template=has_chat_template)
     flags = []
     if config.has_api_keys:
         flags.append('-H "Authorization: Bearer $OPENAI_API_KEY"')

@@ -102,7 +102,7 @@ def _translate_local_data_parallel_flags(known: Container[str], argv: Sequence[s
         flag, equals, value = argument.partition("=")
         if flag in _LOCAL_ENGINES_FLAGS:
             engines = value if equals or not rest else rest.pop(0)
-            positionals += _pop_positionals(rest)
+            positionals += _pop_leading_positionals(rest)
             continue
         if flag in _ONE_ENGINE_FLAGS:
             engines = "1"
@@ -112,7 +112,7 @@ def _translate_local_data_parallel_flags(known: Container[str], argv: Sequence[s
     )
 
 
-def _pop_positionals(rest: list[str]) -> list[str]:
+def _pop_leading_positionals(rest: list[str]) -> list[str]:
     """Take what stands behind a flag that is left out. Nothing would keep it from a list before that flag any more, so
     it is to go before all flags."""
     positionals = []
@@ -199,7 +199,7 @@ def _drop_redundant_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) 
         ):
             reasons_by_flag[flag] = why
             del rest[: not equals]
-            positionals += _pop_positionals(rest)
+            positionals += _pop_leading_positionals(rest)
             continue
         if flag == "--speculative-config" and (why := ignored_speculative_keys_reason(value)):
             reasons_by_flag[flag] = why
@@ -213,7 +213,7 @@ def _drop_redundant_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) 
             values = _pop_flag_values(rest, foreign.value_kind)
         if foreign is not None and (why := foreign.redundancy_reason(" ".join(values))):
             reasons_by_flag[flag] = why
-            positionals += _pop_positionals(rest)
+            positionals += _pop_leading_positionals(rest)
         else:
             arguments.append(flag if foreign else argument)
     if reasons_by_flag:

@@ -69,7 +69,7 @@ class ModelRuntime:
 
     def set_weights_version(self, version: str) -> None:
         """Its weights have been replaced."""
-        self.receipt_writer.hashes.register_version(version)
+        self.receipt_writer.hashes.remember_weight_files(version)
         self.model = replace(self.model, fingerprint=system_fingerprint(self.info, version, self.config))
 
 

@@ -21,7 +21,7 @@ from quire.server.observe.http_metrics import HttpMetrics
 from quire.server.observe.metric_collectors import CallbackCollector, data_dir_metrics
 from quire.server.observe.request_spans import RequestSpanExporter
 from quire.server.peers import PeerLink, Peers
-from quire.server.persistence import Persistence, open_persistence, run_recovery_loop
+from quire.server.persistence import Persistence, open_persistence, resume_unfinished_work_forever
 from quire.server.runtime.server_context import ModelDispatcher, ServerContext
 from quire.server.store.data_dir import DataDir
 
@@ -79,7 +79,7 @@ class ServerStartup:
             for each in models.loaded_runtimes:
                 each.cross_process_observer.http_metrics = http_metrics
             if persistence is not None:
-                recovery = asyncio.create_task(run_recovery_loop(persistence, app, self.tenants))
+                recovery = asyncio.create_task(resume_unfinished_work_forever(persistence, app, self.tenants))
                 exit_stack.callback(recovery.cancel)
             yield
 

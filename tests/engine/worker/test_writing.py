@@ -18,7 +18,7 @@ from torch import Tensor
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ModelError
-from quire.engine.layers.online_quantization import quantize_float8, quantize_int8
+from quire.engine.layers.schemes.online_quantization import quantize_float8, quantize_int8
 from quire.engine.worker.checkpoint_writer.quantize_checkpoint import quantize_folder
 from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.reference import ReferenceBackend

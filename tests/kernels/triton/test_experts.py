@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.layers.online_quantization import quantize_int4, quantize_int8
+from quire.engine.layers.schemes.online_quantization import quantize_int4, quantize_int8
 from quire.kernels.backend import MoEComponents
 from quire.kernels.gpu.experts.grouped_moe import GroupedMoE, route_on_device, sort_rows_by_expert
 from quire.kernels.gpu.triton_backend import TritonBackend

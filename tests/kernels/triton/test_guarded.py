@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.engine.layers.online_quantization import quantize_int4, quantize_int8
+from quire.engine.layers.schemes.online_quantization import quantize_int4, quantize_int8
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import NO_ADAPTERS
 from quire.kernels.gpu.experts.grouped_moe import GroupedMoE

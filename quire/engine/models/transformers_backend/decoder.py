@@ -204,7 +204,9 @@ class TransformersDecoder(Decoder):
         """Add to a table, under the names that are the parameters' own; what is there goes to both."""
         for name, parameter in parameters.items():
             canonical_name = self._conversion.first_name_of_tied_parameter(name)
-            table[canonical_name] = table[canonical_name].tie_with(parameter) if canonical_name in table else parameter
+            table[canonical_name] = (
+                table[canonical_name].combine_weight_loaders(parameter) if canonical_name in table else parameter
+            )
 
     def _make_linear_and_parameters(
         self, name: str, module: nn.Linear, *, wide: bool

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.engine.layers.online_quantization import quantize_float8, quantize_int8
+from quire.engine.layers.schemes.online_quantization import quantize_float8, quantize_int8
 from quire.kernels.backend import Backend
 from quire.kernels.int4_fit import GROUP_SIZE
 

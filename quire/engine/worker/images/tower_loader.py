@@ -18,8 +18,8 @@ from quire.engine.encoders.vision.tower_factory import make_tower
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.families.base.vision.vision_spec import VisionSpec
 from quire.engine.images.vision_config import read_vision_spec
-from quire.engine.layers.online_quantization import OnlineQuantizedScheme
 from quire.engine.layers.schemes import UnquantizedScheme
+from quire.engine.layers.schemes.online_quantization import OnlineQuantizedScheme
 from quire.engine.types import NO_IMAGES_REASON
 from quire.engine.worker.device_plan import DevicePlan
 from quire.engine.worker.images.encoder_cache import ImageEncoderCache, make_dummy_image

@@ -16,11 +16,11 @@ from quire.engine.errors import ConfigError
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.gguf.header import GGUFHeader
 from quire.engine.gguf.model_files import read_gguf_header
-from quire.engine.layers.online_quantization import Int8EmbeddingAndHeadScheme, OnlineQuantizedScheme
 from quire.engine.layers.schemes import QuantizationScheme, UnquantizedScheme
 from quire.engine.layers.schemes.formats import make_format_lookup
 from quire.engine.layers.schemes.gguf import GGUFFormat
 from quire.engine.layers.schemes.mixed import MixedScheme
+from quire.engine.layers.schemes.online_quantization import Int8EmbeddingAndHeadScheme, OnlineQuantizedScheme
 from quire.engine.worker.loading.gguf_delta_net import GGUFDeltaNetConverter
 from quire.engine.worker.loading.gguf_loader import gguf_stream, linear_tensor_types
 from quire.engine.worker.loading.stacked_experts import map_checkpoint_tensors

@@ -97,7 +97,7 @@ def build_row(model: CatalogEntry, machine: Machine) -> ModelRow:
     sizes, stored = _catalog_sizes(model)
     model_estimate = estimate_model(sizes, machine, PlanRequest(), stored)
     min_context = min(CONTEXT_TOKENS, sizes.max_position)
-    keys = model_estimate.context_bytes(min_context) if model_estimate.block_bytes else 0
+    keys = model_estimate.context_kv_bytes(min_context) if model_estimate.block_bytes else 0
     memory = model_estimate.device_weight_bytes + keys + (0 if machine.gpu else ENGINE_HOST_BYTES)
     context = (
         model_estimate.context

@@ -113,7 +113,7 @@ class Estimate:
         """Pages of single groups for which there is room."""
         return self.num_fitting_blocks * len(self.block_needs.windows)
 
-    def context_bytes(self, length: int) -> int:
+    def context_kv_bytes(self, length: int) -> int:
         """Of a context's pages, the most that it holds at one time."""
         if self.block_needs.windows == (None,):
             return length * self.kv_token_bytes

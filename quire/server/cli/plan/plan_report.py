@@ -86,7 +86,7 @@ def _lines_if_model_fits(estimate: Estimate, name: str) -> list[tuple[str, str]]
     lines = [("cache", _kv_cache_text(estimate))]
     if estimate.tier_plans:
         lines.append(("below it", _tiers_text(estimate)))
-    size = _format_size(estimate.context_bytes(estimate.context))
+    size = _format_size(estimate.context_kv_bytes(estimate.context))
     lines.append(("fits", f"{estimate.concurrency:,} x {estimate.context:,} tokens of {size} each"))
     lines.append(("room for", ", ".join(f"{count:,} x {length:,}" for length, count in estimate.fitting)))
     lines += _speed_lines(estimate)
@@ -327,7 +327,7 @@ def _sliding_window_note(estimate: Estimate) -> str:
     if not estimate.fits:
         return "keys outside of it are not kept"
     every = -(-estimate.context // estimate.block_size) * estimate.block_bytes
-    saved = 1 - estimate.context_bytes(estimate.context) / every
+    saved = 1 - estimate.context_kv_bytes(estimate.context) / every
     return f"keys outside of it are not kept, which saves {saved:.0%} of a context of {estimate.context:,} tokens"
 
 

@@ -21,8 +21,8 @@ from quire.engine.checkpoint.tensor_headers import find_weight_files
 from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.errors import ModelError
 from quire.engine.families.base.base_spec import base_decoder_spec
-from quire.engine.layers.online_quantization import OnlineQuantizedScheme
 from quire.engine.layers.schemes import QuantizationScheme, UnquantizedScheme
+from quire.engine.layers.schemes.online_quantization import OnlineQuantizedScheme
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.heads.draft_head import DraftHead
 from quire.engine.models.heads.eagle import Eagle3Head, EagleHead, EagleSpec
