@@ -59,6 +59,7 @@ def test_tokens_are_those_of_an_engine_that_caches_nothing(
         EngineConfig(model=path, num_kv_blocks=26, max_model_len=400, threads=1).model_copy(update=options)
     )
     answers: dict[str, list[int]] = {f"{talk}": [] for talk in range(TALKS)}
+    kept = []
     for turn in range(TURNS):
         asked = rounds(answers)[turn]
         wanted = run(alone, asked)
@@ -66,10 +67,11 @@ def test_tokens_are_those_of_an_engine_that_caches_nothing(
         assert {name: each.ids for name, each in found.items()} == {name: each.ids for name, each in wanted.items()}
         for each in asked:
             answers[each.id.split(".")[0]] += wanted[each.id].ids
+        kept.append(small.engine_stats.kept_blocks)  # 0 where a talk without a name ends last and takes them
     stats = small.engine_stats
     assert stats.preemptions > 0
     assert stats.session_returns > 0
-    assert 0 < stats.kept_blocks <= 13
+    assert 0 < max(kept) <= 13
     small.reset_prefix_cache()
     assert small.engine_stats.kept_blocks == 0
     small.shut_down()

@@ -86,9 +86,9 @@ class EncoderSpec:
     gate_last: bool = False
     """The checkpoint's one tensor of both has the gate behind what it gates."""
     pre_norm: bool = False
-    """Norms stand before the parts of a layer; the first layer lacks the one before its attention, unless"""
+    """Norms stand before the parts of a layer; the first layer has none before its attention."""
     has_first_layer_norm: bool = False
-    """it has that too."""
+    """Where `pre_norm`: the first layer has one before its attention too."""
     has_rms_norms: bool = False
     """Norms are RMSNorm (Zhang and Sennrich, 2019)."""
     metadata_groups: tuple[int, ...] = ()

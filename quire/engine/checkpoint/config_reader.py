@@ -38,6 +38,8 @@ def normalize_config_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         for alias, name in family.field_names.items():
             if fields.get(alias) is not None:
                 fields[name] = fields[alias]
+        if fields.get("sliding_window_pattern") == 0:  # which says nothing
+            fields["sliding_window_pattern"] = None
         defaults = {name: value for name, value in family.defaults.items() if fields.get(name) is None}
         if fields.get("rope_scaling"):  # which says how positions are rotated, in older files
             defaults.pop("rope_parameters", None)

@@ -19,7 +19,7 @@ from quire.engine.checkpoint.family_spec import build_decoder_spec
 from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.errors import refuse_setting_if
 from quire.engine.families import find_decoder_family
-from quire.engine.families.base.layer_types import layer_windows
+from quire.engine.families.base.layer_types import unserved_layer_windows
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.families.base.rope_fields import rope_depends_on_context
 from quire.engine.families.base.schema.config_schema import LONGROPE_TYPES
@@ -106,9 +106,8 @@ def _limit_context_to_window(model: ModelConfig, config: EngineConfig) -> ModelC
 def _sliding_windows(model: ModelConfig) -> list[int]:
     """Of the layers that have one."""
     if model.transformers_config is not None:
-        return [
-            each for each in layer_windows(extract_text_config(model.transformers_config), model.num_layers) if each
-        ]
+        text_fields = extract_text_config(model.transformers_config)
+        return [each for each in unserved_layer_windows(text_fields, model.num_layers) if each]
     return [
         each.window for each in build_decoder_spec(model).kv_cache_specs if isinstance(each, PagedState) and each.window
     ]

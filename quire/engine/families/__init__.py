@@ -15,6 +15,7 @@ from quire.engine.families.base.family import DecoderFamily, ModelFamily
 from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
 
 _T = TypeVar("_T")
+_Family = TypeVar("_Family", ModelFamily, MultimodalFamily)
 
 
 def find_decoder_family(model_type: object) -> DecoderFamily | None:
@@ -62,15 +63,22 @@ def multimodal_model_types() -> list[str]:
 @cache
 def _families_by_model_type() -> Mapping[str, ModelFamily]:
     """By model_type."""
-    families = _collect_instances(__name__, __path__, ModelFamily)
-    return {model_type: family for family in families for model_type in family.model_types}
+    return _by_model_type(_collect_instances(__name__, __path__, ModelFamily))
 
 
 @cache
 def _multimodal_families_by_model_type() -> Mapping[str, MultimodalFamily]:
     """By the model_type of whole models."""
-    families = _collect_instances(vision.__name__, vision.__path__, MultimodalFamily)
-    return {model_type: family for family in families for model_type in family.model_types}
+    return _by_model_type(_collect_instances(vision.__name__, vision.__path__, MultimodalFamily))
+
+
+def _by_model_type(families: Iterable[_Family]) -> Mapping[str, _Family]:
+    by_model_type: dict[str, _Family] = {}
+    for family in families:
+        for model_type in family.model_types:
+            if by_model_type.setdefault(model_type, family) is not family:
+                raise AssertionError(f"two families describe {model_type}")
+    return by_model_type
 
 
 def _collect_instances(package: str, path: Iterable[str], kind: type[_T]) -> list[_T]:

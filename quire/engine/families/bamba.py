@@ -9,6 +9,7 @@ from quire.engine.families.base import (
     MAMBA2_DEFAULTS,
     MAMBA2_PROJECTIONS,
     WeightNames,
+    check_mamba2_width,
     fill_hybrid_layer_types,
     fill_mamba2_head_dim,
     hybrid_mixers_reader,
@@ -18,8 +19,8 @@ from quire.engine.families.llama import LLAMA
 
 
 def _fill_bamba_fields(fields: dict[str, Any]) -> None:
-    attention_layers = fields.get("attn_layer_indices")
-    attention_layers = attention_layers if isinstance(attention_layers, list) else []
+    listed = fields.get("attn_layer_indices")
+    attention_layers = {each for each in listed if isinstance(each, int)} if isinstance(listed, list) else set()
     fill_hybrid_layer_types(fields, lambda layer: "full_attention" if layer in attention_layers else "linear_attention")
     fill_mamba2_head_dim(fields)
 
@@ -36,6 +37,7 @@ BAMBA = LLAMA.derive(
     },
     has_partial_rotary=True,
     fill_derived_fields=_fill_bamba_fields,
+    check_config=check_mamba2_width,
     other_layer_types=("linear_attention",),
     mixers=hybrid_mixers_reader(mamba2_spec),
     weight_names=WeightNames(

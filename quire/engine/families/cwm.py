@@ -6,7 +6,7 @@ from quire.engine.families.base import fill_layer_types, sliding_windows
 from quire.engine.families.llama import LLAMA
 
 
-def _complete(fields: dict[str, Any]) -> None:
+def _fill_cwm_fields(fields: dict[str, Any]) -> None:
     fill_layer_types(fields, lambda layer: "sliding_attention" if layer % 4 else "full_attention")
 
 
@@ -16,6 +16,7 @@ CWM = LLAMA.derive(
         "rms_norm_eps": 1e-5,
         "head_dim": 128,
         "max_position_embeddings": 131_072,
+        "rope_theta": 1_000_000.0,
         "sliding_window": 8192,
         "rope_parameters": {
             "rope_type": "llama3",
@@ -27,6 +28,6 @@ CWM = LLAMA.derive(
         },
     },
     missing_defaults={"num_key_value_heads": 8},
-    fill_derived_fields=_complete,
-    attention={"window": sliding_windows},
+    fill_derived_fields=_fill_cwm_fields,
+    attention={"window": sliding_windows, "qkv_bias": False, "out_bias": False},
 )

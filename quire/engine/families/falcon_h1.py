@@ -26,6 +26,7 @@ from quire.engine.families.base import (
     GGUFFormat,
     GGUFMetadata,
     ModelConfig,
+    check_mamba2_width,
     fill_hybrid_layer_types,
     fill_mamba2_head_dim,
     mamba2_spec,
@@ -78,7 +79,7 @@ def _mamba2_spec(config: ModelConfig, norm: NormSpec) -> Mamba2LayerSpec:
 def _read_falcon_h1_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The factors are in the weights."""
     has_norm = metadata.any_layer_has_tensor("ssm_norm.weight")
-    return read_mamba2_fields(metadata) | {"mamba_rms_norm": has_norm, "mamba_norm_before_gate": False}
+    return read_mamba2_fields(metadata, fields) | {"mamba_rms_norm": has_norm, "mamba_norm_before_gate": False}
 
 
 FALCON_H1 = DecoderFamily(
@@ -88,10 +89,11 @@ FALCON_H1 = DecoderFamily(
         **MAMBA2_DEFAULTS,
         "rms_norm_eps": 1e-05,
         "num_key_value_heads": 8,
-        "mamba_d_ssm": 1024,
         "mamba_norm_before_gate": True,
         "max_position_embeddings": 8192,
     },
+    missing_defaults={"mamba_d_ssm": 1024},
+    check_config=check_mamba2_width,
     fill_derived_fields=_fill_falcon_h1_fields,
     other_layer_types=("hybrid",),
     build_base_spec=_build_falcon_h1_spec,

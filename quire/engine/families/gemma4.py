@@ -1,4 +1,4 @@
-"""Gemma 4's text models (Google, 2026): every sixth layer without a window has larger heads, a rotation that turns a
+"""Gemma 4's text models (Google, 2026): every sixth layer has no window but larger heads, a rotation that turns a
 quarter of their numbers and, in large models, values that are keys; the last layers of small models read others' keys
 and values, and all layers embeddings of their own; one model has experts beside its MLPs."""
 
@@ -39,6 +39,7 @@ _DEFAULT_ROPES = {
     False: {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
 }
 """By whether a layer has a window, where config.json says nothing."""
+_MAX_LAYER_DIGITS = 8
 
 
 def _fill_gemma4_fields(fields: dict[str, Any]) -> None:
@@ -52,14 +53,13 @@ def _fill_gemma4_fields(fields: dict[str, Any]) -> None:
 
 
 def _build_gemma4_spec(config: ModelConfig) -> DecoderSpec:
-    raw, kinds = config.raw, config.raw.get("layer_types") or ()
+    raw = config.raw
     if raw.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise ModelError("model: use_bidirectional_attention: it makes an encoder, which is not served")
-    if len(kinds) != config.num_layers:
-        raise ModelError(f"model: config.json: layer_types: {len(kinds)} entries for {config.num_layers} layers")
+    overrides, sources = _layer_overrides(config), enumerate(_kv_source_layers(config))
     return replace(
         base_decoder_spec(config),
-        layers=tuple(_layer_spec(config, layer, source) for layer, source in enumerate(_kv_source_layers(config))),
+        layers=tuple(_layer_spec(config, layer, source, overrides) for layer, source in sources),
         embedding_scale=config.hidden_size**0.5,
         logit_softcap=raw.get("final_logit_softcapping"),
         per_layer_inputs=_per_layer_inputs_spec(config),
@@ -93,13 +93,15 @@ def _kv_source_layers(config: ModelConfig) -> list[int | None]:
     return sources
 
 
-def _layer_spec(config: ModelConfig, layer: int, kv_source_layer: int | None) -> LayerSpec:
+def _layer_spec(
+    config: ModelConfig, layer: int, kv_source_layer: int | None, overrides: Mapping[int, LayerOverrides] | None
+) -> LayerSpec:
     raw, norm = config.raw, NormSpec(config.norm_eps)
     has_window = "sliding" in (raw.get("layer_types") or ())[layer]
     ropes = raw.get("rope_parameters") or {}
     window = raw.get("sliding_window") or None if has_window else None
     rope = (ropes.get("full_attention") if window is None else ropes.get("sliding_attention")) or {}
-    num_kv_heads, head_dim = _kv_heads(config, layer, has_window=has_window)
+    num_kv_heads, head_dim = _kv_heads(config, layer, overrides, has_window=has_window)
     biased = bool(raw.get("attention_bias"))
     attention = AttentionLayerSpec(
         config.num_heads,
@@ -126,12 +128,14 @@ def _layer_spec(config: ModelConfig, layer: int, kv_source_layer: int | None) ->
     return (attention, *_feed_forward_specs(config, mlp, norm), *input_gates, LayerScalarSpec("layer_scalar"))
 
 
-def _kv_heads(config: ModelConfig, layer: int, *, has_window: bool) -> tuple[int, int]:
+def _kv_heads(
+    config: ModelConfig, layer: int, overrides: Mapping[int, LayerOverrides] | None, *, has_window: bool
+) -> tuple[int, int]:
     """Key-value heads of a layer, and the size of its heads. Raises ModelError."""
     raw = config.raw
     num_kv_heads, head_dim = config.num_kv_heads, config.head_dim
-    if (each := raw.get("per_layer_config")) is not None:
-        own = _find_layer_overrides(each, layer)
+    if overrides is not None:
+        own = overrides.get(layer, {})
         num_kv_heads, head_dim = own.get("num_key_value_heads") or num_kv_heads, own.get("head_dim") or head_dim
     elif not has_window:
         head_dim = raw.get("global_head_dim") or 512
@@ -146,14 +150,17 @@ def _kv_heads(config: ModelConfig, layer: int, *, has_window: bool) -> tuple[int
     return num_kv_heads, head_dim
 
 
-def _find_layer_overrides(by_layer: Mapping[str, LayerOverrides], layer: int) -> LayerOverrides:
-    """A layer's entry; its key is the layer's number, which may begin with zeros. Raises ModelError."""
+def _layer_overrides(config: ModelConfig) -> Mapping[int, LayerOverrides] | None:
+    """By layer, what per_layer_config says of it; its keys are layers' numbers, which may begin with zeros. None:
+    config.json has none. Raises ModelError."""
+    if (by_layer := config.raw.get("per_layer_config")) is None:
+        return None
+    overrides: dict[int, LayerOverrides] = {}
     for key, own in by_layer.items():
-        if not key.isdecimal():
+        if not key.isdecimal() or len(key) > _MAX_LAYER_DIGITS:
             raise ModelError(f"model: config.json: per_layer_config: {key[:40]!r} is no layer's number")
-        if int(key) == layer:
-            return own or {}
-    return {}
+        overrides.setdefault(int(key), own or {})
+    return overrides
 
 
 def _feed_forward_specs(config: ModelConfig, mlp: MLPSpec, norm: NormSpec) -> LayerSpec:

@@ -17,6 +17,7 @@ from quire.engine.families.base import (
     GGUFFormat,
     GGUFMetadata,
     ModelConfig,
+    check_mamba2_width,
     fill_hybrid_layer_types,
     fill_mamba2_head_dim,
     hybrid_mixers_reader,
@@ -47,7 +48,7 @@ def _read_granitemoehybrid_gguf_fields(metadata: GGUFMetadata, fields: Mapping[s
     shared_width = metadata.integer("expert_shared_feed_forward_length")
     return {
         **read_gguf_multipliers(metadata, fields),
-        **read_mamba2_fields(metadata),
+        **read_mamba2_fields(metadata, fields),
         "layer_types": read_hybrid_layer_types(metadata),
         "position_embedding_type": "rope" if metadata.flag("rope.scaling.finetuned") else "nope",
         "num_local_experts": experts or 0,
@@ -61,6 +62,7 @@ GRANITEMOEHYBRID = DecoderFamily(
     field_names={"layers_block_type": "layer_types"},
     defaults={**MAMBA2_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024},
     fill_derived_fields=_fill_granitemoehybrid_fields,
+    check_config=check_mamba2_width,
     other_layer_types=("linear_attention",),
     build_base_spec=_build_granitemoehybrid_spec,
     attention={"rope": lambda config: config.rope if config.raw.get("position_embedding_type") == "rope" else None},

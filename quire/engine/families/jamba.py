@@ -60,7 +60,7 @@ def _read_jamba_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -
     inner, hidden = metadata.integer("ssm.inner_size"), fields["hidden_size"]
     has_experts = [metadata.has_tensor(f"blk.{layer}.ffn_gate_inp.weight") for layer in range(len(kinds))]
     return read_mamba_fields(metadata) | {
-        "mamba_expand": inner // hidden if inner and hidden else None,
+        "mamba_expand": (inner // hidden or None) if inner and hidden else None,
         "layer_types": kinds,
         "mlp_layer_types": ["sparse" if each else "dense" for each in has_experts],
     }

@@ -27,11 +27,12 @@ def short_conv_spec(config: ModelConfig, norm: NormSpec) -> ShortConvSpec:
 
 
 def fill_lfm2_layer_types(fields: dict[str, Any]) -> None:
-    attention_layers = fields.get("full_attn_idxs")
-    if attention_layers is None or isinstance(attention_layers, list):
-        fill_layer_types(
-            fields, lambda layer: "full_attention" if attention_layers is None or layer in attention_layers else "conv"
-        )
+    listed = fields.get("full_attn_idxs")
+    if listed is None:
+        fill_layer_types(fields, lambda layer: "full_attention")
+    elif isinstance(listed, list):
+        attention_layers = {each for each in listed if isinstance(each, int)}
+        fill_layer_types(fields, lambda layer: "full_attention" if layer in attention_layers else "conv")
 
 
 def _fill_lfm2_fields(fields: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from quire.engine.families.base import (
     LayerModules,
     WeightNames,
     attention_free_builder,
+    check_mamba2_width,
     fill_hybrid_layer_types,
     fill_mamba2_head_dim,
     mamba2_spec,
@@ -59,6 +60,7 @@ MAMBA2 = DecoderFamily(
         "max_position_embeddings": 131_072,
     },
     fill_derived_fields=_fill_mamba2_fields,
+    check_config=check_mamba2_width,
     other_layer_types=("linear_attention",),
     build_base_spec=attention_free_builder(mamba2_spec),
     weight_names=WeightNames(model_modules=ATTENTION_FREE_MODULES, layer_modules=MAMBA2_MIXER_MODULES),
@@ -66,6 +68,6 @@ MAMBA2 = DecoderFamily(
         architectures=("mamba2",),
         layer_modules={**LAYER_MODULES, **MAMBA_GGUF_MODULES},
         layer_tensors=MAMBA2_GGUF_TENSORS,
-        read_fields=lambda metadata, fields: read_mamba2_fields(metadata),
+        read_fields=read_mamba2_fields,
     ),
 )

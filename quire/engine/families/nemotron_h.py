@@ -119,7 +119,7 @@ def _read_nemotron_h_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, An
         raise metadata.field_error("expert_count", "missing, where models of this architecture have experts")
     widths, kinds = metadata.integers("feed_forward_length"), read_hybrid_layer_types(metadata)
     other = "moe" if is_moe else "mlp"
-    own = read_mamba2_fields(metadata)
+    own = read_mamba2_fields(metadata, fields)
     own["layer_types"] = [other if width else kind for kind, width in zip(kinds, widths, strict=False)]
     if not is_moe:
         return own

@@ -54,7 +54,7 @@ class MLAttention(Sublayer):
         self._q = shapes.make_linear([q], {q: shard.head_slice(heads, query_dim)})
         self._kv_a = shapes.make_linear([kv_a])
         cut = shard.head_slice(heads, spec.qk_nope_head_dim + spec.v_head_dim)
-        kv_b_sizes = shapes.in_features(kv_b), shapes.sizes_of([kv_b])[kv_b]
+        kv_b_sizes = shapes.in_features(kv_b), shapes.output_sizes([kv_b])[kv_b]
         self._kv_b = DequantizedWeightLoader(build_context.scheme, kv_b, *kv_b_sizes, cut, self._pack_kv_b)
         self._absorb_queries: Linear | None = None
         self._expand_values: Linear | None = None

@@ -39,9 +39,7 @@ class MLP(Sublayer):
         self._up = shapes.make_linear(input_names, dict.fromkeys(input_names, shard.output_slice(size)))
         self._down = shapes.make_linear([down], {down: shard.input_slice(size)})
         self._output_norm = f"{layer}.{spec.output_norm_name}"
-        # In families with output norms, post_attention_layernorm is attention's output norm instead.
-        name = "pre_feedforward_layernorm" if spec.output_norm else "post_attention_layernorm"
-        self._input_norm = f"{layer}.{'input_layernorm' if spec.shares_norm else name}"
+        self._input_norm = f"{layer}.{spec.input_norm_name}"
         self._norms = shapes.make_norms((self._input_norm, self._output_norm), spec.norm)
         self._activation_weights: dict[str, Tensor] = {}
 

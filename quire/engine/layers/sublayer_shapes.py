@@ -27,7 +27,7 @@ class SublayerShapes:
         """Whether the sublayer has a linear, or a norm, of this name."""
         return f"{linear}.weight" in self._shapes
 
-    def sizes_of(self, linears: Iterable[str]) -> dict[str, int]:
+    def output_sizes(self, linears: Iterable[str]) -> dict[str, int]:
         """How many outputs each linear has, or numbers each norm."""
         return {name: self._shapes[f"{name}.weight"][0] for name in linears}
 
@@ -46,7 +46,7 @@ class SublayerShapes:
         return FusedLinear(
             build_context.scheme,
             self.in_features(first),
-            self.sizes_of(linears),
+            self.output_sizes(linears),
             bias=takes_bias and self.has_bias(first),
             adapters=build_context.adapters,
             cuts=slices,
@@ -58,7 +58,7 @@ class SublayerShapes:
         return build_context.make_linear(
             build_context.scheme,
             self.in_features(first),
-            self.sizes_of(linears),
+            self.output_sizes(linears),
             bias=self.has_bias(first),
             adapters=build_context.adapters,
             cuts=slices,
@@ -66,7 +66,7 @@ class SublayerShapes:
 
     def make_norms(self, names: Iterable[str], norm: NormSpec) -> NormWeights:
         """Those of these names that the sublayer has."""
-        sizes = self.sizes_of(name for name in names if name in self)
+        sizes = self.output_sizes(name for name in names if name in self)
         return NormWeights(sizes, self._build_context.dtype, norm)
 
     def make_parameters(

@@ -12,6 +12,7 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from quire.engine.architecture.attention import AttentionLayerSpec
+from quire.engine.checkpoint.config_reader import normalize_config_fields
 from quire.engine.checkpoint.model_resolver import read_generation_defaults, read_model_config, read_raw_config
 from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
 from quire.engine.errors import ModelError
@@ -189,6 +190,28 @@ def test_the_plan_refuses_nothing_that_transformers_writes(tmp_path: Path) -> No
         assert read_model_sizes(read_raw_config(str(tmp_path))[0]) == expected, kind
         planned += 1
     assert planned > 100
+
+
+class ComparedInt(int):
+    """Counts how often a number is compared with one of these."""
+
+    comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        type(self).comparisons += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+@pytest.mark.parametrize(("model_type", "field"), [("lfm2", "full_attn_idxs"), ("bamba", "attn_layer_indices")])
+def test_long_lists_of_layers_are_not_searched_for_each_layer(model_type: str, field: str) -> None:
+    """Millions of entries held a start up for minutes (the review of issue 61)."""
+    ComparedInt.comparisons = 0
+    entries = [ComparedInt(1000 + each) for each in range(1000)] + [ComparedInt(2)]
+    fields = normalize_config_fields({"model_type": model_type, "num_hidden_layers": 500, field: entries})
+    assert [layer for layer, kind in enumerate(fields["layer_types"]) if kind == "full_attention"] == [2]
+    assert ComparedInt.comparisons < 2 * len(entries)
 
 
 def test_ids_that_the_model_cannot_pick_end_nothing(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ SPACES: dict[str, dict[str, Any]] = {
     "granite-hybrid": {},
     "granite-hybrid-dense": {},
     "falcon_h1": {"projectors_bias": False},
-    "falcon_h1-normed-behind": {},
+    "falcon_h1-normed-behind": {"mamba_d_ssm": 192, "mamba_n_heads": 12},  # as 1.5B's: no multiple of hidden_size
     "nemotron_h": {"layer_types": ["linear_attention", "moe", "full_attention", "linear_attention"]},
     "nemotron_h-dense": _NEMOTRON_DENSE,
     "nemotron_h-latent": {"moe_latent_size": 64, "mlp_bias": False},

@@ -15,7 +15,7 @@ from quire.engine.checkpoint.config_reader import has_quire_family
 from quire.engine.checkpoint.sizes.decoder_sizes import DecoderSizes
 from quire.engine.checkpoint.transformers_classes import class_rejection_reason
 from quire.engine.errors import ModelError
-from quire.engine.families.base.layer_types import layer_windows
+from quire.engine.families.base.layer_types import unserved_layer_windows
 from quire.engine.families.base.moe_fields import moe_layer_mask, shared_expert_width
 from quire.engine.families.base.schema.config_schema import SIZE_FIELD_ALIASES
 
@@ -32,7 +32,7 @@ def estimate_decoder_sizes(raw: Mapping[str, Any], text_fields: Mapping[str, Any
     hidden, layers, vocab = (
         read_required_size(text_fields, name) for name in ("hidden_size", "num_hidden_layers", "vocab_size")
     )
-    windows = layer_windows(text_fields, layers)
+    windows = unserved_layer_windows(text_fields, layers)
     if not windows:
         raise ModelError("model: no layer of it has keys and values to cache, so there is nothing to plan")
     caches_latents = _caches_latents(raw, text_fields)
@@ -71,7 +71,7 @@ def estimate_decoder_sizes(raw: Mapping[str, Any], text_fields: Mapping[str, Any
 def unknown_state_notes(text_fields: Mapping[str, Any]) -> list[str]:
     """What is to be known of layers that keep a state which nothing here knows."""
     layers = read_required_size(text_fields, "num_hidden_layers")
-    others = layers - len(layer_windows(text_fields, layers))
+    others = layers - len(unserved_layer_windows(text_fields, layers))
     notes = [f"{others} layers keep a state instead of keys; it is not counted"] if others > 0 else []
     if any(key.startswith("mamba_") for key in text_fields):
         notes.append("state-space layers are not known here: their parameters are a guess")
@@ -93,7 +93,7 @@ def _count_attention(text_fields: Mapping[str, Any], hidden: int, *, caches_late
     heads = read_required_size(text_fields, "num_attention_heads")
     if kv_rank := text_fields.get("kv_lora_rank"):
         rope, nope, value = (
-            _read_latent_size(text_fields, key) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+            _read_required_mla_dim(text_fields, key) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
         )
         q_rank = text_fields.get("q_lora_rank")
         query = heads * (rope + nope)
@@ -139,7 +139,7 @@ def _count_mlp(text_fields: Mapping[str, Any], hidden: int, num_layers: int) -> 
     kind = text_fields.get("model_type")
     linears = 2 if kind in _UNGATED_MLP_TYPES else 3
     mlp_width = read_optional_size(text_fields, "intermediate_size") or int(
-        text_fields.get("expansion_ratio", 4) * hidden
+        (text_fields.get("expansion_ratio") or 4) * hidden
     )
     has_bias = any(text_fields.get(name) for name in ("mlp_bias", "use_bias", "enable_bias"))
     dense = linears * hidden * int(text_fields.get("intermediate_size_mlp") or mlp_width)
@@ -153,7 +153,7 @@ def _count_mlp(text_fields: Mapping[str, Any], hidden: int, num_layers: int) -> 
     return dense, 3 * hidden * width, hidden, shared, sum(moe_layer_mask(text_fields, num_layers))
 
 
-def _read_latent_size(text_fields: Mapping[str, Any], key: str) -> int:
+def _read_required_mla_dim(text_fields: Mapping[str, Any], key: str) -> int:
     """Raises ModelError where config.json lacks it."""
     if text_fields.get(key) is None:
         raise ModelError(f"model: config.json lacks {key}, needed to know the size of latent attention")
@@ -161,12 +161,12 @@ def _read_latent_size(text_fields: Mapping[str, Any], key: str) -> int:
 
 
 def read_optional_size(text_fields: Mapping[str, Any], name: str) -> int:
-    """The size that ALIASES lists as `name`; 0 if config.json does not give it."""
+    """The size that SIZE_FIELD_ALIASES lists as `name`; 0 if config.json does not give it."""
     return next((int(text_fields[key]) for key in SIZE_FIELD_ALIASES[name] if isinstance(text_fields.get(key), int)), 0)
 
 
 def read_required_size(text_fields: Mapping[str, Any], name: str) -> int:
-    """The size that ALIASES lists as `name`. Raises ModelError if config.json does not give it."""
+    """The size that SIZE_FIELD_ALIASES lists as `name`. Raises ModelError if config.json does not give it."""
     value = read_optional_size(text_fields, name)
     if value < 1:
         raise ModelError(f"model: config.json lacks {name}, needed to know the size of a decoder")

@@ -144,7 +144,7 @@ class ModelSizes(DecoderSizes):
 
 @with_file_names_in_errors
 def read_model_sizes(raw: Mapping[str, Any]) -> ModelSizes:
-    """The sizes of a model, from the content of its config.json.
+    """The sizes of a model, from the content of its config.json, whose fields must be checked before.
 
     Raises ModelError for a model that is not a decoder, and for a missing size, which it names.
     """

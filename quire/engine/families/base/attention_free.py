@@ -14,7 +14,7 @@ ATTENTION_FREE_MODULES = {"embedding": "embed_tokens", "embeddings": "embed_toke
 
 
 def attention_free_builder(read_sublayer: SublayerReader) -> Callable[[ModelConfig], DecoderSpec]:
-    """Makes decoders of layers that are this sublayer, as Family.build."""
+    """Makes decoders of layers that are this sublayer, as DecoderFamily.build."""
 
     def build(config: ModelConfig) -> DecoderSpec:
         norm = NormSpec(config.norm_eps)

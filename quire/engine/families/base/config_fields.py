@@ -10,6 +10,7 @@ from typing import Any
 
 from quire.engine.errors import ModelError
 from quire.engine.families.base.model_config import ModelConfig
+from quire.engine.families.base.schema.config_objects import MAX_WIDTH
 
 POST_NORMS: Mapping[str, Any] = {"input_norm": False, "output_norm": True}
 """Fields of specs: norms stand behind attention and the MLP instead of before them."""
@@ -62,8 +63,9 @@ def read_required_sizes(config: ModelConfig, names: Sequence[str], description: 
 def fill_intermediate_size(fields: dict[str, Any]) -> None:
     """Where config.json does not say how wide MLPs are, they are four times as wide as the hidden states."""
     hidden = fields.get("hidden_size")
-    if fields.get("intermediate_size") is None and isinstance(hidden, int):
-        expansion_ratio = fields.get("expansion_ratio", 4)
+    if fields.get("intermediate_size") is None and isinstance(hidden, int) and 1 <= hidden <= MAX_WIDTH:
+        expansion_ratio = fields.get("expansion_ratio")
+        expansion_ratio = 4 if expansion_ratio is None else expansion_ratio
         is_ratio = isinstance(expansion_ratio, int | float) and 0 < expansion_ratio < 1e6
         fields["intermediate_size"] = int(expansion_ratio * hidden) if is_ratio else None
 

@@ -85,13 +85,14 @@ class DecoderFamily(ModelFamily):
 
     def derive(self, *model_types: str, **changes: Any) -> DecoderFamily:
         """A family like this one but for `changes`. Fields of config.json and names of weights in `changes` replace
-        this family's; what they say of the decoder is applied on top of this family's decoder. GGUF files are not
-        inherited."""
+        this family's; what they say of the decoder is applied on top of this family's decoder, whose checks are made
+        too. GGUF files and multimodal_text_defaults are not inherited."""
         return replace(self, model_types=model_types, base=self, **_NO_DECODER_CHANGES | changes)
 
     @property
     def has_experts(self) -> bool:
-        """Whether models have mixtures of experts, or may have."""
+        """Whether `experts` says how mixtures of experts are, here or in the base. Not so where build_base_spec makes
+        them."""
         return self.experts is not None or (self.base is not None and self.base.has_experts)
 
     @property

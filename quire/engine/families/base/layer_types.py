@@ -45,6 +45,12 @@ def upper_layer_windows(text_fields: Mapping[str, Any], num_layers: int) -> tupl
     return tuple(window if layer >= first else None for layer, window in enumerate(windows))
 
 
+def unserved_layer_windows(text_fields: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    """The same, for a model that no family describes: max_window_layers counts where config.json has it."""
+    has_lower_layers = text_fields.get("max_window_layers") is not None
+    return (upper_layer_windows if has_lower_layers else layer_windows)(text_fields, num_layers)
+
+
 def _has_attention(kind: str) -> bool:
     """Whether a layer attends, by its entry in layer_types."""
     return kind == "hybrid" or ("attention" in kind and "linear" not in kind)
@@ -62,8 +68,8 @@ def upper_sliding_windows(config: ModelConfig) -> tuple[int | None, ...]:
 def hybrid_mixers_reader(
     read_sublayer: SublayerReader, *, kinds: Sequence[str] = ("linear_attention",)
 ) -> Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]]:
-    """Reads in which layers a sublayer stands in attention's place, as Family.mixers: those that layer_types calls one
-    of `kinds`."""
+    """Reads in which layers a sublayer stands in attention's place, as DecoderFamily.mixers: those that layer_types
+    calls one of `kinds`."""
 
     def read_mixers(config: ModelConfig, norm: NormSpec) -> Sequence[SublayerSpec | None]:
         mixer = read_sublayer(config, norm)

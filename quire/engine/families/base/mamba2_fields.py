@@ -76,6 +76,21 @@ def fill_mamba2_head_dim(fields: dict[str, Any], *, inner_size: Any = None) -> N
         fields["time_step_limit"] = [_parse_infinity(each) for each in limits]
 
 
+def check_mamba2_width(config: ModelConfig) -> None:
+    """Raise ModelError where all heads together are not as wide as config.json says, as transformers does."""
+    raw, times = config.raw, config.raw.get("mamba_expand")
+    heads, size = raw.get("mamba_n_heads"), raw.get("mamba_d_head")
+    if times is None or not isinstance(heads, int) or not isinstance(size, int):
+        return
+    inner_size = raw.get("mamba_d_ssm")
+    name, width = ("mamba_d_ssm", inner_size) if inner_size else ("mamba_expand", times * config.hidden_size)
+    if heads * size != width:
+        raise ModelError(
+            f"model: config.json: mamba_d_head: {heads} heads of {size} are {heads * size} numbers, where {name} "
+            f"says {width}"
+        )
+
+
 def _parse_infinity(value: Any) -> Any:
     """A number that JSON does not have, as transformers writes it."""
     written = value.get("__float__") if isinstance(value, Mapping) else None

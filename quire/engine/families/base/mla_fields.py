@@ -23,7 +23,7 @@ _PARTIAL_ROTARY_FIELDS = ("partial_rotary_factor", "rotary_dim")
 def mla_mixers_reader(
     is_interleaved: ConfigReader = lambda config: True,
 ) -> Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]]:
-    """Reads latent attention in all layers, as Family.mixers. neighbours: whether rotations turn neighbours."""
+    """Reads latent attention in all layers, as DecoderFamily.mixers. is_interleaved: rotations turn neighbours."""
 
     def read_mixers(config: ModelConfig, norm: NormSpec) -> Sequence[SublayerSpec | None]:
         return [_mla_spec(config, norm, is_interleaved=is_interleaved(config))] * config.num_layers

@@ -35,7 +35,7 @@ class ArgumentsForm(ABC):
         """All texts around keys and values."""
         return ()
 
-    def skip_space_to_arguments(self, source: TextSource) -> ParserSteps[bool]:
+    def try_skip_space_before_arguments(self, source: TextSource) -> ParserSteps[bool]:
         """Whether arguments may begin here. Takes white space that is none of theirs."""
         return True
         yield
@@ -63,7 +63,7 @@ class JsonArguments(ArgumentsForm):
     is_json_string: bool = False
     """The object is written into a JSON string."""
 
-    def skip_space_to_arguments(self, source: TextSource) -> ParserSteps[bool]:
+    def try_skip_space_before_arguments(self, source: TextSource) -> ParserSteps[bool]:
         if (yield from source.peek_non_space_character()) not in ("{", '"'):
             return False
         source.take_text(len(source.text) - len(source.text.lstrip()))

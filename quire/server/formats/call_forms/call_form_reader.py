@@ -107,7 +107,7 @@ class CallFormReader:
         if CALL_NAME.fullmatch(name) is None or (must_be_known and name not in tools):
             source.restore_place(place)
             return False
-        if not (yield from form.arguments.skip_space_to_arguments(source)):
+        if not (yield from form.arguments.try_skip_space_before_arguments(source)):
             source.restore_place(place)
             return False
         tool, tail = tools.get(name), form.tail.replace(NAME_SLOT, name)

@@ -137,7 +137,7 @@ class GGUFFormat:
 def read_moe_fields(
     metadata: GGUFMetadata, fields: Mapping[str, Any] | None = None, *, is_mlp_sized: bool = False
 ) -> dict[str, Any]:
-    """What headers say alike of the families with experts, as a GGUFFormat's `read_fields`. as_wide_as_mlp: of experts
+    """What headers say alike of the families with experts, as a GGUFFormat's `read_fields`. is_mlp_sized: of experts
     as wide as intermediate_size says."""
     groups, inner = metadata.integer("expert_group_count") or None, metadata.integer("expert_feed_forward_length")
     width = {"moe_intermediate_size": inner}

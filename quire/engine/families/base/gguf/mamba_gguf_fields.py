@@ -38,8 +38,8 @@ def read_mamba_fields(metadata: GGUFMetadata) -> dict[str, Any]:
     return _read_common_fields(metadata) | sizes
 
 
-def read_mamba2_fields(metadata: GGUFMetadata) -> dict[str, Any]:
-    """Of selective state spaces."""
+def read_mamba2_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Of selective state spaces, as a GGUFFormat's `read_fields`."""
     inner, heads = metadata.integer("ssm.inner_size"), metadata.integer("ssm.time_step_rank")
     return _read_common_fields(metadata) | {
         "mamba_n_heads": heads,

@@ -309,8 +309,8 @@ _SIZE_TYPES: dict[str, Any] = {
     "experts": _EXPERT_COUNT_TYPE,
     "experts_per_token": _EXPERT_COUNT_TYPE,
 }
-"""The bounds of what ALIASES lists, whichever key gives it."""
-_Sizes = TypedDict(  # type: ignore[misc]  # its fields are ALIASES'
+"""The bounds of what SIZE_FIELD_ALIASES lists, whichever key gives it."""
+_Sizes = TypedDict(  # type: ignore[misc]  # its fields are SIZE_FIELD_ALIASES'
     "_Sizes",
     {
         key: kind

@@ -147,8 +147,8 @@ class VisionSpec(ABC):
     def make_layout(
         self, width: int, height: int, *, low_detail: bool = False, has_other_images: bool = False
     ) -> ImageLayout:
-        """Of an image of this size. low: it is to take few tokens; several: it is not the prompt's only one. Raises
-        InvalidImage for what cannot be prepared."""
+        """Of an image of this size. low_detail: it is to take few tokens; has_other_images: it is not the
+        prompt's only one. Raises InvalidImage for what cannot be prepared."""
 
     @property
     def has_gated_mlp(self) -> bool:
