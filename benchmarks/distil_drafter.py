@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM
 from benchmarks.common.options import options
 from benchmarks.common.training import train
 from benchmarks.larger_model import encoded
-from quire.engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.common.config import DEMO_MODEL, EngineConfig
+from quire.engine.common.types import EngineCoreRequest, SamplingParams
 from quire.engine.engine_core import EngineCore
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import EngineCoreRequest, SamplingParams
 from tests.engine.harness import run
 
 BEGINNING, STORY = 12, 244

@@ -18,9 +18,9 @@ from typing import Any
 from benchmarks.common.engines import at_once, dummy, folder_of, random_prompt, request
 from benchmarks.common.options import options
 from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
+from quire.engine.common.errors import QuireError
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import QuireError
-from quire.engine.types import EngineCoreRequest
 from tests.tiny_models import FAMILIES, SHAPE
 
 VOCAB = 8000

@@ -24,8 +24,8 @@ import torch
 from benchmarks.common.engines import at_once, dummy, folder_of, random_prompt, request
 from benchmarks.common.options import options
 from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.engine_core import EngineCore, free_engine_memory
-from quire.engine.types import EngineCoreRequest
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

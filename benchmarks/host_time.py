@@ -24,7 +24,8 @@ from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.decoder import DecoderSpec
 from quire.engine.architecture.mlp import MLPSpec
 from quire.engine.architecture.norm import NormSpec
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.types import EngineCoreRequest, SamplingParams
 from quire.engine.core.step_runner import StepRunner
 from quire.engine.engine_core import EngineCore
 from quire.engine.layers.schemes import UnquantizedScheme
@@ -32,7 +33,6 @@ from quire.engine.layers.sublayer import BuildContext
 from quire.engine.link.engine_messages import Stepped, encode
 from quire.engine.models.decoder import Decoder
 from quire.engine.processes.heartbeat import NullHeartbeat
-from quire.engine.types import EngineCoreRequest, SamplingParams
 from quire.engine.worker import input_batch, model_runner
 from quire.engine.worker.device_memory import allocate_kv_blocks, kv_cache_by_layer, prefill_metadata
 from quire.engine.worker.graphs import mixed_batch_graphs as prompt_graphs

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common.options import options
 from benchmarks.common.training import train
-from quire.engine.config import DEMO_MODEL
+from quire.engine.common.config import DEMO_MODEL
 
 INTERMEDIATE = 3968
 WINDOW, ROWS = 256, 4

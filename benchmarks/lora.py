@@ -18,10 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.common.engines import SMOL_135M, dummy, folder_of, request
 from benchmarks.common.options import options
 from quire.engine.checkpoint.model_resolver import read_model_config
+from quire.engine.common.types import Adapter
 from quire.engine.engine_core import EngineCore
 from quire.engine.lora.adapter_store import AdapterStore
 from quire.engine.lora.target_modules import adaptable_modules
-from quire.engine.types import Adapter
 from tests.adapters import save_adapter
 
 TOKENS, PROMPT = 64, 16

@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.common.engines import request
 from benchmarks.common.options import options
 from quire.engine.checkpoint.model_resolver import resolve_model
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.text.tokenizer import Tokenizer
 from tests.engine.harness import run

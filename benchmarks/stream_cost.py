@@ -29,6 +29,7 @@ import uvloop
 import zmq
 
 from benchmarks.common.options import options
+from quire.engine.common.types import EngineCoreOutput, EngineInfo
 from quire.engine.core.stats import EngineStats, StepRecord
 from quire.engine.link.client import EngineClient
 from quire.engine.link.engine_messages import Ready, Stepped, Submit, decode_to_engine, encode
@@ -38,7 +39,6 @@ from quire.engine.link.process import EngineProcess, Launcher
 from quire.engine.link.supervisor import ProcessLink
 from quire.engine.processes.child import end_with_parent, read_configuration
 from quire.engine.processes.heartbeat import PipeHeartbeat
-from quire.engine.types import EngineCoreOutput, EngineInfo
 from quire.server.cli.http_server import HttpServer
 from quire.server.config import ServerConfig
 from tests.server.api import NAME, make_app

@@ -23,10 +23,10 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from benchmarks.common.options import options
 from benchmarks.common.training import Descent
-from quire.engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.common.config import DEMO_MODEL, EngineConfig
+from quire.engine.common.types import EngineCoreRequest, SamplingParams
 from quire.engine.engine_core import EngineCore
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import EngineCoreRequest, SamplingParams
 from tests.engine.harness import run
 from tests.tiny_heads import (
     Reference,

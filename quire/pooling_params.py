@@ -1,5 +1,5 @@
 """vLLM's module of this name."""
 
-from quire.engine.types import PoolingParams
+from quire.engine.common.types import PoolingParams
 
 __all__ = ["PoolingParams"]

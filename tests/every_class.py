@@ -26,10 +26,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from quire.engine.checkpoint.config_reader import has_quire_family
 from quire.engine.checkpoint.transformers_classes import first_position_id
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import QuireError
+from quire.engine.common.folder_reader import read_json_if_present
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import QuireError
-from quire.engine.folder_reader import read_json_if_present
 from tests.engine.harness import Answer, request, run
 from tests.float64_rule import exact_rules
 from tests.tiny_classes import KINDS, save_tiny_class

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.engine import clock, random_source
+from quire.engine.common import clock, random_source
 
 
 def set_clock(

@@ -1,6 +1,6 @@
 """The design, enforced: who may import whom, what stays light, how large things may grow.
 
-server > engine's control half > architecture > kernels/parameters > nothing;
+server > engine's control half > architecture > engine/common, kernels/parameters > nothing;
 engine_core, engine_builder > worker > models > layers > kernels > kernels/parameters.
 Inside server, engine and kernels the rooms have an order too.
 """
@@ -28,23 +28,36 @@ HEAVY = {"torch", "transformers", "flash_attn", "triton"}
 ADAPTED = "engine.models.transformers_backend"
 
 ALLOWED = {
-    "quire": {"server", "control"},
-    "server": {"server", "control", "families", "architecture"},
-    "control": {"control", "families", "architecture", "parameters"},
-    "families": {"families", "architecture", "parameters", "shared"},
-    "architecture": {"architecture", "parameters", "shared"},
-    "engine_builder": {"engine_builder", "control", "worker", "families", "architecture"},
-    "engine_core": {"engine_builder", "control", "worker"},
-    "engine_core_process": {"engine_core", "control"},
-    "worker_node": {"control", "worker"},
-    "worker": {"families", "worker", "models", "encoders", "layers", "kernels", "shared", "architecture", "parameters"},
-    "models": {"families", "models", "layers", "kernels", "shared", "architecture", "parameters"},
-    "encoders": {"families", "encoders", "layers", "kernels", "shared", "architecture", "parameters"},
-    "layers": {"layers", "kernels", "shared", "architecture", "parameters"},
+    "quire": {"common", "server", "control"},
+    "server": {"common", "server", "control", "families", "architecture"},
+    "control": {"common", "control", "families", "architecture", "parameters"},
+    "families": {"common", "families", "architecture", "parameters", "shared"},
+    "architecture": {"common", "architecture", "parameters"},
+    "engine_builder": {"common", "engine_builder", "control", "worker", "families", "architecture"},
+    "engine_core": {"common", "engine_builder", "control", "worker"},
+    "engine_core_process": {"common", "engine_core", "control"},
+    "worker_node": {"common", "control", "worker"},
+    "worker": {
+        "common",
+        "families",
+        "worker",
+        "models",
+        "encoders",
+        "layers",
+        "kernels",
+        "shared",
+        "architecture",
+        "parameters",
+    },
+    "models": {"common", "families", "models", "layers", "kernels", "shared", "architecture", "parameters"},
+    "encoders": {"common", "families", "encoders", "layers", "kernels", "shared", "architecture", "parameters"},
+    "layers": {"common", "layers", "kernels", "shared", "architecture", "parameters"},
+    "common": {"common"},
     "kernels": {"kernels", "parameters"},
     "parameters": {"parameters"},
 }
-"""Parts, and the parts that each may import from. `control` is all of engine/ that has no part of its own."""
+"""Parts, and the parts that each may import from. `common` is what both halves of the engine share.
+`control` is all of engine/ that has no part of its own."""
 SHARED = {
     "quire.engine",
     "quire.engine.checkpoint.transformers_classes",
@@ -59,12 +72,6 @@ SHARED = {
     "quire.engine.checkpoint.quantization",
     "quire.engine.checkpoint.tensor_headers",
     "quire.engine.checkpoint.layer_placement",
-    "quire.engine.clock",
-    "quire.engine.config",
-    "quire.engine.core.scheduler_output",
-    "quire.engine.core.executor",
-    "quire.engine.errors",
-    "quire.engine.folder_reader",
     "quire.engine.gguf.hf_config",
     "quire.engine.gguf.model_files",
     "quire.engine.gguf.header",
@@ -76,14 +83,12 @@ SHARED = {
     "quire.engine.processes.child",
     "quire.engine.processes.exit_cause",
     "quire.engine.processes.procfs",
-    "quire.engine.random_source",
     "quire.engine.replicas.cores",
     "quire.engine.settings.class_import",
     "quire.engine.text.grammar_compiler",
     "quire.engine.text.tokenizer",
-    "quire.engine.types",
 }
-"""The modules of the control half that the device half may use: data and file reading, no decisions."""
+"""The modules outside of engine/common that both halves use: data and file reading, no decisions."""
 
 ROOMS = {
     "server": (
@@ -120,17 +125,13 @@ ROOMS = {
         "asgi",
     ),
     "engine": (
-        "clock",
-        "random_source",
-        "errors",
+        "common",
         "types",
+        "config",
         "architecture",
         "unsupported_options",
-        "config_types",
-        "config",
         "settings",
         "families",
-        "folder_reader",
         "malloc",
         "gguf",
         "schemas",
@@ -304,7 +305,7 @@ def _for_type_checkers(node: ast.AST) -> bool:
 
 
 def _resolve(base: str, name: str) -> str:
-    """`from quire.engine import config` imports the module quire.engine.config, as an import from that module does."""
+    """`from quire.engine import errors` imports the module quire.engine.errors, as an import from that module does."""
     if base.split(".")[0] not in LINKED | {"quire", "tests"}:
         return base
     stem = ROOT / Path(*base.split("."), name)
@@ -592,10 +593,10 @@ def test_what_is_ones_own_or_public_may_be_set(line: str) -> None:
 
 
 OF_THE_MACHINE = {
-    **dict.fromkeys(("time.time", "time.time_ns", "datetime.now"), "quire/engine/clock.py"),
-    **dict.fromkeys(("time.monotonic", "time.monotonic_ns"), "quire/engine/clock.py"),
+    **dict.fromkeys(("time.time", "time.time_ns", "datetime.now"), "quire/engine/common/clock.py"),
+    **dict.fromkeys(("time.monotonic", "time.monotonic_ns"), "quire/engine/common/clock.py"),
     **dict.fromkeys(
-        ("secrets.token_hex", "secrets.randbits", "os.urandom", "uuid.uuid4"), "quire/engine/random_source.py"
+        ("secrets.token_hex", "secrets.randbits", "os.urandom", "uuid.uuid4"), "quire/engine/common/random_source.py"
     ),
 }
 """What tells the time or draws at random, and the module that is asked instead."""

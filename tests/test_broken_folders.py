@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ConfigError
 from quire.server.cli.http_server import load_served_model_spec
 from quire.server.cli.main import main
 from quire.server.config import ServerConfig

@@ -16,7 +16,7 @@ from openai.types.chat import ChatCompletionChunk
 from deploy.ray.call import BLOCK, MAX_BLOCKS, Call, make_call, with_seed
 from deploy.ray.prefixes import SentPrefixes
 from deploy.ray.resume import ResumableStream
-from quire.engine.errors import EngineError
+from quire.engine.common.errors import EngineError
 from quire.server.config import ServerConfig
 from tests.server.api import open_api
 from tests.server.fake import FakeEngine, Script, hashed, scripted

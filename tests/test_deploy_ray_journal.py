@@ -15,7 +15,7 @@ from deploy.ray.call import Head
 from deploy.ray.link import JournalLink
 from deploy.ray.members import Members
 from deploy.ray.resume import KeptStream
-from quire.engine.errors import ConfigError, Overloaded
+from quire.engine.common.errors import ConfigError, Overloaded
 from quire.server.peers import Peers, make_blocking_data_dir_call
 from quire.server.persistence import STATUS_TOPIC
 from quire.server.store.data_dir import DataDir, ProcessStatus

@@ -24,13 +24,13 @@ LINKED = ("server", "engine", "kernels")
 SCRIPT = """
 import server, engine, kernels
 assert {module.OWNER for module in (server, engine, kernels)} == {"the user"}
-import quire.engine.config
+import quire.engine.common.config
 from quire import LLM, SamplingParams
 
 if __name__ == "__main__":
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     (out,) = LLM(max_model_len=64, num_kv_blocks=16).generate("Once upon a time", params, use_tqdm=False)
-    print(quire.engine.config.__file__, len(out.outputs[0].token_ids), out.outputs[0].finish_reason)
+    print(quire.engine.common.config.__file__, len(out.outputs[0].token_ids), out.outputs[0].finish_reason)
 """
 
 
@@ -150,7 +150,7 @@ def test_llm_generates_beside_modules_of_the_user(
     environment = os.environ | {"PYTHONPATH": str(root)}
     done = subprocess.run(command, cwd=crowded, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(root / "quire" / "engine" / "config.py"), "4", "length"]
+    assert done.stdout.split() == [str(root / "quire" / "engine" / "common" / "config.py"), "4", "length"]
 
 
 def test_the_server_answers_wherever_the_user_stands(

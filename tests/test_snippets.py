@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from quire.engine.config import DEMO_MODEL
+from quire.engine.common.config import DEMO_MODEL
 from quire.server.access.tenants import Tenants
 from quire.server.config import ServerConfig
 from tests.e2e.server import Server

@@ -27,12 +27,13 @@ from deploy.ray.call import Call, Head
 from deploy.ray.link import JournalLink
 from deploy.ray.members import LIFE, Question
 from quire.engine.checkpoint.overrides import resolve_model_with_overrides
-from quire.engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.common.config import DEMO_MODEL, EngineConfig
+from quire.engine.common.errors import InvalidRequest, QuireError
+from quire.engine.common.types import Image, MediaSpan
 from quire.engine.core.block_pool import block_hash, root_hash
 from quire.engine.core.request_history import TimelinePhase
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.stats import TierStats
-from quire.engine.errors import InvalidRequest, QuireError
 from quire.engine.processes.socket_folder import SocketFolder
 from quire.engine.receipts.receipt import Receipt
 from quire.engine.receipts.receipt_replay import ReplayVerdict
@@ -41,7 +42,6 @@ from quire.engine.tiers.disk_tier import DiskTier
 from quire.engine.tiers.guarded_tier import GuardedTier
 from quire.engine.tiers.kv_identity import WeightFiles
 from quire.engine.tiers.tier import Tier
-from quire.engine.types import Image, MediaSpan
 from quire.engine.worker.checkpoint_writer.quantized_formats import make_quantized_format
 from quire.engine.worker.ranks.remote_ranks import (
     JOIN_QUEUE,

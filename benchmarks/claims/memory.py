@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from benchmarks.claims.run import Row, engine, lengths
 from benchmarks.common.engines import at_once, random_prompt, request
+from quire.engine.common.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.scheduler_config import SchedulerConfig
-from quire.engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 _CONTEXT = 2048
 _POOL_TOKENS = 32 * _CONTEXT

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from benchmarks.common.engines import SMOL_135M, at_once, dummy, folder_of, request
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 
 MEAN_PROMPT, MEAN_ANSWER = 161, 338

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 from benchmarks.claims.run import Row, engine, lengths
 from benchmarks.common.engines import Answered, answer, at_once, random_prompt, request
-from quire.engine.config import DEMO_MODEL, SpeculativeConfig
+from quire.engine.common.config import DEMO_MODEL, SpeculativeConfig
+from quire.engine.common.types import EngineCoreRequest, Grammar
 from quire.engine.engine_core import EngineCore
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import EngineCoreRequest, Grammar
 from quire.server.cli.bench.latency_stats import percentile
 
 _BATCH = 16

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.types import EngineCoreRequest, SamplingParams
 from quire.engine.engine_core import EngineCore
-from quire.engine.types import EngineCoreRequest, SamplingParams
 
 SMOL_135M: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -17,12 +17,12 @@ from PIL import Image as Pillow
 
 from benchmarks.common.engines import dummy, folder_of, request
 from benchmarks.flight.finding import KERNELS_ALONE, Say, close, tried
+from quire.engine.common.types import EngineCoreRequest, MediaSpan
 from quire.engine.families.base.vision.vision_spec import VisionSpec
 from quire.engine.images.vision_config import read_vision_spec
 from quire.engine.offline.llm import LLM
 from quire.engine.offline.outputs import RequestOutput
 from quire.engine.offline.params import SamplingParams
-from quire.engine.types import EngineCoreRequest, MediaSpan
 from tests.engine.harness import run
 from tests.vision_families import expected, save_family
 

@@ -13,9 +13,9 @@ import torch
 from benchmarks.common.engines import at_once, request
 from benchmarks.flight.finding import KERNELS_ALONE, Say, close, tried
 from quire.engine.checkpoint.model_resolver import read_model_config
-from quire.engine.config import EngineConfig, SpeculativeConfig
+from quire.engine.common.config import EngineConfig, SpeculativeConfig
+from quire.engine.common.types import Adapter
 from quire.engine.engine_core import EngineCore, free_engine_memory
-from quire.engine.types import Adapter
 from quire.engine.worker.startup import start_worker
 from tests.adapters import save_adapter
 from tests.engine.harness import run

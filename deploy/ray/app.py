@@ -12,7 +12,7 @@ from deploy.ray.gateway import Gateway
 from deploy.ray.journal import Journal
 from deploy.ray.replica import Replica
 from deploy.ray.routing import PrefixRouter
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 from quire.engine.settings.settings_reader import load_settings
 from quire.server.config import ServerConfig
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from quire.engine import random_source
+from quire.engine.common import random_source
 
 Headers = list[tuple[bytes, bytes]]
 """As ASGI has them: names in lower case."""

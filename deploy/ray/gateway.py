@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deploy.ray.call import Call, Head, make_call
 from deploy.ray.resume import KeptStream, ResumableStream
-from quire.engine.errors import EngineError, Overloaded, QuireError
+from quire.engine.common.errors import EngineError, Overloaded, QuireError
 from quire.server.access.authentication import AuthenticationMiddleware
 from quire.server.access.body_reader import BodyReader
 from quire.server.access.cors import wrap_in_cors

@@ -13,7 +13,7 @@ from ray.util import list_named_actors
 
 from deploy.ray.link import Call, JournalLink
 from deploy.ray.members import Members
-from quire.engine.errors import Overloaded
+from quire.engine.common.errors import Overloaded
 from quire.server.config import ServerConfig
 from quire.server.observe import log_setup
 from quire.server.store.sweeper import SECONDS_PER_DAY

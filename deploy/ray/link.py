@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.ray.members import LIFE, Question
-from quire.engine.errors import ConfigError, Overloaded
+from quire.engine.common.errors import ConfigError, Overloaded
 from quire.engine.link.answering import Answering
 from quire.engine.link.hub_messages import HUB
 from quire.engine.link.tasks import Tasks

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from quire.engine import random_source
+from quire.engine.common import random_source
 from quire.engine.link.hub_messages import HUB
 from quire.server.store.data_dir import ProcessStatus, open_data_dir
 from quire.server.store.data_dir_rpc import serve_data_dir_call_in_thread

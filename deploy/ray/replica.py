@@ -14,7 +14,7 @@ from starlette.types import Message, Scope
 
 from deploy.ray.call import Call, Head
 from deploy.ray.journal import journal_link
-from quire.engine.errors import EngineError
+from quire.engine.common.errors import EngineError
 from quire.engine.replicas.replicas import processes
 from quire.server.cli.http_server import open_engine_app
 from quire.server.config import ServerConfig

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from deploy.ray.call import Call, Head, continued
-from quire.engine.errors import EngineError
+from quire.engine.common.errors import EngineError
 from quire.server.encoding import DONE_EVENT, EVENT_END, EVENT_PREFIX, encode_json
 
 _TEXTS = frozenset({"arguments", "content", "reasoning", "reasoning_content", "refusal", "text"})

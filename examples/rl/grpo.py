@@ -34,7 +34,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire import LLM, SamplingParams
-from quire.engine.config import DEMO_MODEL
+from quire.engine.common.config import DEMO_MODEL
 
 Judge = Callable[[Sequence[str], Sequence[str]], list[float]]
 """Starts of stories, and how they go on, to rewards."""

@@ -27,7 +27,7 @@ from grpo import STARTS, Sample, answer_logprobs, reward_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from quire.engine.config import DEMO_MODEL
+from quire.engine.common.config import DEMO_MODEL
 
 
 class Server:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.scheduler import Scheduler
-from quire.engine.types import EngineCoreRequest
 
 AGE = 200
 """Tokens that a second of waiting is worth."""

@@ -14,18 +14,18 @@ import msgspec
 
 from quire.engine.checkpoint.model_resolver import resolve_weights
 from quire.engine.checkpoint.overrides import resolve_model_with_overrides
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import EngineError, InvalidRequest
+from quire.engine.common.executor import Executor
+from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest
 from quire.engine.core.drafter import Drafter
 from quire.engine.core.engine_view import take_engine_view
-from quire.engine.core.executor import Executor
 from quire.engine.core.stats import EngineStats, EngineView, StepRecord
 from quire.engine.core.step_runner import StepRunner
 from quire.engine.engine_builder.drafter_builder import make_configured_drafter
 from quire.engine.engine_builder.engine_core_builder import EngineCoreBuilder
-from quire.engine.errors import EngineError, InvalidRequest
 from quire.engine.processes.heartbeat import Heartbeat, NullHeartbeat
 from quire.engine.tiers.tiered_offloader import TieredKVOffloader
-from quire.engine.types import EngineCoreOutput, EngineCoreRequest
 from quire.engine.worker.device_memory import release_cached_memory
 from quire.engine.worker.loading.forward_pass import ForwardPass, Logprobs
 from quire.engine.worker.loading.weight_check import check_weights
@@ -111,7 +111,7 @@ class EngineCore:
         self.scheduler.kv_offloader.clear_tiers()
 
     def run_collective_rpc(self, content: bytes) -> list[bytes]:
-        """Run a call on every rank: see engine/core/executor.py. Raises InvalidRequest where none takes any."""
+        """Run a call on every rank: see engine/common/executor.py. Raises InvalidRequest where none takes any."""
         if self._collective_rpc is None:
             raise InvalidRequest("collective_rpc: encoders and stages (pipeline_parallel_size) take no calls")
         self._heartbeat.begin_step([])  # so that a call that hangs is noticed as a step is

@@ -7,9 +7,9 @@ import gc
 import zmq
 
 from quire.engine.checkpoint.kv_offload_dir import delete_kv_blocks
-from quire.engine.config import EngineConfig, capacity_settings_from_info
+from quire.engine.common.config import EngineConfig, capacity_settings_from_info
+from quire.engine.common.errors import InvalidRequest, QuireError
 from quire.engine.engine_core import EngineCore, free_engine_memory
-from quire.engine.errors import InvalidRequest, QuireError
 from quire.engine.link.engine_messages import (
     Abort,
     Asleep,

@@ -19,7 +19,7 @@ from quire.engine.processes.exit_cause import FAULT_SIGNALS
 from quire.engine.processes.heartbeat import PipeHeartbeat
 
 if TYPE_CHECKING:
-    from quire.engine.config import EngineConfig
+    from quire.engine.common.config import EngineConfig
 
 
 def block_fault_signals() -> None:
@@ -64,7 +64,7 @@ def main() -> None:
     start_fault_signal_reporter(heartbeat)
     end_with_parent()
 
-    from quire.engine.config import EngineConfig
+    from quire.engine.common.config import EngineConfig
 
     config = EngineConfig.model_validate_json(line)
     os.nice(config.niceness)  # of this thread, and those that it starts from here on: all that compute

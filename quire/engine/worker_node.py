@@ -20,9 +20,9 @@ import msgspec
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from quire.engine import clock, random_source
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, refuse_setting_if
+from quire.engine.common import clock, random_source
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError, refuse_setting_if
 from quire.engine.processes.child import Child
 from quire.engine.processes.procfs import Stopped, oom_kills
 from quire.engine.replicas.cores import allowed_cores, node_cores

@@ -13,13 +13,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from quire.engine import clock
 from quire.engine.checkpoint.model_resolver import locate_adapter, resolve_weights
-from quire.engine.errors import AdapterError, ConfigError, InvalidRequest, ModelError, ModelNotFound
+from quire.engine.common import clock
+from quire.engine.common.errors import AdapterError, ConfigError, InvalidRequest, ModelError, ModelNotFound
+from quire.engine.common.types import Adapter
 from quire.engine.lora.adapter_files import read_adapter_specs
 from quire.engine.lora.adapter_store import AdapterStore
 from quire.engine.lora.target_modules import ModuleShapes
-from quire.engine.types import Adapter
 from quire.server.config import ServerConfig
 
 log = logging.getLogger("quire.adapters")

@@ -9,10 +9,10 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from quire.engine.checkpoint.hub_names import parse_hub_name
-from quire.engine.config import DEMO_MODEL, EngineConfig
-from quire.engine.config_types import JsonObject
-from quire.engine.errors import ModelError
-from quire.engine.folder_reader import read_json_if_present
+from quire.engine.common.config import DEMO_MODEL, EngineConfig
+from quire.engine.common.config_types import JsonObject
+from quire.engine.common.errors import ModelError
+from quire.engine.common.folder_reader import read_json_if_present
 from quire.engine.gguf.model_files import GGUF_SUFFIX, model_stem
 from quire.engine.text.chat_messages import RESERVED_VARIABLES
 from quire.engine.unsupported_options import redundant_vllm_value_reason

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.engine.errors import (
+from quire.engine.common.errors import (
     Conflict,
     ContextLengthExceeded,
     EngineError,

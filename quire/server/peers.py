@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from typing import Any, Protocol
 
-from quire.engine.errors import QuireError
+from quire.engine.common.errors import QuireError
 from quire.engine.link.answering import Answer, Answering
 from quire.engine.link.hub_messages import HUB
 from quire.server.store.data_dir_rpc import DATA_DIR_TOPIC

@@ -18,7 +18,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
-from quire.engine.errors import Overloaded, QuireError
+from quire.engine.common.errors import Overloaded, QuireError
 from quire.engine.link.client import EngineClient
 from quire.server.access.tenants import Tenants
 from quire.server.batches.asgi_client import ASGIClient

@@ -8,10 +8,10 @@ import logging
 import os
 from pathlib import Path
 
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
+from quire.engine.common.types import EngineInfo
 from quire.engine.receipts.model_hasher import ModelHasher
 from quire.engine.receipts.receipt import AdapterReceipt, PromptReceipt, Receipt, encode_receipt
-from quire.engine.types import EngineInfo
 from quire.server.generation.generation import Generation
 from quire.server.generation.request_specs import GenerationSpec
 from quire.server.observe.metrics import Metrics

@@ -20,8 +20,8 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from quire.engine import clock, random_source
-from quire.engine.errors import InvalidRequest
+from quire.engine.common import clock, random_source
+from quire.engine.common.errors import InvalidRequest
 from quire.server.generation.generation import Generation
 from quire.server.generation.request_specs import GenerationSpec
 from quire.server.peers import Peers, StoreUnreachable

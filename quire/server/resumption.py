@@ -10,8 +10,8 @@ from dataclasses import replace as replaced
 
 import msgspec
 
-from quire.engine import random_source
-from quire.engine.types import MediaSpan
+from quire.engine.common import random_source
+from quire.engine.common.types import MediaSpan
 from quire.server.generation.request_specs import GenerationSpec
 from quire.server.store.journal import JournaledCall
 

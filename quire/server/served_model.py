@@ -10,15 +10,16 @@ from functools import cached_property
 
 from starlette.requests import Request
 
-from quire.engine import VERSION, clock
+from quire.engine import VERSION
 from quire.engine.checkpoint.pooling import PoolingConfig
-from quire.engine.config import EngineConfig
-from quire.engine.errors import InvalidRequest, ModelNotFound
+from quire.engine.common import clock
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import InvalidRequest, ModelNotFound
+from quire.engine.common.types import NO_IMAGES_REASON, EngineInfo, Task
 from quire.engine.images.multimodal_prompt import MultimodalPromptBuilder
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.grammar_compiler import GrammarCompiler, make_grammar_vocabulary
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import NO_IMAGES_REASON, EngineInfo, Task
 from quire.engine.unsupported_options import suggest_nearest
 from quire.server.config import ServerConfig
 from quire.server.formats.chat_formats import ChatFormats

@@ -11,7 +11,7 @@ from sse_starlette import EventSourceResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from quire.engine import clock
+from quire.engine.common import clock
 from quire.server.config import ServerConfig
 from quire.server.encoding import PING_EVENT
 from quire.server.error_responses import encode_openai_stream_error

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from quire.engine import clock
+from quire.engine.common import clock
 
 log = logging.getLogger("quire.server")
 

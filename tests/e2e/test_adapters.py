@@ -15,7 +15,7 @@ import httpx
 import pytest
 from transformers import AutoModelForCausalLM
 
-from quire.engine.config import DEMO_MODEL
+from quire.engine.common.config import DEMO_MODEL
 from tests.adapters import save_adapter
 from tests.e2e.server import Server
 

@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.engine.config import DEMO_MODEL
-from quire.engine.errors import ConfigError
+from quire.engine.common.config import DEMO_MODEL
+from quire.engine.common.errors import ConfigError
 from quire.server.cli.api_process_manager import check_multi_process_settings
 from quire.server.config import ServerConfig
 from tests.e2e.server import Server

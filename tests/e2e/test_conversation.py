@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.engine.config import DEMO_MODEL
+from quire.engine.common.config import DEMO_MODEL
 from tests.e2e.server import Server
 from tests.tiers import slow
 from tests.tiny_models import save_tiny_model

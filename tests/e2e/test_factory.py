@@ -11,7 +11,7 @@ import time
 import httpx
 import pytest
 
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 from quire.server.asgi import create_app
 from tests.e2e.server import free_port
 

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from quire.engine.config import DEMO_MODEL
+from quire.engine.common.config import DEMO_MODEL
 from tests.e2e.server import Server
 from tests.e2e.test_batches import ENDED, kill_all, state
 from tests.server.cli.processes import needs_proc

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.engine.config import DEMO_MODEL
+from quire.engine.common.config import DEMO_MODEL
 from quire.server.multi_model.added_models import AddedModels
 from quire.server.multi_model.models_config import read_models_file
 from tests.e2e.server import Server

@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from quire.engine.config import DEMO_MODEL
+from quire.engine.common.config import DEMO_MODEL
 from quire.engine.worker_node import WorkerNode
 from quire.kernels.cpu.backend import CpuBackend
 from tests.e2e.server import Server, free_port

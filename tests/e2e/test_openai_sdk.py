@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from quire.engine.config import DEMO_MODEL
+from quire.engine.common.config import DEMO_MODEL
 from quire.engine.text.tokenizer import Tokenizer
 from tests.e2e.server import Server
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from quire.engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.common.config import DEMO_MODEL, EngineConfig
+from quire.engine.common.errors import EngineError
 from quire.engine.engine_core import EngineCore, free_engine_memory
-from quire.engine.errors import EngineError
 from quire.engine.worker.ranks.pipeline import LastStageRunner
 from quire.engine.worker.ranks.spmd import SpmdRunner
 from quire.kernels.cpu.backend import CpuBackend

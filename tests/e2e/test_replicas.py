@@ -16,13 +16,13 @@ import pytest
 
 from quire import LLM
 from quire import SamplingParams as LLMParams
-from quire.engine.config import EngineConfig
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.types import EngineCoreRequest, SamplingParams
 from quire.engine.link.client import EngineClient
 from quire.engine.link.weights import Weights
 from quire.engine.offline.in_process import InProcessLink
 from quire.engine.replicas.replicas import Replicas
-from quire.engine.types import EngineCoreRequest, SamplingParams
 from tests.e2e.server import Server
 from tests.e2e.streams import KINDS, answer, ask_until
 

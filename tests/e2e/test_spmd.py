@@ -15,9 +15,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from quire.engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.common.config import DEMO_MODEL, EngineConfig
+from quire.engine.common.errors import EngineError
 from quire.engine.engine_core import EngineCore, free_engine_memory
-from quire.engine.errors import EngineError
 from quire.engine.worker.ranks.spmd import SpmdRunner
 from tests.e2e.server import Server
 from tests.e2e.streams import KINDS, answer, ask_until

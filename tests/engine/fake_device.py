@@ -7,10 +7,10 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 
+from quire.engine.common.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from quire.engine.common.types import PoolingParams, TokenLogprob
 from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
 from quire.engine.core.request import Request
-from quire.engine.core.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
-from quire.engine.types import PoolingParams, TokenLogprob
 
 BLOCK = 4
 NUM_BLOCKS = 12

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import EngineError, RequestQuarantined
+from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, EngineInfo, SamplingParams
 from quire.engine.core.stats import EngineStats
-from quire.engine.errors import EngineError, RequestQuarantined
 from quire.engine.link.client import EngineClient
 from quire.engine.link.engine_messages import (
     Abort,
@@ -24,7 +25,6 @@ from quire.engine.link.engine_messages import (
 )
 from quire.engine.link.process import EngineProcess
 from quire.engine.processes.exit_cause import ExitCause
-from quire.engine.types import EngineCoreOutput, EngineCoreRequest, EngineInfo, SamplingParams
 
 INFO = EngineInfo("fake", "float32", "cpu", "none", 100, 10, 16, 0, 0, 0.0, "none")
 KILLED, CRASHED = ExitCause("was killed", external=True), ExitCause("crashed", external=False)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.common.config import DEMO_MODEL, EngineConfig
 from quire.engine.worker.ranks.follower import open_store_channel, run_follower
 from quire.engine.worker.ranks.remote_ranks import SILENCE_TIMEOUT, NodeRendezvous, RemoteRank
 from quire.engine.worker_node import NodeHeartbeat, WorkerNode

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.engine.core.executor import RPC_METHODS
-from quire.engine.errors import EngineError, InvalidRequest
+from quire.engine.common.errors import EngineError, InvalidRequest
+from quire.engine.common.executor import RPC_METHODS
 from quire.engine.worker.ranks.rank_rpc import RankWorker
 from tests.server.api import open_api
 from tests.server.fake import FakeEngine, hashed

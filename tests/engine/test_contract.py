@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError
+from quire.engine.common.types import EngineCoreRequest, PoolingParams, ThinkingBudget
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ConfigError
-from quire.engine.types import EngineCoreRequest, PoolingParams, ThinkingBudget
 from quire.kernels.backend_selection import select_backend
 from tests.engine.harness import request, run
 from tests.tiers import slow

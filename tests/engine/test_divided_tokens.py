@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ConfigError
 from quire.engine.text.grammar_compiler import json_grammar
-from quire.engine.types import EngineCoreRequest
 from quire.kernels.cpu.backend import CpuBackend
 from tests.engine.harness import Answer, request, run
 from tests.engine.images.test_families import about

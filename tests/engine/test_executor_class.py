@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config import EngineConfig
-from quire.engine.core.executor import PendingOutput
-from quire.engine.core.scheduler_output import SchedulerOutput
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError
+from quire.engine.common.executor import PendingOutput
+from quire.engine.common.scheduler_output import SchedulerOutput
+from quire.engine.common.types import EngineCoreRequest, SamplingParams
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ConfigError
-from quire.engine.types import EngineCoreRequest, SamplingParams
 from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.ranks.single_process import SingleProcess
 from tests.tiny_models import save_tiny_model

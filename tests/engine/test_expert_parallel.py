@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quire.engine.checkpoint.model_resolver import read_model_config
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ConfigError
 from quire.engine.layers.shard import ModelShard
 from quire.engine.worker.device_plan import choose_device_plan
 from quire.engine.worker.loading.model.loaded_model import ModelPart

@@ -15,9 +15,9 @@ import torch
 from quire.engine.checkpoint.model_resolver import read_raw_config
 from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
 from quire.engine.checkpoint.tensor_headers import ROUTED_EXPERT_PATTERN, read_checkpoint_size
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError
 from quire.engine.engine_core import EngineCore, free_engine_memory
-from quire.engine.errors import ConfigError
 from quire.engine.worker.loading.weight_offload import MEMORY_FILESYSTEMS, filesystem_type
 from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.cpu.decoder import mapped_experts

@@ -15,16 +15,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.train_head import story_requests, train_head
-from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
+from quire.engine.common.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
+from quire.engine.common.errors import ConfigError
+from quire.engine.common.scheduler_output import HeadDraftRequest
+from quire.engine.common.types import EngineCoreRequest, PoolingParams, SamplingParams
 from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
-from quire.engine.core.scheduler_output import HeadDraftRequest
 from quire.engine.engine_builder.drafter_builder import make_model_or_head_drafter
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ConfigError
 from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter, StepCosts
 from quire.engine.spec_decode.head_drafter import HeadDrafter
 from quire.engine.text.grammar_compiler import json_grammar
-from quire.engine.types import EngineCoreRequest, PoolingParams, SamplingParams
 from quire.engine.worker.draft_head_runner import DraftHeadRunner
 from quire.engine.worker.startup_steps.started_worker import StartedWorker
 from tests.engine.harness import run

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError, ModelError
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ConfigError, ModelError
 from quire.engine.worker.loading.kv_scales import read_kv_scales
 from quire.kernels.backend_selection import AttentionRequirements, select_backend
 from quire.kernels.cpu.backend import CpuBackend

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 
 from quire.engine.checkpoint.kv_cache_plan import GIB
 from quire.engine.checkpoint.model_resolver import read_model_config
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import AdapterError, ConfigError
 from quire.engine.core.drafter import NullDrafter
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import AdapterError, ConfigError
 from quire.engine.lora.adapter_files import read_adapter_specs
 from quire.engine.lora.target_modules import adaptable_modules
 from quire.engine.models import decoder_spec

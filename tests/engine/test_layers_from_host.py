@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 from quire.engine.worker.loading import weight_offload
 from quire.kernels.streaming.host_layers import HostLayerStreamer
 from tests.engine.harness import run

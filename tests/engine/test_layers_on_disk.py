@@ -18,8 +18,8 @@ from quire.engine.checkpoint.layer_placement import (
     pick_evenly_spaced_layers,
 )
 from quire.engine.checkpoint.tensor_headers import LAYER_PATTERN, read_checkpoint_size
+from quire.engine.common.errors import ConfigError
 from quire.engine.engine_core import EngineCore, free_engine_memory
-from quire.engine.errors import ConfigError
 from quire.engine.worker.loading import weight_offload
 from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.cpu.decoder.disk_layers import DiskLayerStreamer

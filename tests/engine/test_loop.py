@@ -6,11 +6,11 @@ from typing import cast
 
 import zmq
 
+from quire.engine.common.types import EngineCoreRequest, SamplingParams
 from quire.engine.core.stats import EngineStats, EngineView
 from quire.engine.engine_core import EngineCore
 from quire.engine.engine_core_process import _handle_messages_and_get_change
 from quire.engine.link.engine_messages import SnapshotRequest, Submit, ToEngine, encode
-from quire.engine.types import EngineCoreRequest, SamplingParams
 
 
 class Idle:

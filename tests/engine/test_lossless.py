@@ -17,7 +17,8 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
+from quire.engine.common.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
+from quire.engine.common.types import EngineCoreRequest, Grammar, SamplingParams, ThinkingBudget
 from quire.engine.core.drafter import Drafter, NullDrafter
 from quire.engine.engine_core import EngineCore
 from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter, StepCosts
@@ -26,7 +27,6 @@ from quire.engine.spec_decode.grammar_drafter import GrammarDrafter
 from quire.engine.spec_decode.load_aware_drafter import LoadAwareDrafter
 from quire.engine.spec_decode.ngram_drafter import NgramDrafter, SuffixDrafter
 from quire.engine.text.grammar_compiler import json_grammar
-from quire.engine.types import EngineCoreRequest, Grammar, SamplingParams, ThinkingBudget
 from tests.engine.harness import Answer, run
 from tests.engine.test_heads import made_head
 from tests.engine.test_speculation import CHEAP, PHRASES, Garbage, Replaceable, Right, always, known

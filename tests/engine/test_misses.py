@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.types import PrefixMissReport
 from quire.engine.link.client import EngineClient
 from quire.engine.link.supervisor import ProcessLink
 from quire.engine.offline.in_process import InProcessLink
 from quire.engine.replicas.replicas import processes
-from quire.engine.types import PrefixMissReport
 from tests.engine.harness import request
 from tests.tiny_models import save_tiny_model
 

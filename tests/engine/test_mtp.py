@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.train_head import story_requests, train_head
 from quire.engine.checkpoint.kv_cache_plan import GIB
-from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
+from quire.engine.common.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
+from quire.engine.common.errors import ConfigError
+from quire.engine.common.types import EngineCoreRequest, SamplingParams
 from quire.engine.core.drafter import Drafter
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ConfigError
 from quire.engine.tiers.tiered_offloader import TieredKVOffloader
-from quire.engine.types import EngineCoreRequest, SamplingParams
 from quire.engine.worker.startup_steps.started_worker import StartedWorker
 from quire.server.cli import main as cli
 from quire.server.cli.plan.draft_plan import plan_draft

@@ -19,9 +19,9 @@ import torch
 from msgspec.structs import replace
 from pydantic import ValidationError
 
-from quire.engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.common.config import DEMO_MODEL, EngineConfig
+from quire.engine.common.errors import ConfigError, EngineError
 from quire.engine.engine_core import EngineCore, free_engine_memory
-from quire.engine.errors import ConfigError, EngineError
 from quire.engine.worker.ranks.rank_messages import encode_message
 from quire.engine.worker.ranks.remote_ranks import (
     JOIN_QUEUE,

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError
+from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, SamplingParams
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ConfigError
-from quire.engine.types import EngineCoreOutput, EngineCoreRequest, SamplingParams
 from tests.tiny_models import save_tiny_model
 
 ROOT = Path(__file__).parent.parent.parent

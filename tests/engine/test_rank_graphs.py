@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quire.engine.config import DEMO_MODEL
+from quire.engine.common.config import DEMO_MODEL
+from quire.engine.common.errors import ConfigError
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ConfigError
 from quire.engine.worker.graphs.graph_capture import GraphSet
 from quire.engine.worker.loading import kv_allocation
 from quire.engine.worker.model_runner import ModelRunner

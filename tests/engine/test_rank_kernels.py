@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from quire.engine.errors import EngineError
+from quire.engine.common.errors import EngineError
 from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.ranks import spmd
 from quire.engine.worker.ranks.spmd import SpmdRunner

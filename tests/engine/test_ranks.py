@@ -14,15 +14,15 @@ from msgspec.structs import replace as replace_struct
 from transformers import AutoModelForCausalLM
 
 from quire.engine.checkpoint.model_resolver import read_model_config
-from quire.engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.common.config import DEMO_MODEL, EngineConfig
+from quire.engine.common.errors import ConfigError
+from quire.engine.common.types import EngineCoreRequest, PoolingParams
 from quire.engine.engine_core import EngineCore, free_engine_memory
-from quire.engine.errors import ConfigError
 from quire.engine.layers.shard import ModelShard
 from quire.engine.lora.adapter_store import AdapterStore
 from quire.engine.lora.target_modules import adaptable_modules
 from quire.engine.models.decoder import Decoder
 from quire.engine.text.grammar_compiler import json_grammar
-from quire.engine.types import EngineCoreRequest, PoolingParams
 from quire.engine.worker import device_memory
 from quire.engine.worker.device_plan import choose_device_plan
 from quire.engine.worker.loading.model.loaded_model import ModelPart

@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quire import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
-from quire.engine.config import EngineConfig
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.types import EngineCoreRequest
+from quire.engine.common.types import SamplingParams as Sent
 from quire.engine.link.client import EngineClient
 from quire.engine.link.weights import Weights
 from quire.engine.offline.in_process import InProcessLink
@@ -29,8 +31,6 @@ from quire.engine.receipts.receipt import (
     parse_receipt_json,
     truncate_weight_versions,
 )
-from quire.engine.types import EngineCoreRequest
-from quire.engine.types import SamplingParams as Sent
 from tests.adapters import save_adapter
 from tests.tiny_models import save_tiny_model
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from examples.rl.grpo import by_model, parsed, reward_of, run
 from quire import LLM
-from quire.engine.config import DEMO_MODEL
+from quire.engine.common.config import DEMO_MODEL
 from tests.e2e.server import Server
 from tests.tree import ROOT
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config import EngineConfig, capacity_settings_from_info
+from quire.engine.common.config import EngineConfig, capacity_settings_from_info
+from quire.engine.common.errors import ConfigError
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ConfigError
 from quire.server.served_model import system_fingerprint
 from tests.engine.harness import Answer, request, run
 from tests.engine.tiers.fakes import always

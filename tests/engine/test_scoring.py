@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quire import LLM, Forward, SamplingParams, score
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import EngineError, InvalidRequest
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import EngineError, InvalidRequest
 from tests.engine.harness import request, run
 from tests.tiny_models import FAMILIES, VOCAB, save_tiny_model
 

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from quire.engine.checkpoint.kv_cache_plan import GIB
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.engine_core import EngineCore
-from quire.engine.types import EngineCoreRequest
 from tests.engine.harness import request, run
 from tests.engine.tiers.fakes import always
 from tests.engine.tiers.test_engine import disk

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.config import EngineConfig, SpeculativeConfig
+from quire.engine.common.config import EngineConfig, SpeculativeConfig
+from quire.engine.common.errors import ConfigError
+from quire.engine.common.types import EngineCoreRequest, SamplingParams, ThinkingBudget
 from quire.engine.core.drafter import Draft, Drafter, NullDrafter, RequestsToDraft
 from quire.engine.core.request import Request
 from quire.engine.engine_builder.drafter_builder import make_configured_drafter
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ConfigError
 from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter, StepCosts
 from quire.engine.spec_decode.ngram_drafter import NgramDrafter, SuffixDrafter
 from quire.engine.text.grammar_compiler import json_grammar
-from quire.engine.types import EngineCoreRequest, SamplingParams, ThinkingBudget
 from quire.engine.worker.startup_steps.started_worker import StartedWorker
 from tests.engine.harness import Answer, run
 from tests.tiny_models import VOCAB, save_tiny_model

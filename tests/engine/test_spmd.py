@@ -22,15 +22,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quire.engine.checkpoint.model_resolver import read_model_config
-from quire.engine.config import DEMO_MODEL, EngineConfig
-from quire.engine.core.scheduler_output import BlockCopy, NewRequestData, ScheduledRequest, SchedulerOutput
+from quire.engine.common.config import DEMO_MODEL, EngineConfig
+from quire.engine.common.errors import ConfigError, EngineError
+from quire.engine.common.scheduler_output import BlockCopy, NewRequestData, ScheduledRequest, SchedulerOutput
+from quire.engine.common.types import EngineCoreRequest, Grammar, PoolingParams, SamplingParams
 from quire.engine.engine_core import EngineCore, free_engine_memory
-from quire.engine.errors import ConfigError, EngineError
 from quire.engine.layers.shard import ModelShard
 from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter
 from quire.engine.spec_decode.ngram_drafter import NgramDrafter, SuffixDrafter
 from quire.engine.text.grammar_compiler import json_grammar
-from quire.engine.types import EngineCoreRequest, Grammar, PoolingParams, SamplingParams
 from quire.engine.worker import startup
 from quire.engine.worker.device_plan import choose_device_plan
 from quire.engine.worker.graphs import decode_graphs

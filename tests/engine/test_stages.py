@@ -23,15 +23,15 @@ from quire.engine.checkpoint.layer_placement import (
     stage_kv_cache_groups,
 )
 from quire.engine.checkpoint.model_resolver import read_model_config
-from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
+from quire.engine.common.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
+from quire.engine.common.errors import ConfigError
+from quire.engine.common.scheduler_output import SchedulerOutput
+from quire.engine.common.types import EngineCoreRequest, PoolingParams
 from quire.engine.core.drafter import Drafter
-from quire.engine.core.scheduler_output import SchedulerOutput
 from quire.engine.engine_core import EngineCore, free_engine_memory
-from quire.engine.errors import ConfigError
 from quire.engine.processes.heartbeat import NullHeartbeat
 from quire.engine.spec_decode.drafter_factory import choose_drafter
 from quire.engine.text.grammar_compiler import json_grammar
-from quire.engine.types import EngineCoreRequest, PoolingParams
 from quire.engine.worker import device_plan
 from quire.engine.worker.device_plan import choose_device_plan
 from quire.engine.worker.loading.model.loaded_model import ModelPart

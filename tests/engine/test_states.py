@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from quire.engine.architecture.kv_cache_spec import MatrixState
 from quire.engine.checkpoint.kv_cache_plan import GIB
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.drafter import NullDrafter
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ConfigError
 from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter
-from quire.engine.types import EngineCoreRequest
 from quire.server.cli import main as cli
 from quire.server.cli.plan.machine import Machine
 from quire.server.cli.plan.model_plan import predict_kv_tokens

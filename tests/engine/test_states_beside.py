@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM
 from quire import LLM, BeamSearchParams
 from quire import SamplingParams as Params
 from quire.engine.checkpoint.model_resolver import read_model_config
-from quire.engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.common.config import DEMO_MODEL, EngineConfig
+from quire.engine.common.scheduler_output import SlotCopy
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.block_pool import BlockPool
-from quire.engine.core.scheduler_output import SlotCopy
 from quire.engine.core.state_snapshots import PooledStateSnapshots, SnapshotConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.link.client import EngineClient
@@ -29,7 +30,6 @@ from quire.engine.models import decoder_spec
 from quire.engine.offline.in_process import InProcessLink
 from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter
 from quire.engine.text.grammar_compiler import json_grammar
-from quire.engine.types import EngineCoreRequest
 from tests.engine.harness import request, run
 from tests.engine.test_speculation import CHEAP, Garbage
 from tests.engine.test_states import known

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from quire import LLM, PoolingParams
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.engine.text.tokenizer import Tokenizer
 from tests.texts import pair_tokenizer
 from tests.tiny_encoders import save_tiny_encoder

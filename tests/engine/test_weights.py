@@ -19,16 +19,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError, InvalidRequest, ModelError, Overloaded, QuireError
+from quire.engine.common.types import EngineCoreRequest, PoolingParams, SamplingParams, TokenLogprob
 from quire.engine.engine_core import EngineCore
 from quire.engine.engine_core_process import _rebuild_engine_or_previous
-from quire.engine.errors import ConfigError, InvalidRequest, ModelError, Overloaded, QuireError
 from quire.engine.link.client import EngineClient
 from quire.engine.link.supervisor import ProcessLink
 from quire.engine.link.weights import MODES, Mode, Weights
 from quire.engine.offline.in_process import InProcessLink
 from quire.engine.processes.heartbeat import NullHeartbeat
-from quire.engine.types import EngineCoreRequest, PoolingParams, SamplingParams, TokenLogprob
 from tests.quantized_models import gptq, quantize_checkpoint
 from tests.tiers import slow
 from tests.tiny_encoders import save_tiny_encoder

@@ -14,10 +14,10 @@ from quire.engine.checkpoint.kv_cache_groups import KVBlockNeeds, build_kv_cache
 from quire.engine.checkpoint.kv_cache_plan import GIB
 from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.engine_core import EngineCore
 from quire.engine.models import decoder_spec
-from quire.engine.types import EngineCoreRequest
 from quire.engine.worker import device_plan
 from quire.engine.worker.loading import model_loader as loading
 from quire.server.cli.plan.machine import Machine

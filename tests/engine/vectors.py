@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from quire.engine.common.types import EngineCoreRequest, PoolingParams
 from quire.engine.engine_core import EngineCore
-from quire.engine.types import EngineCoreRequest, PoolingParams
 
 Modules = list[tuple[str, str, dict[str, Any]]]
 

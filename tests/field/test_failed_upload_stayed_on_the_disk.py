@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.server.store.data_dir import open_data_dir
 from quire.server.store.data_dir_rpc import remote_data_dir, serve_data_dir_call
 from quire.server.store.files import new_file

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quire.engine.checkpoint.pickled import read_pickled_tensor_headers
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 
 DEPTH = 200_000
 TWICE = b")" + b"q\x00h\x00h\x00\x86" * 60

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.errors import Overloaded
+from quire.engine.common.errors import Overloaded
 from quire.server.access.admission import Admission
 from quire.server.access.fair_semaphore import FairSemaphore
 from quire.server.access.rate_limits import RateLimits

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.engine.receipts.receipt import encode_receipt, parse_receipt_json
 from quire.server.cli import main as cli
 from quire.server.cli.replay import escape_unprintable

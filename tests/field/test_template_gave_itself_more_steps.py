@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.engine.errors import InvalidRequest, ModelError
+from quire.engine.common.errors import InvalidRequest, ModelError
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.template_sandbox import BoundedEnvironment
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 from quire.server.access.allowed_hosts import AllowedHosts
 from quire.server.access.host_addresses import is_local_or_private_host
 from quire.server.cli.serve import bind_tcp_socket, warn_if_unprotected

@@ -218,7 +218,7 @@ def test_where_nothing_computes_the_start_ends(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_cpu_is_not_probed() -> None:
-    from quire.engine.config import EngineConfig
+    from quire.engine.common.config import EngineConfig
     from quire.engine.worker.device_plan import choose_trials
 
     assert choose_trials(EngineConfig(), CPU, torch.bfloat16, None) == []  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.kernels.backend import Backend
 from quire.kernels.backend_selection import AttentionRequirements, select_backend

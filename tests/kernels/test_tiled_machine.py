@@ -55,9 +55,10 @@ def test_where_the_system_refuses_no_instruction_of_tiles_runs(machine: Machine)
     if trapped.has_tiles():
         pytest.skip("the system has given its permission")
     code = (
-        "from tests.engine.test_contract import mixed_requests, tokens; from quire.engine.config import EngineConfig; \
-from quire.engine.engine_core import EngineCore as Core; \
-print(len(tokens(Core(EngineConfig(dtype='bfloat16')), mixed_requests())))"
+        "from tests.engine.test_contract import mixed_requests, tokens\n"
+        "from quire.engine.common.config import EngineConfig\n"
+        "from quire.engine.engine_core import EngineCore as Core\n"
+        "print(len(tokens(Core(EngineConfig(dtype='bfloat16')), mixed_requests())))"
     )
     done = machine.run("-c", code, TILES="refused")
     assert done.stdout.strip() == "24", done.stderr

@@ -11,10 +11,17 @@ from time import monotonic
 
 import msgspec
 
+from quire.engine.common.types import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineInfo,
+    ErrorCause,
+    FinishReason,
+    TokenLogprob,
+)
 from quire.engine.core.stats import EngineStats, EngineView, RequestView, StepRecord
 from quire.engine.link.client import EngineClient
 from quire.engine.link.link import EngineLink
-from quire.engine.types import EngineCoreOutput, EngineCoreRequest, EngineInfo, ErrorCause, FinishReason, TokenLogprob
 
 MODEL = "fake"
 Script = Callable[[EngineCoreRequest, int], int]

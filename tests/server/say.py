@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from quire.engine.types import EngineCoreRequest
+from quire.engine.common.types import EngineCoreRequest
 from tests.server.fake import FakeEngine
 
 EOS = 258

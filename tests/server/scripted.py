@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from quire.engine.types import EngineCoreOutput, EngineCoreRequest
+from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest
 from tests.server.fake import FakeEngine
 from tests.server.hosted import serving
 

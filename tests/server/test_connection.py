@@ -14,7 +14,7 @@ import pytest
 import trustme
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 from quire.server.cli.http_server import tls_context
 from quire.server.config import ServerConfig
 from quire.server.connection import MAX_HEAD_BYTES, MAX_PIPELINED_REQUESTS

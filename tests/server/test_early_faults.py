@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 from quire.server.adapter_registry import check_local_adapters
 from quire.server.cli.http_server import load_served_model_spec
 from quire.server.config import ServerConfig

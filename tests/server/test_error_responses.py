@@ -11,8 +11,8 @@ from typing import Any
 import openai
 import pytest
 
-from quire.engine.errors import Overloaded
-from quire.engine.types import ErrorCause
+from quire.engine.common.errors import Overloaded
+from quire.engine.common.types import ErrorCause
 from quire.server.routes.error_handlers import UNSUPPORTED_PATHS
 from tests.server.api import NAME, Api, open_api, parse_events
 from tests.server.fake import FakeEngine, hashed

@@ -8,9 +8,9 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from quire.engine.checkpoint.model_resolver import read_model_config
-from quire.engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.common.config import DEMO_MODEL, EngineConfig
+from quire.engine.common.types import EngineInfo
 from quire.engine.tiers.kv_identity import WeightFiles, model_sample_digest
-from quire.engine.types import EngineInfo
 from quire.server.served_model import system_fingerprint
 
 INFO = EngineInfo("m", "float32", "cpu", "b", 1, 1, 1, 1, 1, 0.0, "a")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from quire import Forward
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 from quire.engine.receipts.receipt import Receipt, parse_receipt_json
 from quire.server.receipt_log import ReceiptLog
 from tests.server.api import Api, open_api

@@ -12,7 +12,7 @@ import pytest
 from openai import APIError, AsyncOpenAI
 from starlette.types import Message
 
-from quire.engine.errors import EngineError, Overloaded
+from quire.engine.common.errors import EngineError, Overloaded
 from quire.server.config import ServerConfig
 from quire.server.encoding import PING_EVENT
 from quire.server.sse import EventStream

@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
+from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest
 from quire.engine.core.stats import EngineStats
 from quire.engine.link.engine_messages import Abort, FromEngine, Ready, Stepped, Submit, ToEngine, together
 from quire.engine.link.process import EngineProcess
 from quire.engine.processes.exit_cause import ExitCause
-from quire.engine.types import EngineCoreOutput, EngineCoreRequest
 from tests.engine.fake_process import CRASHED, INFO, KILLED
 
 LETTERS = b"abcdefghijklmnopqrstuvwxyz "

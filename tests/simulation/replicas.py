@@ -15,8 +15,8 @@ from fastapi import FastAPI
 
 from deploy.ray.link import Call, JournalLink
 from deploy.ray.members import Members
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, Overloaded, QuireError
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError, Overloaded, QuireError
 from quire.engine.link.client import EngineClient
 from quire.engine.link.process import Launcher
 from quire.engine.link.supervisor import ProcessLink

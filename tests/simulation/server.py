@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from fastapi import FastAPI
 from starlette.types import Message
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.link.client import EngineClient
 from quire.engine.link.process import Launcher
 from quire.engine.link.supervisor import ProcessLink

@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 import msgspec
 from fastapi import FastAPI
 
-from quire.engine.config import EngineConfig
-from quire.engine.errors import QuireError
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import QuireError
 from quire.engine.link.client import EngineClient
 from quire.engine.link.hub_link import HubLink
 from quire.engine.link.process import Launcher

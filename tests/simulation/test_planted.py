@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.link.client import EngineClient
 from quire.engine.link.hub_messages import HUB
-from quire.engine.types import EngineCoreRequest
 from quire.server import resumption
 from quire.server.generation.request_specs import GenerationSpec
 from quire.server.generation.response_writers.event_ids import EventIdWriter

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.engine.config import DEMO_MODEL
+from quire.engine.common.config import DEMO_MODEL
 from tests.e2e.server import Server
 from tests.tiny_models import save_tiny_model
 from tests.web.browser import CHROMEDRIVER, CHROMIUM, Browser, running_browser

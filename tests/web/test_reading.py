@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 from selenium.webdriver.common.keys import Keys
 
-from quire.engine.types import EngineCoreRequest
+from quire.engine.common.types import EngineCoreRequest
 from tests.e2e.server import free_port
 from tests.server.api import make_app
 from tests.server.fake import FakeEngine

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from quire.engine.architecture.norm import NormSpec
 from quire.engine.architecture.parameter_shapes import ParameterShapes, linear_shapes, norm_shapes
 from quire.engine.architecture.pooler_head import HeadLayerSpec
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 
 EncoderActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
 _ACTIVATIONS_BY_NAME: dict[str, EncoderActivation] = {

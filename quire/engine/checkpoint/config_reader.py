@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from quire.engine.checkpoint.quantization import explain_unsupported_quantization
 from quire.engine.checkpoint.transformers_classes import class_rejection_reason
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
+from quire.engine.common.folder_reader import convert_parsed_json
 from quire.engine.families import (
     decoder_model_types,
     find_any_family,
@@ -25,7 +26,6 @@ from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.families.base.rope_fields import find_unsupported_rope_type, read_max_position, read_rope_parameters
 from quire.engine.families.base.schema.config_schema import FamilyConfigFields
 from quire.engine.families.base.weight_names import WeightNames
-from quire.engine.folder_reader import convert_parsed_json
 
 _T = TypeVar("_T")
 _TEXT_CONFIG_KEYS = ("text_config", "llm_config", "language_config")

@@ -16,7 +16,7 @@ from quire.engine.checkpoint.config_reader import (
     parse_family_config,
     use_file_names_in_errors,
 )
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.families import decoder_model_types, find_decoder_family, find_encoder_family
 from quire.engine.families.base.activations import hidden_activation
 from quire.engine.families.base.model_config import ModelConfig

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from quire.engine.checkpoint.hub_errors import check_disk_space, translate_hub_errors
 from quire.engine.checkpoint.hub_names import ANY_GGUF, HubName
-from quire.engine.errors import ModelError
-from quire.engine.folder_reader import MIB
+from quire.engine.common.errors import ModelError
+from quire.engine.common.folder_reader import MIB
 from quire.engine.gguf.file_selection import PREFERRED_TAG, group_models_by_tag, select_files
 from quire.engine.gguf.header import read_header_bytes
 

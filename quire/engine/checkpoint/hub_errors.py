@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.engine.errors import ConfigError, ModelError
+from quire.engine.common.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from quire.engine.checkpoint.hub_names import HubName

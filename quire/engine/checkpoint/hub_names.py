@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 
 ANY_GGUF = "GGUF"
 """The tag of whichever GGUF file suits best: what `-hf OWNER/REPO` asks for."""

@@ -16,8 +16,8 @@ from typing import Any
 from quire.engine.architecture.kv_cache_spec import LayerStates, PagedState, SharedState
 from quire.engine.checkpoint.config_reader import extract_text_config
 from quire.engine.checkpoint.family_spec import build_decoder_spec
-from quire.engine.config import EngineConfig, SpeculativeConfig
-from quire.engine.errors import refuse_setting_if
+from quire.engine.common.config import EngineConfig, SpeculativeConfig
+from quire.engine.common.errors import refuse_setting_if
 from quire.engine.families import find_decoder_family
 from quire.engine.families.base.layer_types import unserved_layer_windows
 from quire.engine.families.base.model_config import ModelConfig

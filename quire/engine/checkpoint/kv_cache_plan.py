@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from quire.engine.checkpoint.kv_cache_groups import KVBlockNeeds
 from quire.engine.checkpoint.tensor_headers import CheckpointSize
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 from quire.engine.families.base.model_config import ModelConfig
 
 GIB = 2**30

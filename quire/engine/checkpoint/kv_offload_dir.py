@@ -8,8 +8,8 @@ import stat
 import threading
 from pathlib import Path
 
-from quire.engine import random_source
-from quire.engine.errors import ConfigError
+from quire.engine.common import random_source
+from quire.engine.common.errors import ConfigError
 
 KV_DIR_NAME = "quire-kv"
 DELETED_PREFIX = ".gone-"

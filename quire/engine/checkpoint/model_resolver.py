@@ -32,8 +32,9 @@ from quire.engine.checkpoint.transformers_classes import (
     first_position_id,
     merge_text_config,
 )
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ModelError
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ModelError
+from quire.engine.common.folder_reader import convert_parsed_json
 from quire.engine.families import find_multimodal_family
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.families.base.schema.config_schema import (
@@ -42,7 +43,6 @@ from quire.engine.families.base.schema.config_schema import (
     PlanConfigFields,
     TransformersConfigFields,
 )
-from quire.engine.folder_reader import convert_parsed_json
 from quire.engine.gguf.model_files import (
     GGUF_SUFFIX,
     PACKAGED_MODELS,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.checkpoint.tensor_headers import is_text_tensor, read_tensor_headers
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.families.base.moe_fields import moe_layer_mask
 from quire.engine.gguf.model_files import read_gguf_header
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.engine.checkpoint.config_reader import find_weight_names
 from quire.engine.checkpoint.tensor_headers import find_weight_files, is_pickled, read_tensor_ranges, text_tensor_name
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.families import find_encoder_family
 
 _HEAD_MODULE_NAMES = {"lm_head", "embed_out"}

@@ -15,20 +15,20 @@ from msgspec import Meta
 
 from quire.engine.checkpoint.config_reader import find_weight_names
 from quire.engine.checkpoint.tensor_headers import read_tensor_headers
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, ModelError
-from quire.engine.families import find_encoder_family
-from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.families.base.schema.config_objects import ShortText, Width
-from quire.engine.families.base.schema.config_schema import MAX_LABELS
-from quire.engine.folder_reader import (
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError, ModelError
+from quire.engine.common.folder_reader import (
     MAX_JSON_BYTES,
     convert_parsed_json,
     decode_json,
     read_bytes_if_present,
     read_json_if_present,
 )
-from quire.engine.types import PoolingType, Task
+from quire.engine.common.types import PoolingType, Task
+from quire.engine.families import find_encoder_family
+from quire.engine.families.base.model_config import ModelConfig
+from quire.engine.families.base.schema.config_objects import ShortText, Width
+from quire.engine.families.base.schema.config_schema import MAX_LABELS
 
 ClassifierActivation = Literal["identity", "sigmoid", "softmax", "tanh"]
 _POOLING_TYPES: dict[str, PoolingType] = {

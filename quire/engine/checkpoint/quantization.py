@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.families.base.schema.quantization_schema import QuantizationConfig, WeightQuantizationArgs
 from quire.engine.text.tokenizer_safety import is_suspicious_regex
 

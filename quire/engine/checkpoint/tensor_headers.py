@@ -18,8 +18,8 @@ import msgspec
 from msgspec import Meta
 
 from quire.engine.checkpoint import pickled
-from quire.engine.errors import ModelError
-from quire.engine.folder_reader import MIB, decode_json, open_if_present, read_bytes_if_present
+from quire.engine.common.errors import ModelError
+from quire.engine.common.folder_reader import MIB, decode_json, open_if_present, read_bytes_if_present
 from quire.engine.gguf.hf_config import EMBEDDING_TENSOR
 from quire.engine.gguf.model_files import read_gguf_header
 from quire.engine.gguf.tensor_types import FLOAT_TYPES

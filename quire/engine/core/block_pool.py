@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from hashlib import blake2b
 
-from quire.engine.types import MediaSpan
+from quire.engine.common.types import MediaSpan
 
 NULL_BLOCK = -1
 """In a block table: a block that was freed because it has left the attention window."""

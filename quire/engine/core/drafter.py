@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from quire.engine.common.types import EngineCoreRequest, Grammar
 from quire.engine.core.request import Request
-from quire.engine.types import EngineCoreRequest, Grammar
 
 RequestsToDraft = Sequence[tuple[Request, int]]
 """Requests to draft for, whose tokens are all known on the host, each with the largest useful number of drafts."""

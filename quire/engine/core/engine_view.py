@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from quire.engine.common.types import MediaSpan
 from quire.engine.core.block_pool import BlockPool
 from quire.engine.core.kv_cache.block_tables import without_null_blocks
 from quire.engine.core.request import Request, RequestStatus
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.stats import EngineView, Phase, RequestView, sum_stats
 from quire.engine.processes.procfs import resident_bytes
-from quire.engine.types import MediaSpan
 
 MAX_LISTED_REQUESTS = 512
 """Further sequences are only counted: nobody reads so many, and a snapshot should stay small."""

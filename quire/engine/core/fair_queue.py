@@ -16,8 +16,8 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Sequence
 
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.request import Request
-from quire.engine.types import EngineCoreRequest
 
 MAX_TENANTS = 4096
 """Whose counters are remembered; gateways tell tenants' names, ever new ones. Of more the least served half that does

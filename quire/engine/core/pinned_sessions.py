@@ -23,12 +23,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from quire.engine import clock
+from quire.engine.common import clock
+from quire.engine.common.types import DEFAULT_KEEP_SECONDS
 from quire.engine.core.block_pool import BlockPool
 from quire.engine.core.request import Request
 from quire.engine.core.state_snapshots import NullStateSnapshots, SnapshotPosition, StateSnapshots
 from quire.engine.core.stats import LiveCounters
-from quire.engine.types import DEFAULT_KEEP_SECONDS
 
 MAX_PINNED_SHARE = 0.5
 """The largest part of the pool's pages that is kept."""

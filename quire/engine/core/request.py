@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from quire.engine.common.scheduler_output import EncoderChunk
+from quire.engine.common.types import EngineCoreRequest, FinishReason, MediaSpan, SamplingParams, TokenLogprob
 from quire.engine.core.block_pool import block_hash, media_extra_keys, root_hash
-from quire.engine.core.scheduler_output import EncoderChunk
-from quire.engine.types import EngineCoreRequest, FinishReason, MediaSpan, SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)

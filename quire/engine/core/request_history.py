@@ -14,10 +14,10 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from quire.engine import clock
-from quire.engine.core.scheduler_output import SchedulerOutput
+from quire.engine.common import clock
+from quire.engine.common.scheduler_output import SchedulerOutput
+from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, PrefixMissReport
 from quire.engine.core.stats import Phase, StepRecord
-from quire.engine.types import EngineCoreOutput, EngineCoreRequest, PrefixMissReport
 
 TimelinePhase = Phase | Literal["recompute", "recovering", "delivery"]
 """The scheduler's phases, and three that only the client knows: prefill again after a preemption or a new engine,

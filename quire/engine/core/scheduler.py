@@ -10,6 +10,14 @@ scheduled, so blocks that are freed while a step is in flight may be allocated a
 
 from __future__ import annotations
 
+from quire.engine.common.scheduler_output import (
+    BlockCopy,
+    ModelRunnerOutput,
+    NewRequestData,
+    ScheduledRequest,
+    SchedulerOutput,
+)
+from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, ErrorCause
 from quire.engine.core.block_pool import NULL_BLOCK
 from quire.engine.core.drafter import Drafter, NullDrafter
 from quire.engine.core.fair_queue import FairQueue, TokenBudget
@@ -17,15 +25,7 @@ from quire.engine.core.kv_cache.kv_cache_manager import KVCacheManager
 from quire.engine.core.kv_offload import KVOffloader, NullKVOffloader
 from quire.engine.core.request import Request, RequestStatus, ScheduledChunk
 from quire.engine.core.scheduler_config import SchedulerConfig
-from quire.engine.core.scheduler_output import (
-    BlockCopy,
-    ModelRunnerOutput,
-    NewRequestData,
-    ScheduledRequest,
-    SchedulerOutput,
-)
 from quire.engine.core.stats import EngineStats, LiveCounters
-from quire.engine.types import EngineCoreOutput, EngineCoreRequest, ErrorCause
 
 
 class Scheduler:

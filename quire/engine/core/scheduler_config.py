@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from quire.engine.common.types import Task
 from quire.engine.core.state_snapshots import SnapshotConfig
-from quire.engine.types import Task
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from quire.engine.common.scheduler_output import SlotCopy
 from quire.engine.core.block_pool import BlockPool
 from quire.engine.core.request import Request
-from quire.engine.core.scheduler_output import SlotCopy
 
 _MIN_SNAPSHOT_TOKENS = 64
 """Tokens computed since a sequence's last snapshot that make one at its prompt's end worth a step of its own."""

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from quire.engine import clock
-from quire.engine.core.executor import Executor, PendingOutput
+from quire.engine.common import clock
+from quire.engine.common.executor import Executor, PendingOutput
+from quire.engine.common.scheduler_output import SchedulerOutput
+from quire.engine.common.types import EngineCoreOutput
 from quire.engine.core.request_history import make_step_record
 from quire.engine.core.scheduler import Scheduler
-from quire.engine.core.scheduler_output import SchedulerOutput
 from quire.engine.core.stats import StepRecord
 from quire.engine.processes.heartbeat import Heartbeat
-from quire.engine.types import EngineCoreOutput
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.core.scheduler_output import ModelRunnerOutput, NewRequestData, ScheduledRequest, SchedulerOutput
+from quire.engine.common.scheduler_output import ModelRunnerOutput, NewRequestData, ScheduledRequest, SchedulerOutput
+from quire.engine.common.types import PoolingParams
 from quire.engine.encoders.encoder import Encoder
 from quire.engine.layers.pooling import Pooler, PoolingChunk, postprocess_vectors_by_request_id
-from quire.engine.types import PoolingParams
 
 
 class CompletedStep:

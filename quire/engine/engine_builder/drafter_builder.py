@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.engine.architecture.kv_cache_spec import PIECE
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.core.drafter import Drafter, TokenwiseDrafter
 from quire.engine.spec_decode.drafter_factory import choose_drafter
 from quire.engine.spec_decode.head_drafter import HeadDrafter

@@ -9,7 +9,8 @@ import msgspec
 from quire.engine.checkpoint.kv_cache_groups import apply_context_settings
 from quire.engine.checkpoint.model_resolver import resolve_weights
 from quire.engine.checkpoint.overrides import load_model_config, resolve_model_with_overrides
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.types import EngineInfo
 from quire.engine.core.drafter import Drafter
 from quire.engine.core.kv_offload import KVOffloader
 from quire.engine.core.scheduler import Scheduler
@@ -19,7 +20,6 @@ from quire.engine.processes.heartbeat import Heartbeat
 from quire.engine.tiers.kv_identity import WeightFiles, code_hash, model_sample_digest
 from quire.engine.tiers.tier_factory import check_tiers, make_kv_offloader
 from quire.engine.tiers.tiered_offloader import TieredKVOffloader
-from quire.engine.types import EngineInfo
 from quire.engine.worker.device_plan import apply_gpu_defaults
 from quire.engine.worker.encoder_startup import start_encoder
 from quire.engine.worker.loading.weight_check import check_same_model

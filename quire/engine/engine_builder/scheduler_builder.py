@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.engine.architecture.kv_cache_spec import PIECE
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.core.drafter import Drafter
 from quire.engine.core.kv_offload import KVOffloader
 from quire.engine.core.scheduler import Scheduler

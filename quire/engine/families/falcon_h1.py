@@ -15,7 +15,7 @@ from quire.engine.architecture import (
     NormSpec,
     ProjectionMultipliers,
 )
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.families.bamba import BAMBA
 from quire.engine.families.base import (
     LAYER_MODULES,

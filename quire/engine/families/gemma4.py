@@ -20,7 +20,7 @@ from quire.engine.architecture import (
     PerLayerInputGateSpec,
     PerLayerInputsSpec,
 )
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.families.base import (
     MAX_LAYERS,
     DecoderFamily,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.families.base import ModelConfig, sliding_windows
 from quire.engine.families.granite import GRANITE
 

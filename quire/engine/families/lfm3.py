@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.engine.architecture import NormSpec, ShortConvSpec
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.families.base import (
     SHORT_CONV_PROJECTIONS,
     DecoderFamily,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.engine.architecture import EncoderSpec, EncoderWeightNames, HeadLayerSpec, parse_encoder_activation
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.families.base import EncoderFamily, ModelConfig, base_encoder_spec
 
 _WEIGHT_NAMES = EncoderWeightNames(

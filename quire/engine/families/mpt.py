@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.families.base import (
     QKV_PROJECTIONS,
     ModelConfig,

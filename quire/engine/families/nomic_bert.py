@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.engine.architecture import EncoderSpec, EncoderWeightNames
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.families.base import EncoderFamily, ModelConfig, base_encoder_spec
 from quire.engine.families.bert import BERT_CLASSIFIER, BERT_UNUSED_PREFIXES
 

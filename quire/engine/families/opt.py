@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.families.base import ModelConfig, WeightNames, default_true_reader, layer_norm_family, max_position
 
 

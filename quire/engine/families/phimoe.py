@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.engine.architecture import MoELayerSpec, NormSpec
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.families.base import (
     BLOCK_SPARSE_MOE,
     LAYER_MODULES,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.engine.architecture import DeltaNetSpec, NormSpec, SublayerSpec
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.families.base import (
     GATED_DELTA_NET_MODULES,
     GATED_SHARED_MOE,

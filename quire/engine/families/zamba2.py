@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.engine.architecture import AttentionLayerSpec, DecoderSpec, NormSpec, SharedTransformerSpec
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.families.base import (
     MAMBA2_DEFAULTS,
     MAMBA2_PROJECTIONS,

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from quire.engine.errors import ModelError
-from quire.engine.folder_reader import MIB, open_required
+from quire.engine.common.errors import ModelError
+from quire.engine.common.folder_reader import MIB, open_required
 from quire.engine.gguf.tensor_types import SUPPORTED_TYPES, UNSUPPORTED_TYPES, GGMLType
 
 _MAGIC = b"GGUF"

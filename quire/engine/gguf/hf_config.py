@@ -6,11 +6,11 @@ import os
 import struct
 from typing import Any
 
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
+from quire.engine.common.folder_reader import open_if_present
 from quire.engine.families import find_gguf_families, gguf_architectures
 from quire.engine.families.base.family import DecoderFamily
 from quire.engine.families.base.gguf.gguf_format import GGUFFormat, GGUFMetadata
-from quire.engine.folder_reader import open_if_present
 from quire.engine.gguf.header import GGUFHeader, GGUFTensor
 from quire.engine.gguf.hf_tokenizer import eos_token_ids, tokenizer_vocab_size
 from quire.engine.gguf.tensor_types import FLOAT_TYPES

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.gguf.header import GGUFHeader
 from quire.engine.gguf.pre_tokenizers import PRE_TOKENIZERS
 

@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from quire.engine.errors import ModelError
-from quire.engine.folder_reader import MAX_JSON_BYTES, read_bytes_if_present, read_json_if_present
+from quire.engine.common.errors import ModelError
+from quire.engine.common.folder_reader import MAX_JSON_BYTES, read_bytes_if_present, read_json_if_present
 from quire.engine.gguf.header import GGUFHeader, read_header
 from quire.engine.gguf.hf_config import config_json, generation_config_json
 from quire.engine.gguf.hf_tokenizer import added_tokens_json, tokenizer_config_json, tokenizer_json

@@ -9,7 +9,7 @@ import io
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from PIL import Image

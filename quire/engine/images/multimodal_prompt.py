@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quire.engine.errors import InvalidRequest, ModelError
+from quire.engine.common.errors import InvalidRequest, ModelError
+from quire.engine.common.types import Image, MediaSpan
 from quire.engine.families.base.vision.vision_spec import ImageLayout, InvalidImage, VisionSpec
 from quire.engine.images.image_decoding import decode_upright, image_error, open_image, upright_size
 from quire.engine.images.vision_config import read_vision_spec
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import Image, MediaSpan
 
 if TYPE_CHECKING:
     from PIL import Image as Pillow

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
+from quire.engine.common.folder_reader import convert_parsed_json
 from quire.engine.families import find_multimodal_family
 from quire.engine.families.base.vision.vision_config_fields import (
     ModelConfigFields,
@@ -18,7 +19,6 @@ from quire.engine.families.base.vision.vision_config_fields import (
     VisionConfigFields,
 )
 from quire.engine.families.base.vision.vision_spec import VisionConfig, VisionSpec
-from quire.engine.folder_reader import convert_parsed_json
 from quire.engine.gguf.model_files import ModelFiles
 
 ENCODER_CACHE_BYTES = 256 << 20

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.architecture.decoder import EMBED_TOKENS
-from quire.engine.errors import AdapterError
+from quire.engine.common.errors import AdapterError
 from quire.engine.layers.shard import LinearSlice
 from quire.kernels.backend import AdapterSlotSpec, Backend, Linear, LinearContext, LinearWithLora, LoraDelta
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from quire.engine.architecture.pooler_head import HeadLayerSpec
 from quire.engine.checkpoint.pooling import PoolingConfig
-from quire.engine.core.scheduler_output import ScheduledRequest
+from quire.engine.common.scheduler_output import ScheduledRequest
+from quire.engine.common.types import PoolingParams
 from quire.engine.layers.pooler_head import PoolerHead
-from quire.engine.types import PoolingParams
 from quire.kernels.backend import Backend
 from quire.kernels.gpu.other_devices import accumulation_dtype
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.engine.architecture.rope import ROPE_TYPES, QueryScaling, rotated_size, yarn_mscale
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 
 _LLAMA3_FIELDS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 

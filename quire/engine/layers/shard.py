@@ -12,7 +12,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 from quire.engine.layers.parameters import EarlySliceAxes
 from quire.kernels.attention.context_shard import ContextShard, single_shard
 from quire.kernels.collective import Collective

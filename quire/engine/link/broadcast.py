@@ -15,7 +15,7 @@ from pathlib import Path
 from subprocess import DEVNULL
 from typing import Any, NamedTuple
 
-from quire.engine.errors import EngineError, InvalidRequest, QuireError
+from quire.engine.common.errors import EngineError, InvalidRequest, QuireError
 from quire.engine.link.weights import Mode, WeightChanges, to_its_end
 from quire.engine.processes.child import Child, module
 

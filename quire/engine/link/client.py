@@ -14,15 +14,15 @@ from dataclasses import dataclass
 
 import msgspec
 
-from quire.engine import clock
+from quire.engine.common import clock
+from quire.engine.common.errors import EngineError, QuireError, SlowReader
+from quire.engine.common.types import Adapter, EngineCoreOutput, EngineCoreRequest
 from quire.engine.core.request_history import RequestHistory, RequestRecorder
 from quire.engine.core.stats import EngineView, StepRecord
-from quire.engine.errors import EngineError, QuireError, SlowReader
 from quire.engine.link.link import Link
 from quire.engine.link.output_stream import OutputStream, Reader
 from quire.engine.prefix_misses.miss_tracker import PrefixMissTracker
 from quire.engine.prefix_misses.recent_turns import LastSessionTurns
-from quire.engine.types import Adapter, EngineCoreOutput, EngineCoreRequest
 
 log = logging.getLogger("quire.client")
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, EngineInfo, Image
 from quire.engine.core.stats import EngineStats, EngineView, StepRecord
-from quire.engine.errors import InvalidRequest
-from quire.engine.types import EngineCoreOutput, EngineCoreRequest, EngineInfo, Image
 
 
 def apart(requests: Sequence[EngineCoreRequest]) -> tuple[list[EngineCoreRequest], list[Image]]:
@@ -47,7 +47,7 @@ class SnapshotRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
-    """Run something on every rank, between two steps; answered by Called. `content`: see engine/core/executor.py."""
+    """Run something on every rank, between two steps; answered by Called. `content`: see engine/common/executor.py."""
 
     content: bytes
 

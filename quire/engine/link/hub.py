@@ -15,9 +15,10 @@ from itertools import count
 import msgspec
 import zmq
 
-from quire.engine import clock
+from quire.engine.common import clock
+from quire.engine.common.errors import EngineError, QuireError
+from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, EngineInfo
 from quire.engine.core.stats import EngineStats, StepRecord
-from quire.engine.errors import EngineError, QuireError
 from quire.engine.link.answering import Answering
 from quire.engine.link.client import EngineClient
 from quire.engine.link.engine_messages import Abort, ResetPrefixCache, Submit, encode, together
@@ -48,7 +49,6 @@ from quire.engine.link.hub_relay import Channel, Relayed
 from quire.engine.link.tasks import Tasks
 from quire.engine.link.weights import Weights
 from quire.engine.processes.wire import Wire
-from quire.engine.types import EngineCoreOutput, EngineCoreRequest, EngineInfo
 
 log = logging.getLogger("quire.hub")
 

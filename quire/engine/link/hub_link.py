@@ -13,10 +13,11 @@ from itertools import count
 import msgspec
 import zmq
 
-from quire.engine import clock
-from quire.engine.config import EngineConfig
+from quire.engine.common import clock
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import EngineError, InvalidRequest, Overloaded, QuireError
+from quire.engine.common.types import EngineCoreRequest, EngineInfo
 from quire.engine.core.stats import EngineStats, EngineView, sum_stats
-from quire.engine.errors import EngineError, InvalidRequest, Overloaded, QuireError
 from quire.engine.link.answering import Answering
 from quire.engine.link.broadcast import Group, WeightsGroup
 from quire.engine.link.client import EngineClient
@@ -47,7 +48,6 @@ from quire.engine.link.link import EngineState, Link
 from quire.engine.link.tasks import Tasks
 from quire.engine.link.weights import Mode
 from quire.engine.processes.wire import Wire
-from quire.engine.types import EngineCoreRequest, EngineInfo
 
 log = logging.getLogger("quire.hub")
 _LINGER_MS = 1000

@@ -8,13 +8,13 @@ from typing import Literal
 
 import msgspec
 
-from quire.engine import errors
+from quire.engine.common import errors
+from quire.engine.common.errors import ConfigError, ModelError, QuireError
+from quire.engine.common.types import EngineCoreOutput, EngineInfo
 from quire.engine.core.stats import EngineStats, StepRecord
-from quire.engine.errors import ConfigError, ModelError, QuireError
 from quire.engine.link.engine_messages import Abort, ResetPrefixCache, Submit
 from quire.engine.link.link import EngineState
 from quire.engine.link.weights import Mode
-from quire.engine.types import EngineCoreOutput, EngineInfo
 
 LASTING = "metrics"
 """The topic of questions whose answers still count after the end of the API process that gave them."""
@@ -30,7 +30,7 @@ class Fault(msgspec.Struct, frozen=True):
     """An error on its way to another process."""
 
     kind: str
-    """The name of its class in engine/errors.py."""
+    """The name of its class in engine/common/errors.py."""
     message: str
     param: str | None = None
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from quire.engine import clock
+from quire.engine.common import clock
+from quire.engine.common.errors import QuireError
+from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest
 from quire.engine.core.stats import EngineStats, StepRecord
-from quire.engine.errors import QuireError
 from quire.engine.link.hub_messages import Failed, Fault, FromHub, NotStarted, Part, Serving, Stepped
-from quire.engine.types import EngineCoreOutput, EngineCoreRequest
 
 
 class Channel:

@@ -16,9 +16,9 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
+from quire.engine.common.errors import EngineError, EngineGone, QuireError
+from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, EngineInfo
 from quire.engine.core.stats import EngineStats, EngineView, StepRecord
-from quire.engine.errors import EngineError, EngineGone, QuireError
-from quire.engine.types import EngineCoreOutput, EngineCoreRequest, EngineInfo
 
 log = logging.getLogger("quire.engine.link.link")
 _T = TypeVar("_T")
@@ -146,7 +146,7 @@ class Link(ABC):
 
     @abstractmethod
     async def call(self, content: bytes) -> list[bytes] | None:
-        """Run something on every rank of every engine, as engine/core/executor.py writes it; None where an engine
+        """Run something on every rank of every engine, as engine/common/executor.py writes it; None where an engine
         sleeps, or ends before it answers. Raises InvalidRequest where none takes calls."""
 
     @abstractmethod

@@ -9,9 +9,9 @@ from typing import Protocol
 
 import msgspec
 
-from quire.engine import clock
-from quire.engine.errors import QuireError, SlowReader
-from quire.engine.types import EngineCoreOutput
+from quire.engine.common import clock
+from quire.engine.common.errors import QuireError, SlowReader
+from quire.engine.common.types import EngineCoreOutput
 
 log = logging.getLogger("quire.client")
 

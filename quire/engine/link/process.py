@@ -20,10 +20,10 @@ from typing import IO, ClassVar
 
 import zmq
 
-from quire.engine import clock
 from quire.engine.checkpoint.kv_offload_dir import delete_kv_blocks
-from quire.engine.config import EngineConfig
-from quire.engine.errors import EngineError
+from quire.engine.common import clock
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import EngineError
 from quire.engine.link.engine_messages import (
     Called,
     Check,

@@ -11,17 +11,17 @@ import os
 from collections.abc import Sequence, Set
 from contextlib import suppress
 
-from quire.engine import clock
-from quire.engine.config import EngineConfig, capacity_settings_from_info
+from quire.engine.common import clock
+from quire.engine.common.config import EngineConfig, capacity_settings_from_info
+from quire.engine.common.errors import ConfigError, EngineError, Overloaded, QuireError, RequestQuarantined
+from quire.engine.common.types import EngineCoreRequest, EngineInfo
 from quire.engine.core.stats import EngineStats, EngineView
-from quire.engine.errors import ConfigError, EngineError, Overloaded, QuireError, RequestQuarantined
 from quire.engine.link import engine_messages as messages
 from quire.engine.link.link import Answers, EngineLink
 from quire.engine.link.process import EngineProcess, KilledDuringStart, Launcher, engine_json, reset_prefix_cache
 from quire.engine.link.replay import Replay
 from quire.engine.link.weights import Change
 from quire.engine.processes.exit_cause import ExitCause
-from quire.engine.types import EngineCoreRequest, EngineInfo
 
 log = logging.getLogger("quire.supervisor")
 

@@ -17,8 +17,8 @@ from functools import partial
 from itertools import count
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
-from quire.engine.config import EngineConfig
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import InvalidRequest
 from quire.engine.link.client import EngineClient
 from quire.engine.link.link import EngineLink
 

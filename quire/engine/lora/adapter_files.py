@@ -17,9 +17,9 @@ from msgspec import Meta
 
 from quire.engine.architecture.decoder import EMBED_TOKENS
 from quire.engine.checkpoint.tensor_headers import TensorHeader, read_file_headers, text_tensor_name
-from quire.engine.errors import AdapterError, ModelError
+from quire.engine.common.errors import AdapterError, ModelError
+from quire.engine.common.folder_reader import convert_parsed_json, read_json_if_present
 from quire.engine.families.base.weight_names import LAYER_MODULE_PATTERN
-from quire.engine.folder_reader import convert_parsed_json, read_json_if_present
 from quire.engine.lora.target_modules import ModuleShapes
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"

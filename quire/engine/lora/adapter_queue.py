@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quire.engine import clock
-from quire.engine.core.executor import AdapterLoader
+from quire.engine.common import clock
+from quire.engine.common.executor import AdapterLoader
+from quire.engine.common.types import Adapter
 from quire.engine.core.fair_queue import FairQueue
 from quire.engine.core.request import Request
-from quire.engine.types import Adapter
 
 _LOAD_POLL_SECONDS = 0.005
 """How many seconds an idle engine waits for a load before it checks for messages."""

@@ -14,12 +14,12 @@ from hashlib import blake2b
 from pathlib import Path
 
 from quire.engine.checkpoint.model_resolver import resolve_adapter
-from quire.engine.errors import AdapterError, ModelError
-from quire.engine.folder_reader import open_if_present
+from quire.engine.common.errors import AdapterError, ModelError
+from quire.engine.common.folder_reader import open_if_present
+from quire.engine.common.types import Adapter
 from quire.engine.lora.adapter_files import CONFIG_FILE, WEIGHTS_FILE, find_base_weights_in_adapter, read_adapter_specs
 from quire.engine.lora.target_modules import ModuleShapes
 from quire.engine.lora.weight_checks import check_base_weights, check_finite
-from quire.engine.types import Adapter
 
 _COPY_BYTES = 2**20
 _UNFINISHED_PREFIX = "new-"

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.engine.checkpoint.model_resolver import resolve_weights
-from quire.engine.config import EngineConfig
-from quire.engine.errors import AdapterError, InvalidRequest
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import AdapterError, InvalidRequest
+from quire.engine.common.types import Adapter, EngineInfo
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.lora.adapter_store import AdapterStore
 from quire.engine.lora.target_modules import adaptable_modules
-from quire.engine.types import Adapter, EngineInfo
 
 
 @dataclass(frozen=True, slots=True)

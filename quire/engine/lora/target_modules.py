@@ -11,7 +11,7 @@ from quire.engine.architecture.mlp import MLPSpec
 from quire.engine.architecture.norm import NormSpec
 from quire.engine.checkpoint.config_reader import find_weight_names, normalize_config_fields
 from quire.engine.checkpoint.family_spec import build_decoder_spec, read_decoder_spec
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 from quire.engine.families.base.model_config import ModelConfig
 
 ModuleShapes = Mapping[str, tuple[int, int]]

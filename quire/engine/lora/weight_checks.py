@@ -10,7 +10,7 @@ import numpy as np
 
 from quire.engine.architecture.decoder import LM_HEAD
 from quire.engine.checkpoint.tensor_headers import find_weight_files, is_pickled, read_tensor_ranges, text_tensor_name
-from quire.engine.errors import AdapterError
+from quire.engine.common.errors import AdapterError
 from quire.engine.families.base.weight_names import LAYER_MODULE_PATTERN
 
 _EXPONENT_BITS = {

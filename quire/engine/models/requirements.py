@@ -8,7 +8,7 @@ from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.decoder import DecoderSpec
 from quire.engine.architecture.mla import MLALayerSpec
 from quire.engine.architecture.recurrent import DeltaNetSpec, Mamba2LayerSpec, MambaLayerSpec
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.kernels.backend_selection import AttentionRequirements
 from quire.kernels.recurrent.delta_rule import DeltaRule
 from quire.kernels.recurrent.recurrence import Recurrence

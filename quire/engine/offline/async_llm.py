@@ -11,7 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
 
-from quire.engine.errors import EngineError, InvalidRequest
+from quire.engine.common.errors import EngineError, InvalidRequest
+from quire.engine.common.types import EngineInfo, PoolingParams
 from quire.engine.link.weights import Mode
 from quire.engine.lora.local_adapters import LoRARequest, resolve_lora_requests
 from quire.engine.offline.offline_model import (
@@ -28,7 +29,6 @@ from quire.engine.offline.params import SamplingParams
 from quire.engine.offline.pooling_outputs import PoolingRequestOutput, check_pooling_params, pool_prompts
 from quire.engine.offline.task_outputs import stream_outputs
 from quire.engine.replicas.replicas import processes
-from quire.engine.types import EngineInfo, PoolingParams
 
 
 class AsyncLLM(LLMBase):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.engine.errors import EngineError
+from quire.engine.common.errors import EngineError
+from quire.engine.common.types import Adapter, EngineCoreOutput, EngineCoreRequest, FinishReason, SamplingParams
 from quire.engine.link.client import EngineClient
 from quire.engine.offline.offline_model import EncodedPrompt
 from quire.engine.offline.outputs import BeamSearchOutput, BeamSearchSequence, CompletionBuilder, logprobs_by_token
@@ -12,7 +13,6 @@ from quire.engine.offline.params import BeamSearchParams
 from quire.engine.text.beams import Beam, BeamSearchState
 from quire.engine.text.detokenizer import without_partial_character
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import Adapter, EngineCoreOutput, EngineCoreRequest, FinishReason, SamplingParams
 
 
 async def beam_search_prompt(

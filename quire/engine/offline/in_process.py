@@ -13,11 +13,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from quire.engine.checkpoint.kv_offload_dir import delete_kv_blocks
-from quire.engine.config import EngineConfig, capacity_settings_from_info
+from quire.engine.common.config import EngineConfig, capacity_settings_from_info
+from quire.engine.common.errors import ConfigError, EngineError, QuireError
+from quire.engine.common.types import EngineCoreRequest, EngineInfo
 from quire.engine.core.stats import EngineStats, EngineView
-from quire.engine.errors import ConfigError, EngineError, QuireError
 from quire.engine.link.link import EngineLink
-from quire.engine.types import EngineCoreRequest, EngineInfo
 
 if TYPE_CHECKING:
     from quire.engine.engine_core import EngineCore, Logprobs, NamedTensors

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import msgspec
 
-from quire.engine.core.executor import decode_results, encode_call
-from quire.engine.errors import EngineError, InvalidRequest, check_task
+from quire.engine.common.errors import EngineError, InvalidRequest, check_task
+from quire.engine.common.executor import decode_results, encode_call
+from quire.engine.common.types import Adapter, PoolingParams, PoolingTask
 from quire.engine.lora.local_adapters import LoRARequest, LoRARequests, resolve_lora_requests
 from quire.engine.offline.beam_search import beam_search_prompt
 from quire.engine.offline.in_process import InProcessLink
@@ -39,7 +40,6 @@ from quire.engine.offline.running_engine import RunningEngine, progress_bar
 from quire.engine.offline.task_outputs import stream_outputs
 from quire.engine.receipts.receipt import Receipt
 from quire.engine.receipts.receipt_replay import ReplayVerdict
-from quire.engine.types import Adapter, PoolingParams, PoolingTask
 
 if TYPE_CHECKING:
     from quire.engine.engine_core import Logprobs, NamedTensors

@@ -11,7 +11,8 @@ from itertools import count
 from typing import Any, Literal
 
 from quire.engine.checkpoint.kv_cache_plan import GIB
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.types import Adapter, PoolingParams
 from quire.engine.lora.local_adapters import LoRARequest, resolve_lora_requests
 from quire.engine.offline.offline_model import EncodedPrompt, Prompt, check_request_id_unused
 from quire.engine.offline.options import EngineArgsLike, make_engine_config
@@ -20,7 +21,6 @@ from quire.engine.offline.params import RequestOutputKind, SamplingParams
 from quire.engine.offline.pooling_outputs import PoolingRequestOutput, check_pooling_params, pool_prompts
 from quire.engine.offline.running_engine import RunningEngine
 from quire.engine.offline.task_outputs import stream_outputs
-from quire.engine.types import Adapter, PoolingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypedDict
 
-from quire.engine import types
 from quire.engine.checkpoint.model_resolver import resolve_model
 from quire.engine.checkpoint.overrides import load_model_config, read_sampling_defaults, resolve_model_with_overrides
 from quire.engine.checkpoint.pooling import read_pooling_and_tasks
-from quire.engine.config import EngineConfig
-from quire.engine.errors import EngineError, InvalidRequest, check_task
+from quire.engine.common import types
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import EngineError, InvalidRequest, check_task
+from quire.engine.common.types import EngineInfo
 from quire.engine.images.multimodal_prompt import RequestImage, make_multimodal_prompt_builder
 from quire.engine.link.client import EngineClient
 from quire.engine.link.weights import Weights
@@ -27,7 +28,6 @@ from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.conversation.literal_encoding import encode_with_literal_texts
 from quire.engine.text.null_tokenizer import check_text_params, load_tokenizer
 from quire.engine.text.pooling_inputs import encode_truncated
-from quire.engine.types import EngineInfo
 
 
 class TextPrompt(TypedDict):

@@ -11,9 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
-from quire.engine.config import CheckpointQuantization, Dtype, EngineConfig, OnlineQuantization, SpeculativeConfig
-from quire.engine.config_types import ignored_speculative_keys_reason
-from quire.engine.errors import ConfigError
+from quire.engine.common.config import (
+    CheckpointQuantization,
+    Dtype,
+    EngineConfig,
+    OnlineQuantization,
+    SpeculativeConfig,
+)
+from quire.engine.common.config_types import ignored_speculative_keys_reason
+from quire.engine.common.errors import ConfigError
 from quire.engine.settings.settings_reader import load_settings
 from quire.engine.unsupported_options import (
     flag_aliases,

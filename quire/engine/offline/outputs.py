@@ -6,13 +6,13 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quire.engine import clock, types
+from quire.engine.common import clock, types
+from quire.engine.common.types import FinishReason, TokenLogprob
 from quire.engine.core.request_history import Timeline
 from quire.engine.link.output_stream import Versions
 from quire.engine.receipts.receipt import Receipt
 from quire.engine.text.detokenizer import IncrementalDetokenizer
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import FinishReason, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)

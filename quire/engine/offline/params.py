@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from quire.engine import types
-from quire.engine.errors import InvalidRequest
+from quire.engine.common import types
+from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.types import Grammar, ThinkingBudget
 from quire.engine.text.bad_words import bad_words_ids, check_allowed_tokens_remain
 from quire.engine.text.structured_outputs import constraint_grammar, requested_constraints
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import Grammar, ThinkingBudget
 from quire.engine.unsupported_options import suggest_nearest
 
 _STRUCTURED_HINT = "use structured_outputs=StructuredOutputsParams(json=SCHEMA), or another way than json"

@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
-from quire.engine import clock
-from quire.engine.errors import InvalidRequest
+from quire.engine.common import clock
+from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.types import Adapter
 from quire.engine.images.multimodal_prompt import RequestImage, make_tiles_by_tile_digest
 from quire.engine.offline.offline_model import GenerationTask
 from quire.engine.offline.prompt_images import check_image_types
@@ -22,7 +23,6 @@ from quire.engine.receipts.receipt import (
     parse_receipt_json,
 )
 from quire.engine.receipts.receipt_replay import ReplayModel, ReplayVerdict, replay_receipt
-from quire.engine.types import Adapter
 
 
 class ReceiptMaker:

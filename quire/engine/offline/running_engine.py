@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from quire.engine.config import EngineConfig
-from quire.engine.errors import EngineError
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import EngineError
 from quire.engine.link.client import EngineClient
 from quire.engine.offline.in_process import InProcessLink
 from quire.engine.offline.offline_model import OfflineModel

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from quire.engine.config import EngineConfig
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import InvalidRequest
 from quire.engine.offline.llm import LLM
 from quire.engine.offline.options import EngineOptions, make_engine_config, with_config_docs
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 
-from quire.engine.errors import EngineError
+from quire.engine.common.errors import EngineError
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.link.client import EngineClient
 from quire.engine.link.output_stream import OutputStream
 from quire.engine.offline.offline_model import GenerationTask
@@ -20,7 +21,6 @@ from quire.engine.offline.params import RequestOutputKind
 from quire.engine.offline.receipt_maker import ReceiptMaker
 from quire.engine.receipts.receipt import ChoiceReceipt, truncate_weight_versions
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import EngineCoreRequest
 
 
 async def stream_outputs(

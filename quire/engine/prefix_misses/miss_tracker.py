@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from quire.engine.common.types import EngineCoreRequest, MissReason, PrefixDivergence, PrefixMissReport
 from quire.engine.core.stats import EngineStats, StepRecord
 from quire.engine.prefix_misses.prefix_tree import (
     EMPTY_TREE_BYTES,
@@ -24,7 +25,6 @@ from quire.engine.prefix_misses.prefix_tree import (
     Visit,
 )
 from quire.engine.prefix_misses.token_diff import TOKEN_BYTES, find_equal_runs
-from quire.engine.types import EngineCoreRequest, MissReason, PrefixDivergence, PrefixMissReport
 
 MAX_TENANT_BYTES = 16 << 20
 """The limit for one tenant: about 900,000 tokens."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from quire.engine import clock
-from quire.engine.types import EngineCoreRequest
+from quire.engine.common import clock
+from quire.engine.common.types import EngineCoreRequest
 
 MAX_TENANT_BYTES = 8 << 20
 """The limit for one tenant's conversations: two million tokens."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from quire.engine import clock
+from quire.engine.common import clock
 
 _DEATH_SECONDS = 1.0
 """How long a signal gets to end this process."""

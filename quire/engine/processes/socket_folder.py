@@ -12,7 +12,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from quire.engine.errors import EngineError
+from quire.engine.common.errors import EngineError
 
 _PREFIX = "quire-"
 _LOCK = "quire-owner.lock"

@@ -7,8 +7,8 @@ import asyncio
 import zmq
 import zmq.asyncio
 
-from quire.engine import clock
-from quire.engine.errors import EngineError
+from quire.engine.common import clock
+from quire.engine.common.errors import EngineError
 
 MOST_IN_TURN = 16
 """Messages that are received before others get a turn."""

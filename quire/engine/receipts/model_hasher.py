@@ -14,13 +14,13 @@ from pathlib import Path
 
 from quire.engine import VERSION
 from quire.engine.checkpoint.overrides import resolve_model_with_overrides
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ModelError
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ModelError
+from quire.engine.common.types import EngineInfo
 from quire.engine.gguf.model_files import ModelFiles
 from quire.engine.receipts.receipt import ComputeInfo, ReceiptHashes
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.tiers.kv_identity import WeightFiles, code_hash
-from quire.engine.types import EngineInfo
 
 
 class ModelHasher:

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.types import Adapter, EngineCoreOutput, MediaSpan, SamplingParams, TokenLogprob
 from quire.engine.link.output_stream import Versions, add_tokens
-from quire.engine.types import Adapter, EngineCoreOutput, MediaSpan, SamplingParams, TokenLogprob
 
 
 class ComputeInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,8 @@ from typing import Literal
 
 import msgspec
 
-from quire.engine.errors import EngineError, InvalidRequest
+from quire.engine.common.errors import EngineError, InvalidRequest
+from quire.engine.common.types import Adapter, EngineCoreRequest, Image, MediaSpan
 from quire.engine.link.client import EngineClient
 from quire.engine.receipts.receipt import (
     ChoiceReceipt,
@@ -20,7 +21,6 @@ from quire.engine.receipts.receipt import (
     logprob_values,
 )
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import Adapter, EngineCoreRequest, Image, MediaSpan
 
 ReplayOutcome = Literal["equal", "different", "refused"]
 

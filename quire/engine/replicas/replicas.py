@@ -13,16 +13,16 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError, EngineError, Overloaded, QuireError
+from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, EngineInfo
 from quire.engine.core.stats import EngineView, StepRecord, sum_stats
-from quire.engine.errors import ConfigError, EngineError, Overloaded, QuireError
 from quire.engine.link.client import EngineClient
 from quire.engine.link.link import EngineLink, EngineState
 from quire.engine.link.process import Launcher
 from quire.engine.link.supervisor import ProcessLink
 from quire.engine.replicas.router import Router, prefix_pieces
 from quire.engine.replicas.shares import replica_config, replica_cores
-from quire.engine.types import EngineCoreOutput, EngineCoreRequest, EngineInfo
 
 log = logging.getLogger("quire.replicas")
 _POLL_SECONDS = 0.05

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.block_pool import block_hash, media_extra_keys, root_hash
-from quire.engine.types import EngineCoreRequest
 
 PIECE = 16
 """Tokens that are hashed together."""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence, Set
 from pathlib import Path
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.replicas.cores import allowed_cores, cpu_quota, node_cores, threads_on
 
 _THREADS = "OMP_NUM_THREADS"

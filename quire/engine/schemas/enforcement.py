@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.engine.schemas.keywords import (
     DEFINITION_KEYWORDS,
     SCHEMA_KEYWORDS,

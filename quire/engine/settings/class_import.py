@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TypeVar
 
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 
 _Base = TypeVar("_Base")
 

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from quire.engine import unsupported_options
-from quire.engine.config import PRESETS_FOLDER
-from quire.engine.errors import ConfigError
+from quire.engine.common.config import PRESETS_FOLDER
+from quire.engine.common.errors import ConfigError
 
 ENV_PREFIX = "QUIRE_"
 """Of environment variables that are settings."""

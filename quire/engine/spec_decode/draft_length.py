@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.drafter import (
     FIRST_BUCKET_KIND,
     KIND_FORCED,
@@ -21,7 +22,6 @@ from quire.engine.core.drafter import (
     draft_acceptance_kinds,
 )
 from quire.engine.core.request import Request
-from quire.engine.types import EngineCoreRequest
 
 PRIOR_ACCEPTANCE = 0.6
 """The share of drafts that is expected to be right before any was tried,"""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from quire.engine.config import SpeculativeConfig
+from quire.engine.common.config import SpeculativeConfig
 from quire.engine.core.drafter import Drafter, NullDrafter, TokenwiseDrafter
 from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter, StepCosts
 from quire.engine.spec_decode.grammar_drafter import GrammarDrafter

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from quire.engine.common.errors import QuireError
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.drafter import (
     KIND_FORCED,
     KIND_FORCED_TEXT,
@@ -17,9 +19,7 @@ from quire.engine.core.drafter import (
     request_grammar,
 )
 from quire.engine.core.request import Request
-from quire.engine.errors import QuireError
 from quire.engine.text.grammar_compiler import MAX_FORCED_BYTES, GrammarCompiler, with_usual_whitespace
-from quire.engine.types import EngineCoreRequest
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

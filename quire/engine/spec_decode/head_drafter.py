@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from quire.engine.common.scheduler_output import HeadDraftRequest
 from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
-from quire.engine.core.scheduler_output import HeadDraftRequest
 from quire.engine.spec_decode.model_drafter import DraftBlockLayout
 
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from functools import lru_cache, partial
 
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft, request_grammar
 from quire.engine.core.request import Request
 from quire.engine.spec_decode.draft_length import StepCosts
-from quire.engine.types import EngineCoreRequest
 
 PROBE_INTERVAL = 8
 """Tokens."""

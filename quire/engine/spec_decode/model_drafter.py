@@ -12,10 +12,10 @@ from typing import Protocol
 
 import msgspec
 
+from quire.engine.common.scheduler_output import DrafterCatchUp, DraftToken, NewRequestData
+from quire.engine.common.types import SamplingParams
 from quire.engine.core.drafter import Draft, RequestsToDraft, TokenwiseDrafter
 from quire.engine.core.request import Request
-from quire.engine.core.scheduler_output import DrafterCatchUp, DraftToken, NewRequestData
-from quire.engine.types import SamplingParams
 
 
 class DraftModel(Protocol):

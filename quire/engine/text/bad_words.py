@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.types import SamplingParams
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import SamplingParams
 
 
 def bad_words_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from quire.engine.types import EngineCoreOutput, TokenLogprob
+from quire.engine.common.types import EngineCoreOutput, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, eq=False)

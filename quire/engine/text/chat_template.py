@@ -19,8 +19,8 @@ import jinja2.ext
 from jinja2 import nodes
 from jinja2.parser import Parser
 
-from quire.engine import clock
-from quire.engine.errors import InvalidRequest, ModelError
+from quire.engine.common import clock
+from quire.engine.common.errors import InvalidRequest, ModelError
 from quire.engine.text.chat_messages import RESERVED_VARIABLES, normalize_message
 from quire.engine.text.conversation.conversation_renderer import ConversationRenderer, RenderedConversation
 from quire.engine.text.conversation.message_units import RESULT_ROLES, Message, has_calls, split_into_units

@@ -13,8 +13,8 @@ from encodings import utf_8
 
 import msgspec
 
+from quire.engine.common.types import EngineCoreOutput
 from quire.engine.text.tokenizer import DecoderType, Tokenizer, fallback_byte
-from quire.engine.types import EngineCoreOutput
 
 REPLACEMENT_CHARACTER = "\ufffd"
 

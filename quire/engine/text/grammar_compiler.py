@@ -18,9 +18,9 @@ from weakref import WeakSet
 
 import msgspec
 
-from quire.engine.errors import InvalidRequest, ModelError, Overloaded
+from quire.engine.common.errors import InvalidRequest, ModelError, Overloaded
+from quire.engine.common.types import Grammar
 from quire.engine.malloc import heap_bytes
-from quire.engine.types import Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import tokenizers
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.engine.text.tokenizer import Tokenizer
 
 _NO_TOKENIZER_MESSAGE = "the model is served without a tokenizer (skip_tokenizer_init)"

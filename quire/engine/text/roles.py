@@ -7,7 +7,7 @@ from typing import Any
 
 from jinja2 import nodes
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.engine.unsupported_options import suggest_nearest
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")

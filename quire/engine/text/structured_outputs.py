@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.types import Grammar
 from quire.engine.schemas.enforcement import check_exact_numbers, without_unenforced_formats
 from quire.engine.schemas.object_closing import ClosedSchema, close_objects
 from quire.engine.text.grammar_compiler import MAX_GRAMMAR_BYTES, choice_grammar, json_grammar
-from quire.engine.types import Grammar
 
 CLOSE_OBJECTS_KEY = "disable_additional_properties"
 """vLLM's name of the key of structured_outputs, and of the setting, by which objects are closed."""

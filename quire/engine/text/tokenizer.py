@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
-from quire.engine.errors import InvalidRequest, ModelError
-from quire.engine.folder_reader import open_if_present
+from quire.engine.common.errors import InvalidRequest, ModelError
+from quire.engine.common.folder_reader import open_if_present
 from quire.engine.gguf.model_files import ModelFiles
 from quire.engine.text.tokenizer_files import (
     MAX_CONFIG_BYTES,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Required, TypedDict
 
 import msgspec
 
-from quire.engine.errors import ConfigError, InvalidRequest, ModelError
-from quire.engine.folder_reader import MIB, convert_parsed_json, decode_json, read_text_if_present
+from quire.engine.common.errors import ConfigError, InvalidRequest, ModelError
+from quire.engine.common.folder_reader import MIB, convert_parsed_json, decode_json, read_text_if_present
 from quire.engine.gguf.hf_tokenizer import HARMONY_END_TOKENS
 from quire.engine.gguf.model_files import ModelFiles
 

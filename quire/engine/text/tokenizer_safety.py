@@ -19,7 +19,7 @@ from typing import Any
 
 import tokenizers
 
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 
 _MAX_CPU_SECONDS = 2.0
 """What a check may take. That of a usual pattern takes some milliseconds."""

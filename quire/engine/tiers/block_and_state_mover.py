@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from quire.engine.core.executor import BlockMover
+from quire.engine.common.executor import BlockMover
 
 
 def state_key(digest: bytes) -> bytes:

@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from quire.engine import clock
+from quire.engine.common import clock
+from quire.engine.common.executor import BlockMover
 from quire.engine.core.block_pool import BlockPool
-from quire.engine.core.executor import BlockMover
 from quire.engine.core.request import Request, RequestStatus
 from quire.engine.tiers.block_and_state_mover import state_key
 from quire.engine.tiers.block_writer import ThreadPoolFactory

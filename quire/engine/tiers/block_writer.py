@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from threading import Lock
 
-from quire.engine.core.executor import BlockMover
+from quire.engine.common.executor import BlockMover
 from quire.engine.tiers.tier import BlockContent, Tier
 
 _MAX_UNWRITTEN_BYTES = 256 * 2**20

@@ -15,7 +15,6 @@ from collections import OrderedDict
 from pathlib import Path
 from threading import Lock
 
-from quire.engine import random_source
 from quire.engine.checkpoint.kv_offload_dir import (
     DELETED_PREFIX,
     KV_DIR_NAME,
@@ -24,6 +23,7 @@ from quire.engine.checkpoint.kv_offload_dir import (
     make_private_dir,
     open_kv_dir,
 )
+from quire.engine.common import random_source
 from quire.engine.tiers.tier import BlockContent
 
 log = logging.getLogger("quire.tiers")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 
-from quire.engine import clock
 from quire.engine.checkpoint.kv_cache_plan import GIB
 from quire.engine.checkpoint.kv_offload_dir import open_kv_dir
-from quire.engine.config import EngineConfig
-from quire.engine.core.executor import BlockMover
+from quire.engine.common import clock
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError, refuse_setting_if
+from quire.engine.common.executor import BlockMover
 from quire.engine.core.kv_offload import KVOffloader, NullKVOffloader
-from quire.engine.errors import ConfigError, refuse_setting_if
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.tiers.disk_tier import DiskTier
 from quire.engine.tiers.guarded_tier import GuardedTier

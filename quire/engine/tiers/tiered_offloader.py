@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from quire.engine import clock
+from quire.engine.common import clock
+from quire.engine.common.executor import BlockMover
+from quire.engine.common.scheduler_output import BlockLoadRecord
 from quire.engine.core.block_pool import BlockPool
-from quire.engine.core.executor import BlockMover
 from quire.engine.core.kv_cache.prefix_cache import PrefixCache
 from quire.engine.core.kv_offload import KVOffloader
 from quire.engine.core.request import Request
-from quire.engine.core.scheduler_output import BlockLoadRecord
 from quire.engine.core.stats import TierStats
 from quire.engine.tiers.block_and_state_mover import BlockAndStateMover, state_key
 from quire.engine.tiers.block_loader import LOAD_TIMEOUT_SECONDS, BlockLoad, BlockLoader, IncomingSnapshot

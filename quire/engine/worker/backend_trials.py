@@ -8,7 +8,7 @@ import torch
 
 from quire.engine.architecture.decoder import DecoderSpec
 from quire.engine.architecture.mla import MLALayerSpec
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.models.requirements import (
     distinct_attention_specs,
     has_chunked_attention,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.core.executor import BlockMover
+from quire.engine.common.executor import BlockMover
 
 ClaimCallback = Callable[[Iterable[int]], None]
 

@@ -26,15 +26,15 @@ from quire.engine.checkpoint.kv_cache_plan import (
     num_nccl_calls,
     total_host_bytes,
 )
-from quire.engine.config import EngineConfig
-from quire.engine.core.scheduler_output import BlockCopy, SlotCopy
-from quire.engine.errors import ConfigError, QuireError
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError, QuireError
+from quire.engine.common.scheduler_output import BlockCopy, SlotCopy
+from quire.engine.common.types import SamplingParams
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.images.vision_config import ENCODER_CACHE_BYTES
 from quire.engine.layers.sublayer import CacheTensorSpec
 from quire.engine.lora.target_modules import effective_max_cpu_loras, num_adapter_weights, target_linears
 from quire.engine.models.decoder import Decoder, KVCache
-from quire.engine.types import SamplingParams
 from quire.engine.worker.sampling.device_sampler import choose_sampler
 from quire.engine.worker.sampling.sampling_rules import SamplingRow, make_request_sampling_rules
 from quire.kernels.attention.context_shard import ContextShard, single_shard

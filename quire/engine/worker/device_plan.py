@@ -17,8 +17,8 @@ from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.decoder import DecoderSpec
 from quire.engine.architecture.moe import MoELayerSpec
 from quire.engine.checkpoint.config_reader import uses_float32_activations
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, refuse_setting_if
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError, refuse_setting_if
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.models import decoder_spec
 from quire.engine.models.requirements import (

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.core.scheduler_output import HeadDraftRequest, NewRequestData, SchedulerOutput
+from quire.engine.common.scheduler_output import HeadDraftRequest, NewRequestData, SchedulerOutput
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.heads.draft_head import DraftHead
 from quire.engine.worker.device_memory import kv_cache_by_layer, prefill_metadata

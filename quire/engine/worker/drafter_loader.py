@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker.loading.drafts.device_drafter import LoadedDrafter

@@ -10,7 +10,7 @@ import torch
 from quire.engine.checkpoint.family_spec import build_encoder_spec
 from quire.engine.checkpoint.model_resolver import resolve_weights
 from quire.engine.checkpoint.pooling import read_pooling_and_tasks
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.encoders.encoder import Encoder
 from quire.engine.encoders.encoder_runner import EncoderRunner
 from quire.engine.families.base.model_config import ModelConfig

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.core.scheduler_output import NewRequestData, ScheduledRequest, SchedulerOutput
+from quire.engine.common.scheduler_output import NewRequestData, ScheduledRequest, SchedulerOutput
 from quire.engine.worker.sampling.sampling_rules import RequestSamplingRules, SamplingRow
 from quire.kernels.attention.context_shard import ContextShard, single_shard
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LayerCache, LinearContext

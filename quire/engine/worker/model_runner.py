@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.core.executor import BlockMover, PendingOutput
-from quire.engine.core.scheduler_output import NewRequestData, ScheduledRequest, SchedulerOutput
+from quire.engine.common.executor import BlockMover, PendingOutput
+from quire.engine.common.scheduler_output import NewRequestData, ScheduledRequest, SchedulerOutput
+from quire.engine.common.types import PoolingParams, SamplingParams
 from quire.engine.layers.pooling import Pooler, PoolingChunk
 from quire.engine.models.decoder import Decoder, has_finite_logits
-from quire.engine.types import PoolingParams, SamplingParams
 from quire.engine.worker.block_movers import choose_block_mover
 from quire.engine.worker.device_memory import KVPrefaulter, copy_block_prefix, copy_slot_states, kv_cache_by_layer
 from quire.engine.worker.draft_head_runner import DraftHeadRunner, HiddenStates

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from itertools import islice
 
 from quire.engine.checkpoint.pooling import PoolingConfig
-from quire.engine.core.scheduler_output import ModelRunnerOutput, RequestFailure, ScheduledRequest, SchedulerOutput
+from quire.engine.common.scheduler_output import ModelRunnerOutput, RequestFailure, ScheduledRequest, SchedulerOutput
+from quire.engine.common.types import TokenLogprob
 from quire.engine.layers.pooling import PoolingChunk, postprocess_vectors_by_request_id
 from quire.engine.models.decoder import MediaEmbeddings
-from quire.engine.types import TokenLogprob
 from quire.engine.worker.graphs.mixed_batch_graphs import GraphPlan
 from quire.engine.worker.input_batch import ForwardInputs, SampleTargets, SlotRequest
 from quire.engine.worker.sampling.sampler import include_sampled_token, token_logprobs

@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from quire.engine.checkpoint.kv_cache_plan import KVCachePlan, StateSlotCounts
-from quire.engine.config import EngineConfig
-from quire.engine.core.executor import AdapterLoader
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.executor import AdapterLoader
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.worker.device_memory import available_kv_bytes, check_kv_cache_fits_device
 from quire.engine.worker.device_plan import DevicePlan, choose_device, choose_device_plan, configure_cpu

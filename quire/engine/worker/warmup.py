@@ -8,8 +8,8 @@ from importlib.util import find_spec
 
 import torch
 
-from quire.engine.core.executor import Executor
-from quire.engine.errors import QuireError
+from quire.engine.common.errors import QuireError
+from quire.engine.common.executor import Executor
 from quire.engine.worker.loading.drafts.device_drafter import DeviceDrafter
 from quire.engine.worker.model_runner import ModelRunner
 from quire.kernels.device.error_messages import describe_kernel_error

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.engine.errors import InvalidRequest, Overloaded
+from quire.engine.common.errors import InvalidRequest, Overloaded
 from quire.engine.link.client import EngineClient
 from quire.server.access.authentication import tenant_of
 from quire.server.access.rate_limits import TokenReservation

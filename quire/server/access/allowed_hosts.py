@@ -14,7 +14,7 @@ from ipaddress import ip_address
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 from quire.server.access.host_addresses import (
     is_local_or_private_host,
     is_loopback_listener,

@@ -14,8 +14,8 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
-from quire.engine import clock
-from quire.engine.errors import InvalidRequest, Overloaded
+from quire.engine.common import clock
+from quire.engine.common.errors import InvalidRequest, Overloaded
 from quire.server.access.authentication import tenant_of
 from quire.server.access.content_encoding import BodyDecoder, BodyTooLarge, iter_parts_in_thread, parse_encodings
 from quire.server.access.fair_semaphore import FairSemaphore

@@ -12,8 +12,8 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 
-from quire.engine import clock
-from quire.engine.errors import InvalidRequest
+from quire.engine.common import clock
+from quire.engine.common.errors import InvalidRequest
 
 ENCODINGS = ("zstd", "gzip")
 STEP_BYTES = 64 * 1024

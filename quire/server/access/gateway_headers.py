@@ -10,7 +10,7 @@ from ipaddress import ip_address, ip_network
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
 from quire.server.protocol.request_bodies import SAFE_ID_PATTERN

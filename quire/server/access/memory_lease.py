@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.engine.errors import Overloaded
+from quire.engine.common.errors import Overloaded
 from quire.server.access.authentication import tenant_of
 from quire.server.access.body_reader import UNCOUNTED_BYTES
 from quire.server.shared_capacity import SharedCapacity

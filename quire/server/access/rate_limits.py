@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from quire.engine import clock
-from quire.engine.errors import RateLimited
+from quire.engine.common import clock
+from quire.engine.common.errors import RateLimited
 
 SECONDS_PER_MINUTE = 60.0
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from quire.engine.errors import ConfigError, InvalidRequest
+from quire.engine.common.errors import ConfigError, InvalidRequest
 from quire.server.access.rate_limits import RateLimits
 from quire.server.config import ServerConfig
 

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from quire.engine.errors import refuse_setting_if
+from quire.engine.common.errors import refuse_setting_if
 from quire.engine.replicas.replicas import processes
 from quire.engine.settings.settings_reader import load_settings
 from quire.server import app as application

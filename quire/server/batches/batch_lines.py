@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from quire.engine import random_source
-from quire.engine.errors import ConfigError, InvalidRequest
+from quire.engine.common import random_source
+from quire.engine.common.errors import ConfigError, InvalidRequest
 from quire.server.encoding import encode_ascii_json
 from quire.server.protocol.stored_objects import BATCH_ENDPOINTS
 

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.server.batches.batch_lines import LineRequest, parse_line
 from quire.server.formats.tools.strict_json import is_encodable
 from quire.server.store.batches import BatchError, BatchLine

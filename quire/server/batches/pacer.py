@@ -11,7 +11,7 @@ from collections.abc import Callable
 from math import inf
 from weakref import WeakKeyDictionary
 
-from quire.engine import clock
+from quire.engine.common import clock
 from quire.engine.core.request_history import StepEntry
 from quire.engine.link.client import EngineClient
 

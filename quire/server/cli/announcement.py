@@ -8,7 +8,7 @@ import ssl
 from pathlib import Path
 
 from quire.engine import VERSION
-from quire.engine.types import EngineInfo
+from quire.engine.common.types import EngineInfo
 from quire.server.config import ServerConfig
 
 

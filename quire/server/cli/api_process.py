@@ -17,7 +17,7 @@ import msgspec
 import uvloop
 import zmq
 
-from quire.engine.errors import ConfigError, Overloaded, QuireError
+from quire.engine.common.errors import ConfigError, Overloaded, QuireError
 from quire.engine.link.client import EngineClient
 from quire.engine.link.engine_messages import encode
 from quire.engine.link.hub_link import HubLink

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from quire.engine.errors import ConfigError, EngineError
+from quire.engine.common.errors import ConfigError, EngineError
 from quire.engine.link.client import EngineClient
 from quire.engine.link.hub import Hub
 from quire.engine.link.hub_messages import NotStarted, Serving

@@ -15,7 +15,7 @@ import httpx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from quire.engine.errors import ConfigError, EngineError
+from quire.engine.common.errors import ConfigError, EngineError
 from quire.server.batches.batch_lines import parse_line, read_nonempty_lines
 from quire.server.cli.flags import build_parser
 from quire.server.cli.server_client import (

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TypeVar, Unpack
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.offline.options import EngineOptions, make_engine_config, with_config_docs
 from quire.server.cli.settings_flags import add_flag_per_field
 

@@ -23,7 +23,7 @@ from quire.engine.checkpoint.model_resolver import resolve_model, resolve_weight
 from quire.engine.checkpoint.overrides import load_model_config, read_sampling_defaults, resolve_model_with_overrides
 from quire.engine.checkpoint.pooling import read_pooling_and_tasks
 from quire.engine.checkpoint.tensor_headers import read_checkpoint_size
-from quire.engine.errors import ConfigError, Overloaded
+from quire.engine.common.errors import ConfigError, Overloaded
 from quire.engine.images.multimodal_prompt import make_multimodal_prompt_builder
 from quire.engine.link.client import EngineClient
 from quire.engine.lora.target_modules import ModuleShapes, adaptable_modules

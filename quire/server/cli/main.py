@@ -13,7 +13,7 @@ from importlib import import_module
 from types import ModuleType
 
 from quire.engine import VERSION
-from quire.engine.errors import QuireError
+from quire.engine.common.errors import QuireError
 from quire.engine.unsupported_options import suggest_nearest
 from quire.server.cli.process_setup import (
     discard_closed_stderr,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 
 log = logging.getLogger("quire.server")
 

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 from quire.engine.checkpoint.model_resolver import needs_download, read_raw_config
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, EngineError, ModelError
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError, EngineError, ModelError
 from quire.engine.link.client import EngineClient
 from quire.engine.replicas.replicas import processes
 from quire.server.access.host_addresses import is_loopback_listener

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from quire.engine.errors import ConfigError, EngineError, QuireError
+from quire.engine.common.errors import ConfigError, EngineError, QuireError
 from quire.engine.unsupported_options import suggest_nearest
 
 

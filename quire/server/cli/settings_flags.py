@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from quire.engine.checkpoint.hub_names import ANY_GGUF
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 from quire.engine.settings.settings_reader import (
     Settings,
     is_list_field,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 from quire.server.cli.flags import build_parser
 from quire.server.cli.server_client import (
     auth_headers,

@@ -17,12 +17,12 @@ from rich.table import Table
 
 from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.checkpoint.overrides import resolve_model_with_overrides
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, EngineError
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError, EngineError
+from quire.engine.common.types import EngineCoreRequest, EngineInfo, SamplingParams
 from quire.engine.link.client import EngineClient
 from quire.engine.link.link import Link
 from quire.engine.link.supervisor import ProcessLink
-from quire.engine.types import EngineCoreRequest, EngineInfo, SamplingParams
 from quire.server.cli.flags import build_parser
 from quire.server.cli.models.pull import pull_configured_model_if_missing
 from quire.server.cli.settings_flags import add_settings_flags, parse_settings

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 
 MAX_REGEX_LENGTH = 1 << 16
 """Characters of a regular expression; rules that are written out again and again can make them many."""

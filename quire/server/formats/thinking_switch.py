@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.engine.text.chat_template import ChatRenderer
 
 SWITCH_VARIABLES: tuple[tuple[str, Any, Any], ...] = (

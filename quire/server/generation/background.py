@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.engine.errors import may_succeed_later
+from quire.engine.common.errors import may_succeed_later
 from quire.server.encoding import encode_msgpack, method_call_codec, method_handler
 from quire.server.generation.response_writers.answer_writer import AnswerWriter
 from quire.server.generation.response_writers.responses import ResponsesWriter

@@ -10,12 +10,12 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
-from quire.engine.errors import EngineError, Timeout
+from quire.engine.common.errors import EngineError, Timeout
+from quire.engine.common.types import EngineCoreOutput, FinishReason, SamplingParams
 from quire.engine.link.client import EngineClient
 from quire.engine.link.output_stream import OutputStream
 from quire.engine.text.beams import Beam, BeamSearchState
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import EngineCoreOutput, FinishReason, SamplingParams
 from quire.server.generation.choice_state import ChoiceDelta, ChoiceState
 from quire.server.generation.event_loop_work_pacer import EventLoopWorkPacer
 from quire.server.generation.generation import Generation

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from quire.engine.common.types import EngineCoreOutput, FinishReason, PrefixMissReport, TokenLogprob
 from quire.engine.text.detokenizer import IncrementalDetokenizer, TextDelta
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import EngineCoreOutput, FinishReason, PrefixMissReport, TokenLogprob
 from quire.server.formats.message_parser import AssistantMessageParser, MessageDelta
 from quire.server.formats.tools.tool_call_sink import ToolCallDelta
 from quire.server.generation.message_stream import MessageDeltaStream

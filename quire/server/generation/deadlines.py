@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from quire.engine.errors import QueueTimeout, Timeout
+from quire.engine.common.errors import QueueTimeout, Timeout
 from quire.engine.link.output_stream import OutputStream
 
 

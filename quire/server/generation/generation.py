@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from quire.engine import clock
+from quire.engine.common import clock
+from quire.engine.common.types import PrefixMissReport
 from quire.engine.core.request_history import Timeline
 from quire.engine.receipts.receipt import ChoiceReceipt
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import PrefixMissReport
 from quire.server.generation.choice_state import ChoiceDelta, ChoiceState
 from quire.server.generation.output_parts import CollectedChoice
 from quire.server.generation.request_specs import GenerationSpec

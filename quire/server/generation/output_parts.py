@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from quire.engine.errors import InvalidRequest, Overloaded
-from quire.engine.types import TokenLogprob
+from quire.engine.common.errors import InvalidRequest, Overloaded
+from quire.engine.common.types import TokenLogprob
 from quire.server.generation.choice_state import AnswerToken, ChoiceDelta
 
 MAX_LOGPROBS = 2**20

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from quire.engine import clock
-from quire.engine.types import Adapter, EngineCoreRequest, Image, MediaSpan, SamplingParams
+from quire.engine.common import clock
+from quire.engine.common.types import Adapter, EngineCoreRequest, Image, MediaSpan, SamplingParams
 from quire.server.formats.message_parser import RequestMessageFormat
 from quire.server.store.progress import CallProgress
 from quire.server.store.response_store import StoredItem

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quire.engine import clock
+from quire.engine.common import clock
+from quire.engine.common.errors import EngineError, InvalidRequest, Overloaded, QuireError
+from quire.engine.common.types import EngineCoreOutput
 from quire.engine.core.request_history import Timeline
-from quire.engine.errors import EngineError, InvalidRequest, Overloaded, QuireError
 from quire.engine.link.client import EngineClient
 from quire.engine.link.output_stream import add_tokens
 from quire.engine.receipts.receipt import ChoiceReceipt, truncate_weight_versions
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import EngineCoreOutput
 from quire.server.generation.choice_state import ChoiceDelta, ChoiceState
 from quire.server.generation.deadlines import Deadlines
 from quire.server.generation.event_loop_work_pacer import EventLoopWorkPacer

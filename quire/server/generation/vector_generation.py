@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.engine import clock
-from quire.engine.errors import EngineError
+from quire.engine.common import clock
+from quire.engine.common.errors import EngineError
+from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, Image, MediaSpan, PoolingParams
 from quire.engine.link.client import EngineClient
-from quire.engine.types import EngineCoreOutput, EngineCoreRequest, Image, MediaSpan, PoolingParams
 from quire.server.generation.deadlines import Deadlines
 from quire.server.generation.request_specs import RequestSpec
 

@@ -19,7 +19,7 @@ from urllib.parse import quote, urljoin, urlsplit
 
 import httpcore
 
-from quire.engine.errors import QuireError
+from quire.engine.common.errors import QuireError
 from quire.engine.images.image_decoding import MAX_FILE_BYTES, image_error
 from quire.server.access.host_addresses import matches_any_host_pattern
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from quire.engine.errors import InvalidRequest, QuireError
+from quire.engine.common.errors import InvalidRequest, QuireError
 from quire.engine.images.image_decoding import decode_data_url, image_error
 from quire.engine.images.multimodal_prompt import IMAGE_ROLES, IMAGE_ROLES_MESSAGE, RequestImage
 from quire.server.protocol.chat import ChatMessage, ImagePart

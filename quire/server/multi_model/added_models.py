@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 from quire.server.adapter_registry import write_json_file
 from quire.server.multi_model.models_config import ModelEntry, ModelsConfig
 

@@ -14,10 +14,10 @@ from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from quire.engine import clock
 from quire.engine.checkpoint.model_resolver import resolve_weights
 from quire.engine.checkpoint.tensor_headers import read_checkpoint_size
-from quire.engine.errors import (
+from quire.engine.common import clock
+from quire.engine.common.errors import (
     ConfigError,
     EngineError,
     InvalidRequest,

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, ModelError
-from quire.engine.folder_reader import describe_validation_error
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError, ModelError
+from quire.engine.common.folder_reader import describe_validation_error
 from quire.engine.settings.settings_reader import load_settings
 from quire.server.adapter_registry import configured_adapter_names
 from quire.server.config import ServerConfig

@@ -15,8 +15,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.engine.errors import ConfigError, InvalidRequest, Overloaded
-from quire.engine.folder_reader import describe_validation_error
+from quire.engine.common.errors import ConfigError, InvalidRequest, Overloaded
+from quire.engine.common.folder_reader import describe_validation_error
 from quire.server.access.body_reader import READ_BODY_SCOPE_KEY, BodyBuffer
 from quire.server.access.tenants import Tenants
 from quire.server.app_builder import build_app

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 
-from quire.engine.errors import ConfigError, InvalidRequest
-from quire.engine.types import SamplingParams
+from quire.engine.common.errors import ConfigError, InvalidRequest
+from quire.engine.common.types import SamplingParams
 from quire.server.access.body_reader import BodyBuffer
 from quire.server.protocol.chat import ChatRequest
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from quire.engine import VERSION, clock
+from quire.engine import VERSION
+from quire.engine.common import clock
 from quire.engine.core.request_history import RequestHistory, StepEntry, Timeline
 from quire.server.encoding import encode_json
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 
 import msgspec
 
-from quire.engine import clock
+from quire.engine.common import clock
 from quire.engine.core.stats import EngineView
 from quire.engine.link.client import EngineClient
 from quire.engine.processes.procfs import resident_bytes

@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from quire.engine import clock
+from quire.engine.common import clock
 from quire.engine.link.client import EngineClient
 from quire.server.store.data_dir import OPEN_BATCHES_KEY, DataDirStatus
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter
 
+from quire.engine.common.types import MissReason, PrefixDivergence
 from quire.engine.core.request_history import RequestHistory, Timeline
-from quire.engine.types import MissReason, PrefixDivergence
 from quire.server.observe.metric_collectors import LABELS
 from quire.server.observe.request_log import RequestLog, RequestRecord
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from quire.engine import clock
+from quire.engine.common import clock
 from quire.engine.core.request_history import RequestHistory, StepEntry, Timeline
 from quire.server.observe.prefix_report import DecodeTokens, describe_prefix_use
 from quire.server.observe.request_log import RequestRecord

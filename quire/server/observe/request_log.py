@@ -11,7 +11,7 @@ from typing import Protocol, TypeGuard
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.engine import clock, random_source
+from quire.engine.common import clock, random_source
 from quire.server.access.authentication import tenant_of
 from quire.server.protocol.request_bodies import SAFE_ID_PATTERN
 

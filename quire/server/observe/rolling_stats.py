@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from quire.engine import clock
+from quire.engine.common import clock
 from quire.engine.link.client import EngineClient
 
 HISTORY_SECONDS = 300

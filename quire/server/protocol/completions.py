@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, WrapValidator, model_validator
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.server.protocol.field_limits import TextsOrTokenIds, validate_with_one_error
 from quire.server.protocol.request_bodies import GenerationBody
 

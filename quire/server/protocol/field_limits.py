@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 
 MAX_FIELDS = 256
 """Fields of a body, those without effect included."""

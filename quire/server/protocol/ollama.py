@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.server.protocol.field_limits import MAX_TOOLS, MaxEntries
 from quire.server.protocol.pooling import TextList
 from quire.server.protocol.request_bodies import MAX_STOP_STRINGS, BodyModel, ModelBody, RequestBody

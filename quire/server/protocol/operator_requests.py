@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.server.protocol.request_bodies import RequestBody
 
 

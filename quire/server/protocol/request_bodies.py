@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
-from quire.engine.errors import InvalidRequest
-from quire.engine.types import DEFAULT_KEEP_SECONDS, MAX_STOP_STRINGS
+from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.types import DEFAULT_KEEP_SECONDS, MAX_STOP_STRINGS
 from quire.engine.unsupported_options import suggest_nearest
 from quire.server.protocol.field_limits import (
     MAX_ALLOWED_TOKEN_IDS,

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.server.protocol.chat_translation import CHAT_EXTENSIONS, TranslatableBody
 from quire.server.protocol.field_limits import MAX_TOOLS, MaxEntries, TokenLimit
 from quire.server.protocol.request_bodies import BodyModel

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, StrictInt, model_validator
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.server.protocol.chat import Messages, check_final_message_continuation
 from quire.server.protocol.field_limits import MAX_DETOKENIZE_TOKENS, MaxEntries
 from quire.server.protocol.request_bodies import ModelBody

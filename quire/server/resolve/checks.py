@@ -6,8 +6,8 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from quire.engine.errors import ContextLengthExceeded, InvalidRequest
-from quire.engine.types import SamplingParams
+from quire.engine.common.errors import ContextLengthExceeded, InvalidRequest
+from quire.engine.common.types import SamplingParams
 from quire.server.protocol.field_limits import MAX_COPIED_PARAMS_SIZE
 
 MAX_PROMPT_LOGPROBS = 100_000

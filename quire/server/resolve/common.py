@@ -9,11 +9,11 @@ from typing import TypedDict, TypeVar
 
 import msgspec
 
-from quire.engine import random_source
-from quire.engine.errors import InvalidRequest
+from quire.engine.common import random_source
+from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.types import Grammar, SamplingParams
 from quire.engine.text.bad_words import bad_words_ids, check_allowed_tokens_remain
 from quire.engine.text.grammar_compiler import MAX_GRAMMAR_BYTES
-from quire.engine.types import Grammar, SamplingParams
 from quire.server.config import ServerConfig
 from quire.server.formats.message_parser import RequestMessageFormat
 from quire.server.generation.request_specs import GenerationSpec, Prompt, RepetitionRule

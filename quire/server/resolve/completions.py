@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.engine.text.null_tokenizer import check_text_params
 from quire.server.config import ServerConfig
 from quire.server.generation.response_writers.answer_writer import WriterFactory

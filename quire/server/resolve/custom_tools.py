@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.server.formats.lark_to_regex import lark_to_regex
 from quire.server.formats.tools.tool_parser import Tool, ToolFormat
 from quire.server.protocol.tools import CUSTOM_INPUT_ARGUMENT, CustomSpec, FunctionSpec, InputGrammar

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.server.config import ServerConfig
 from quire.server.generation.vector_generation import VectorSpec
 from quire.server.protocol.request_bodies import misspelling_hint

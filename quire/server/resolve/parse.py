@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.engine.unsupported_options import suggest_nearest
 from quire.server.access.body_reader import NOT_JSON_OBJECT_MESSAGE
 from quire.server.config import ServerConfig

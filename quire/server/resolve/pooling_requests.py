@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from quire.engine import random_source
-from quire.engine.errors import ContextLengthExceeded, InvalidRequest
+from quire.engine.common import random_source
+from quire.engine.common.errors import ContextLengthExceeded, InvalidRequest
+from quire.engine.common.types import PoolingParams, Task
 from quire.engine.text.pooling_inputs import encode_truncated
-from quire.engine.types import PoolingParams, Task
 from quire.server.config import ServerConfig
 from quire.server.generation.response_writers.vector_bodies import classification_body, embeddings_body
 from quire.server.generation.vector_generation import VectorBodyWriter, VectorInput, VectorSpec

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from quire.engine.errors import ContextLengthExceeded, InvalidRequest
+from quire.engine.common.errors import ContextLengthExceeded, InvalidRequest
 from quire.engine.images.multimodal_prompt import RequestImage
 from quire.engine.text.chat_messages import normalize_message
 from quire.engine.text.chat_template import ChatRenderer

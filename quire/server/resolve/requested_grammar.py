@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.engine.text.structured_outputs import (
     CLOSE_OBJECTS_KEY,
     CONSTRAINT_KINDS,

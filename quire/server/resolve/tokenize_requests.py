@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.engine.text.conversation.conversation_renderer import RenderedConversation
 from quire.engine.text.conversation.literal_encoding import encode_with_literal_texts
 from quire.server.config import ServerConfig

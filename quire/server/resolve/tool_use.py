@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.types import Grammar
 from quire.engine.schemas.enforcement import repair_argument_schema, weaken_schema
 from quire.engine.schemas.object_closing import ClosedSchema, close_objects
 from quire.engine.text.structured_outputs import prepare_and_close_schema
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import Grammar
 from quire.server.formats.grammar_composition import lark_literal_with_special_tokens
 from quire.server.formats.tools.tool_parser import ANY_OBJECT, Tool, ToolFormat
 from quire.server.protocol.chat import ChatRequest

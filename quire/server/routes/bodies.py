@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
-from quire.engine.errors import InvalidRequest
-from quire.engine.types import Adapter
+from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.types import Adapter
 from quire.server.access.authentication import tenant_of
 from quire.server.access.body_reader import BodyBuffer
 from quire.server.access.memory_lease import grow_request_lease

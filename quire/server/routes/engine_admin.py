@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine import VERSION
-from quire.engine.core.executor import decode_results, encode_call
-from quire.engine.errors import ConfigError, InvalidRequest, Overloaded, Timeout
+from quire.engine.common.errors import ConfigError, InvalidRequest, Overloaded, Timeout
+from quire.engine.common.executor import decode_results, encode_call
 from quire.engine.link.broadcast import Group, Tensor
 from quire.server.access.admission import EngineOptionalRoute, ModelRoute
 from quire.server.config import ServerConfig

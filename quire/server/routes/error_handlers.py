@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.errors import ModelNotLoadable, QuireError, RateLimited, RequestQuarantined
+from quire.engine.common.errors import ModelNotLoadable, QuireError, RateLimited, RequestQuarantined
 from quire.server.error_responses import (
     INVALID_REQUEST_TYPE,
     RETRY_AFTER_SECONDS,

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from quire.engine import VERSION
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.engine.text.tokenizer import ADDED_TOKEN_FIELDS
 from quire.server.access.admission import ModelRoute, RateLimitedRoute
 from quire.server.adapter_registry import AdapterRegistry

@@ -10,7 +10,7 @@ from typing import TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.server.access.admission import AdmissionTicket, admission_of
 from quire.server.access.authentication import tenant_of
 from quire.server.access.memory_lease import lease_of

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.errors import RequestNotFound
+from quire.engine.common.errors import RequestNotFound
 from quire.server.access.authentication import tenant_of
 from quire.server.access.tenants import Tenant
 from quire.server.runtime.model_runtime import ModelRuntime

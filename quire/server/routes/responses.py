@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.errors import InvalidRequest, Overloaded, RequestNotFound
+from quire.engine.common.errors import InvalidRequest, Overloaded, RequestNotFound
 from quire.server.access.admission import GenerationRoute, RateLimitedRoute, admission_of
 from quire.server.access.memory_lease import grow_request_lease, lease_of
 from quire.server.encoding import encode_event

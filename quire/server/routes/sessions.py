@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.errors import RequestNotFound
+from quire.engine.common.errors import RequestNotFound
 from quire.server.access.admission import GenerationRoute
 from quire.server.access.authentication import tenant_of
 from quire.server.protocol.stored_objects import WarmRequest

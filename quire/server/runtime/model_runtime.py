@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 
 from starlette.requests import Request
 
+from quire.engine.common.types import EngineInfo
 from quire.engine.link.broadcast import WeightsGroup
 from quire.engine.link.client import EngineClient
 from quire.engine.link.weights import WeightChanges
-from quire.engine.types import EngineInfo
 from quire.server.access.admission import Admission
 from quire.server.access.fair_semaphore import FairSemaphore
 from quire.server.adapter_registry import AdapterRegistry

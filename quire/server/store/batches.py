@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from quire.engine import clock
-from quire.engine.errors import InvalidRequest
+from quire.engine.common import clock
+from quire.engine.common.errors import InvalidRequest
 from quire.server.store.database import Database, query_page
 from quire.server.store.files import Files, StoredFile
 from quire.server.store.garbage import MAX_TRANSACTION_ROWS, Garbage

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 from quire.server.store.batches import Batches
 from quire.server.store.database import Database, SQLiteConnect
 from quire.server.store.files import FileContents, Files

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from quire.engine.errors import QuireError
+from quire.engine.common.errors import QuireError
 from quire.engine.link.hub_messages import Fault
 from quire.server.encoding import encode_msgpack, method_call_codec
 from quire.server.store.batches import Batches

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 from quire.server.shared_capacity import BytesByOwner
 from quire.server.store.schema import SCHEMA_VERSION, prepare_database
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from quire.engine import clock, random_source
-from quire.engine.errors import InvalidRequest
+from quire.engine.common import clock, random_source
+from quire.engine.common.errors import InvalidRequest
 from quire.server.shared_capacity import BytesByOwner, SharedCapacity
 from quire.server.store.database import ROW_OVERHEAD_BYTES, Database, query_page
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from quire.engine import clock
+from quire.engine.common import clock
 from quire.server.shared_capacity import BytesByOwner
 from quire.server.store.database import ROW_OVERHEAD_BYTES, Database
 from quire.server.store.garbage import MAX_TRANSACTION_BYTES, MAX_TRANSACTION_OBJECTS

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from quire.engine import clock, random_source
-from quire.engine.errors import InvalidRequest
+from quire.engine.common import clock, random_source
+from quire.engine.common.errors import InvalidRequest
 from quire.server.encoding import encode_json
 from quire.server.shared_capacity import BytesByOwner
 from quire.server.store.database import BUSY_TIMEOUT_SECONDS, DATABASE_FILE, ROW_OVERHEAD_BYTES, Database, SQLiteConnect

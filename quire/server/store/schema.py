@@ -8,7 +8,7 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-from quire.engine import clock
+from quire.engine.common import clock
 
 log = logging.getLogger("quire.server")
 SCHEMA_VERSION = 3

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.engine import clock
+from quire.engine.common import clock
 from quire.server.store.database import Database
 from quire.server.store.garbage import MAX_TRANSACTION_BYTES, MAX_TRANSACTION_OBJECTS, MAX_TRANSACTION_ROWS, Garbage
 from quire.server.store.journal import Calls

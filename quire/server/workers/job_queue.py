@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from quire.engine import clock
+from quire.engine.common import clock
 from quire.server.access.tenants import Tenant
 
 LARGE_BYTES = 1 << 16

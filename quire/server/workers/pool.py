@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from quire.engine import clock
-from quire.engine.errors import EngineError, InvalidRequest, Overloaded
+from quire.engine.common import clock
+from quire.engine.common.errors import EngineError, InvalidRequest, Overloaded
 from quire.engine.processes.child import Child, module
 from quire.engine.processes.procfs import Standstill
 from quire.engine.replicas.cores import usable_cpus

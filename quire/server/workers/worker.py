@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.engine.errors import QuireError
+from quire.engine.common.errors import QuireError
 from quire.engine.images.image_decoding import preload_decoders
 from quire.server.config import ServerConfig
 from quire.server.resolve import invocations  # noqa: F401 - what jobs need is there before workers are forked

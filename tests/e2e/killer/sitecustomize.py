@@ -28,8 +28,8 @@ WAYS: dict[str, Callable[[], Any]] = {
 SEEDS = {way: 666_000 + index for index, way in enumerate(WAYS)}
 
 if "quire.engine.main" in sys.orig_argv:
+    from quire.engine.common.scheduler_output import ModelRunnerOutput, SchedulerOutput
     from quire.engine.core.scheduler import Scheduler
-    from quire.engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
     apply = Scheduler.update_from_output
     deadly = {SEEDS[way]: act for way, act in WAYS.items()}

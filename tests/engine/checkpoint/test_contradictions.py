@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ModelError
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ModelError
 from tests.tiny_models import save_tiny_model
 
 

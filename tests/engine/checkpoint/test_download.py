@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from quire.engine.checkpoint.model_resolver import read_raw_config, resolve_model
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from tests.stand_in_hub import Hub, Repo, stand_in_hub, tiny_gguf, used_here
 
 CONFIG = json.dumps({"model_type": "llama", "hidden_size": 8}).encode()

@@ -15,7 +15,7 @@ from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.checkpoint.config_reader import normalize_config_fields
 from quire.engine.checkpoint.model_resolver import read_generation_defaults, read_model_config, read_raw_config
 from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.families.base.schema.config_schema import (
     FamilyConfigFields,
     PlanConfigFields,

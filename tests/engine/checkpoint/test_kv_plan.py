@@ -20,9 +20,9 @@ from quire.engine.checkpoint.kv_cache_plan import (
 )
 from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.checkpoint.tensor_headers import CheckpointSize
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ConfigError
 from quire.engine.worker.device_memory import explain_out_of_memory, kv_budget, measure_step_bytes
 from quire.kernels.reference import ReferenceBackend
 from tests.engine.harness import request, run

@@ -10,7 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from quire.engine.checkpoint.family_spec import build_encoder_spec
 from quire.engine.checkpoint.model_resolver import read_model_config
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.families import decoder_model_types, encoder_model_types, find_encoder_family
 from quire.engine.families.base.model_config import ModelConfig

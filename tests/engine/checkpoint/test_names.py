@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.engine.checkpoint.hub_names import HubName, parse_hub_name
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.gguf.file_selection import file_tag, group_models_by_tag, select_files
 
 NAMES = {

@@ -14,8 +14,8 @@ from quire.engine.checkpoint.overrides import (
     resolve_model_with_overrides,
 )
 from quire.engine.checkpoint.tensor_headers import read_checkpoint_size
-from quire.engine.config import DEMO_MODEL, EngineConfig
-from quire.engine.errors import ConfigError, ModelError
+from quire.engine.common.config import DEMO_MODEL, EngineConfig
+from quire.engine.common.errors import ConfigError, ModelError
 from quire.engine.link.client import EngineClient
 from quire.server.served_model import system_fingerprint
 from tests.server.fake import FakeEngine, hashed

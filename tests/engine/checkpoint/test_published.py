@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.server.cli import main as cli
 from tests.engine.harness import request, run

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from quire.engine.checkpoint.model_resolver import read_model_config, read_raw_config
 from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
 from quire.engine.checkpoint.tensor_headers import CheckpointSize, read_checkpoint_size
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.families import decoder_model_types, find_decoder_family
 from tests import tiny_models
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.engine.checkpoint.kv_cache_plan import GIB, StateSlotCounts, count_state_slots
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 
 SLOT = 22 * 2**20
 """Of Qwen3.5-0.8B in bfloat16, with up to 8 guesses."""

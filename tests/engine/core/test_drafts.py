@@ -10,11 +10,11 @@ from typing import Protocol
 
 import pytest
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.types import EngineCoreRequest, Grammar, ThinkingBudget
 from quire.engine.core.drafter import Draft, Drafter, NullDrafter, RequestsToDraft
 from quire.engine.core.request import Request
 from quire.engine.engine_core import EngineCore
-from quire.engine.types import EngineCoreRequest, Grammar, ThinkingBudget
 from tests.engine.harness import Answer, request, run
 from tests.tiny_models import VOCAB, save_tiny_model
 

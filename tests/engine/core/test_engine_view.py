@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from quire.engine.common.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from quire.engine.common.types import EngineCoreRequest, MediaSpan, SamplingParams
 from quire.engine.core.engine_view import (
     CACHED_BLOCK,
     EMPTY_BLOCK,
@@ -20,9 +22,7 @@ from quire.engine.core.engine_view import (
 )
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.scheduler_config import SchedulerConfig
-from quire.engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from quire.engine.core.stats import EngineView
-from quire.engine.types import EngineCoreRequest, MediaSpan, SamplingParams
 
 PAGE = 4
 

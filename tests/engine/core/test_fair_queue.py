@@ -9,6 +9,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from quire.engine.common.scheduler_output import ModelRunnerOutput
+from quire.engine.common.types import EngineCoreRequest, SamplingParams
 from quire.engine.core import fair_queue
 from quire.engine.core.fair_queue import (
     MIN_LOW_PRIORITY_TOKENS,
@@ -20,8 +22,6 @@ from quire.engine.core.fair_queue import (
 from quire.engine.core.request import Request
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.scheduler_config import SchedulerConfig
-from quire.engine.core.scheduler_output import ModelRunnerOutput
-from quire.engine.types import EngineCoreRequest, SamplingParams
 from tests.tiers import examples
 
 

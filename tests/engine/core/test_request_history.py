@@ -6,9 +6,9 @@ import gc
 
 import msgspec
 
+from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, SamplingParams
 from quire.engine.core.request_history import RequestHistory
 from quire.engine.core.stats import StepRecord
-from quire.engine.types import EngineCoreOutput, EngineCoreRequest, SamplingParams
 
 
 def record(number: int, ended: float = 3.0) -> StepRecord:

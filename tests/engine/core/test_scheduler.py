@@ -15,13 +15,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from quire.engine.common.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from quire.engine.common.types import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    Image,
+    MediaSpan,
+    PoolingParams,
+    SamplingParams,
+)
 from quire.engine.core.block_pool import NULL_BLOCK
 from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
 from quire.engine.core.fair_queue import FairQueue
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.scheduler_config import SchedulerConfig
-from quire.engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from quire.engine.types import EngineCoreOutput, EngineCoreRequest, Image, MediaSpan, PoolingParams, SamplingParams
 from tests.engine.fake_device import BLOCK, DRAFTERS, NUM_BLOCKS, FakeDevice, fake_vector, next_token
 from tests.tiers import examples
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from quire.engine.core.scheduler_output import (
+from quire.engine.common.scheduler_output import (
     BlockCopy,
     ModelRunnerOutput,
     NewRequestData,
@@ -12,7 +12,7 @@ from quire.engine.core.scheduler_output import (
     ScheduledRequest,
     SchedulerOutput,
 )
-from quire.engine.types import (
+from quire.engine.common.types import (
     EngineCoreOutput,
     EngineCoreRequest,
     Grammar,

@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, Grammar, SamplingParams, TokenLogprob
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.scheduler_config import SchedulerConfig
-from quire.engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from quire.engine.core.step_runner import StepRunner
 from quire.engine.engine_core import EngineCore
 from quire.engine.processes.heartbeat import NullHeartbeat
-from quire.engine.types import EngineCoreOutput, EngineCoreRequest, Grammar, SamplingParams, TokenLogprob
 from tests.engine.core.test_scheduler import CONTEXT, EOS, PROMPTS, SLOTS
 from tests.engine.fake_device import BLOCK, DRAFTERS, NUM_BLOCKS, FakeDevice
 from tests.engine.harness import Answer, request, run

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ModelError
+from quire.engine.common.types import PoolingParams
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ModelError
-from quire.engine.types import PoolingParams
 from tests.engine.vectors import pooling_module, same, vectors, write_modules
 from tests.tiny_models import VOCAB
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForSequenceClassification
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError
+from quire.engine.common.types import EngineCoreRequest, PoolingParams
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ConfigError
-from quire.engine.types import EngineCoreRequest, PoolingParams
 from tests.engine.vectors import NORMALIZE, pooling_module, same, vectors, write_modules
 from tests.tiny_encoders import ENCODERS, save_tiny_encoder
 from tests.tiny_models import VOCAB

@@ -14,7 +14,7 @@ import pytest
 
 from quire.engine.checkpoint.model_resolver import read_model_config, resolve_model
 from quire.engine.checkpoint.tensor_headers import read_checkpoint_size
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.gguf.header import read_header
 from quire.engine.gguf.model_files import read_gguf_header
 from quire.engine.text.tokenizer import Tokenizer

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from quire.engine.checkpoint.model_resolver import read_model_config, resolve_model
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ConfigError
 from quire.engine.families.base.layer_types import layer_windows
 from quire.engine.models import decoder_spec
 from tests.engine.harness import Answer, request, run

@@ -9,7 +9,7 @@ import pytest
 from quire.engine.checkpoint.model_resolver import read_raw_config
 from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
 from quire.engine.checkpoint.tensor_headers import read_checkpoint_size
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.kernels.cpu.backend import CpuBackend
 from quire.server.cli.plan.estimate import PlanRequest

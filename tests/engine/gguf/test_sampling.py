@@ -8,7 +8,7 @@ import gguf
 import pytest
 
 from quire.engine.checkpoint.model_resolver import read_generation_defaults
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 
 
 def written(path: Path, **keys: float) -> Path:

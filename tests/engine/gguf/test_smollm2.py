@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from quire.engine.checkpoint.model_resolver import resolve_model
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ModelError
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ModelError
 from quire.engine.gguf.model_files import find_model_in_python_package
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.tokenizer import Tokenizer

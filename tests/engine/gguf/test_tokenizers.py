@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.gguf.header import read_header
 from quire.engine.gguf.hf_tokenizer import eos_token_ids
 from quire.engine.gguf.pre_tokenizers import PRE_TOKENIZERS

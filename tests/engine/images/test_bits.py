@@ -11,7 +11,8 @@ import torch
 
 from quire.engine.checkpoint.model_resolver import read_raw_config
 from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.encoders.vision.tower import TowerBuildContext
 from quire.engine.encoders.vision.tower_factory import make_tower
 from quire.engine.engine_core import EngineCore
@@ -21,7 +22,6 @@ from quire.engine.layers.schemes import UnquantizedScheme
 from quire.engine.link.engine_messages import Submit, apart, decode_to_engine, encode, together
 from quire.engine.replicas.router import prefix_pieces
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import EngineCoreRequest
 from quire.engine.worker.images.encoder_cache import ImageEncoderCache
 from quire.kernels.reference import ReferenceBackend
 from tests.engine.harness import Answer, request, run

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.types import EngineCoreRequest, MediaSpan, PoolingParams
 from quire.engine.engine_core import EngineCore
 from quire.engine.images.vision_config import read_vision_spec
-from quire.engine.types import EngineCoreRequest, MediaSpan, PoolingParams
 from quire.engine.worker.images import tower_loader
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata

@@ -18,11 +18,12 @@ from transformers import AutoModelForImageTextToText
 from quire.engine.checkpoint.model_resolver import read_model_config, read_raw_config
 from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
 from quire.engine.checkpoint.tensor_headers import CheckpointSize, read_checkpoint_size
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ModelError
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.encoders.vision.tower import TowerBuildContext, normalize_pixels
 from quire.engine.encoders.vision.tower_factory import make_tower
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ModelError
 from quire.engine.families.base.vision.vision_spec import InvalidImage
 from quire.engine.images.multimodal_prompt import RequestImage, make_multimodal_prompt_builder
 from quire.engine.images.vision_config import read_vision_spec
@@ -32,7 +33,6 @@ from quire.engine.lora.target_modules import adaptable_modules
 from quire.engine.offline.llm import LLM
 from quire.engine.offline.params import SamplingParams
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import EngineCoreRequest
 from quire.engine.worker.draft_head_runner import DraftHeadRunner
 from quire.kernels.reference import ReferenceBackend
 from tests.adapters import merge, save_adapter

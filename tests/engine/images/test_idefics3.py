@@ -12,8 +12,8 @@ from PIL import Image
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
+from quire.engine.common.errors import ModelError
 from quire.engine.encoders.vision.tower import normalize_pixels
-from quire.engine.errors import ModelError
 from quire.engine.families.vision.idefics3 import Idefics3VisionSpec, make_tile_layout
 from quire.engine.images.image_decoding import decode_upright, open_image
 from quire.engine.images.vision_config import read_vision_spec

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image, PngImagePlugin
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.engine.images.image_decoding import decode_upright, open_image, upright_size
 
 _RED, _GREEN, _BLUE, _WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.engine.offline.llm import LLM
 from quire.engine.offline.params import SamplingParams
 from tests.tiny_vision import MARK, expected, picture, save_tiny_vision

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.images.vision_config import read_vision_spec
 from quire.kernels.cpu.backend import CpuBackend

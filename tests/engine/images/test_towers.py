@@ -11,13 +11,13 @@ import torch
 
 from quire.engine.checkpoint.model_resolver import read_raw_config
 from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.types import Image
 from quire.engine.encoders.vision.tower import Tower
 from quire.engine.engine_core import EngineCore
 from quire.engine.images.multimodal_prompt import RequestImage, make_multimodal_prompt_builder
 from quire.engine.images.vision_config import read_vision_spec
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import Image
 from tests.tiny_vision import picture
 from tests.vision_families import FAMILIES, save_family
 

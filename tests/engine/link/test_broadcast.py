@@ -17,13 +17,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, EngineError, InvalidRequest
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError, EngineError, InvalidRequest
+from quire.engine.common.types import EngineCoreRequest, SamplingParams
 from quire.engine.link.broadcast import Group, Tensor, WeightsGroup
 from quire.engine.link.client import EngineClient
 from quire.engine.link.supervisor import ProcessLink
 from quire.engine.link.weights import Weights
-from quire.engine.types import EngineCoreRequest, SamplingParams
 from tests.e2e.server import free_port
 from tests.tiny_models import save_tiny_model
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError, EngineError
+from quire.engine.common.types import EngineCoreOutput, SamplingParams
 from quire.engine.core.request_history import StepEntry
-from quire.engine.errors import ConfigError, EngineError
 from quire.engine.link.client import EngineClient
 from quire.engine.link.output_stream import merge
 from quire.engine.link.supervisor import ProcessLink
 from quire.engine.offline.in_process import InProcessLink
-from quire.engine.types import EngineCoreOutput, SamplingParams
 from tests.engine.harness import request
 from tests.tiny_models import save_tiny_model
 
@@ -150,7 +150,7 @@ def test_requests_are_equal_after_encoding_and_decoding() -> None:
     params = SamplingParams(logit_bias={5: 1.5}, stop=("a",), stop_token_ids=(3,), seed=-5, min_p=0.1, max_tokens=None)
     message = Submit([request("a", [1, 2]), request("b", [3], salt="x")])
     assert decode_to_engine(encode(message)) == message
-    from quire.engine.types import EngineCoreRequest
+    from quire.engine.common.types import EngineCoreRequest
 
     alone = Submit([EngineCoreRequest(id="c", prompt_ids=[1], params=params, seed=2**63 - 1)])
     assert decode_to_engine(encode(alone)) == alone

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine import errors
-from quire.engine.config import EngineConfig
+from quire.engine.common import errors
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError, EngineError, InvalidRequest, ModelError, Overloaded, RateLimited
+from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, SamplingParams
 from quire.engine.core.stats import EngineStats, StepRecord
-from quire.engine.errors import ConfigError, EngineError, InvalidRequest, ModelError, Overloaded, RateLimited
 from quire.engine.link import hub_messages as messages
 from quire.engine.link.client import EngineClient
 from quire.engine.link.engine_messages import encode
@@ -21,7 +22,6 @@ from quire.engine.link.hub import Hub
 from quire.engine.link.hub_link import HubLink, NoWeightsGroup
 from quire.engine.link.hub_messages import LASTING, Fault, FromHub, Stepped
 from quire.engine.link.hub_relay import Channel, Relayed
-from quire.engine.types import EngineCoreOutput, EngineCoreRequest, SamplingParams
 from quire.server.peers import Peers
 from tests.server.fake import FakeEngine, hashed
 

@@ -9,12 +9,12 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.types import EngineCoreRequest, SamplingParams
 from quire.engine.link.client import EngineClient
 from quire.engine.link.engine_messages import Ready
 from quire.engine.link.process import Launcher
 from quire.engine.link.supervisor import ProcessLink
-from quire.engine.types import EngineCoreRequest, SamplingParams
 from tests.engine.fake_process import INFO, KILLED, LENGTH, Caller, FakeProcess, settle, token
 from tests.tiers import examples
 

@@ -7,11 +7,11 @@ import asyncio
 import msgspec
 import pytest
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.types import EngineCoreOutput, FinishReason
 from quire.engine.link.client import EngineClient
 from quire.engine.link.output_stream import OutputStream
 from quire.engine.offline.in_process import InProcessLink
-from quire.engine.types import EngineCoreOutput, FinishReason
 from tests.engine.harness import request
 
 PROMPT = [3, 4, 5]

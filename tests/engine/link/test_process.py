@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.link.engine_messages import Failed, Refused, encode
 from quire.engine.link.process import EngineProcess
 from quire.engine.processes.wire import MOST_IN_TURN

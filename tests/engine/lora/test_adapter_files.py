@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quire.engine.checkpoint.model_resolver import read_model_config
-from quire.engine.errors import AdapterError
+from quire.engine.common.errors import AdapterError
 from quire.engine.lora.adapter_files import read_adapter_specs
 from quire.engine.lora.adapter_store import AdapterStore
 from quire.engine.lora.target_modules import adaptable_modules

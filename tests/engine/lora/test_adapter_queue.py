@@ -7,11 +7,11 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.engine.common.scheduler_output import SchedulerOutput
+from quire.engine.common.types import Adapter, EngineCoreRequest, SamplingParams
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.scheduler_config import SchedulerConfig
-from quire.engine.core.scheduler_output import SchedulerOutput
 from quire.engine.lora.adapter_queue import AdapterQueue
-from quire.engine.types import Adapter, EngineCoreRequest, SamplingParams
 from tests.engine.fake_device import BLOCK, NUM_BLOCKS, FakeDevice
 from tests.tiers import examples
 

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from quire import LoRARequest
 from quire.engine.checkpoint.model_resolver import read_model_config
-from quire.engine.config import EngineConfig
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import InvalidRequest
 from quire.engine.lora.local_adapters import LocalAdapters
 from tests.adapters import save_adapter
 from tests.tiny_models import save_tiny_model

@@ -11,12 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quire.engine.checkpoint.model_resolver import read_model_config
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.types import Adapter, EngineCoreRequest, SamplingParams
 from quire.engine.engine_core import EngineCore
 from quire.engine.lora.adapter_store import AdapterStore
 from quire.engine.lora.target_modules import adaptable_modules
 from quire.engine.tiers.tiered_offloader import TieredKVOffloader
-from quire.engine.types import Adapter, EngineCoreRequest, SamplingParams
 from tests.adapters import ALL, merge, save_adapter
 from tests.engine.harness import run
 from tests.tiny_models import save_tiny_model

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quire import LLM, BeamSearchParams, LoRARequest, SamplingParams
-from quire.engine.errors import InvalidRequest
-from quire.engine.types import Adapter, EngineCoreRequest
+from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.types import Adapter, EngineCoreRequest
 from tests.adapters import merge, save_adapter
 from tests.engine.harness import run
 from tests.engine.lora.test_parity import asked, engine, prompts, spool

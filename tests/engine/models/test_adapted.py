@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 from quire.engine.checkpoint.config_reader import explain_unsupported_family
 from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError, ModelError
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ConfigError, ModelError
 from quire.engine.models.transformers_backend.interface import MaskFunction
 from quire.engine.models.transformers_backend.model_builder import build_model
 from quire.engine.models.transformers_backend.probe import probe_attention, window_from_mask
-from quire.engine.types import EngineCoreRequest
 from tests.engine.harness import Answer, request, run
 from tests.engine.test_speculation import always
 from tests.quantized_models import Packer, float8, gptq, quantize_checkpoint

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quire import LLM, SamplingParams
-from quire.engine.errors import AdapterError
+from quire.engine.common.errors import AdapterError
 from quire.engine.lora.adapter_store import AdapterStore
 from quire.engine.lora.local_adapters import LoRARequest
 from tests.adapters import merge, save_adapter

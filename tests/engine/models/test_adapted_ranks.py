@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ConfigError
 from quire.engine.lora.adapter_store import AdapterStore
 from tests.adapters import save_adapter
 from tests.engine.harness import run

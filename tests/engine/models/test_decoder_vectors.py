@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModel, AutoModelForSequenceClassification
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError
+from quire.engine.common.types import EngineCoreRequest, PoolingParams
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ConfigError
-from quire.engine.types import EngineCoreRequest, PoolingParams
 from tests.engine.harness import request, run
 from tests.engine.vectors import NORMALIZE, pooling_module, same, vectors, write_modules
 from tests.tiny_models import VOCAB, save_tiny_model

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.kernels.cpu.backend import CpuBackend
 from tests.engine.harness import request, run

@@ -14,9 +14,9 @@ from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.decoder import DecoderSpec
 from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ModelError
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ModelError
 from quire.engine.models import decoder_spec
 from tests.tiny_models import save_tiny_model
 

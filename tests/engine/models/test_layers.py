@@ -16,7 +16,7 @@ from quire.engine.architecture.decoder import DecoderSpec
 from quire.engine.architecture.mlp import MLPSpec
 from quire.engine.architecture.norm import NormSpec
 from quire.engine.architecture.sublayer import SublayerSpec
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.layers.builders import build_sublayer
 from quire.engine.layers.linear import FusedLinear

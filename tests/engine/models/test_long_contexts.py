@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from tests.engine.harness import request, run
 from tests.tiny_models import LONGROPE, QUERY_SCALES, SHAPE, TOWER, VOCAB, save_tiny_model

@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from quire.engine.checkpoint.model_resolver import read_model_config
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import AdapterError, ModelError
+from quire.engine.common.types import EngineCoreRequest, SamplingParams
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import AdapterError, ModelError
 from quire.engine.lora.adapter_files import read_adapter_specs
 from quire.engine.lora.adapter_store import AdapterStore
 from quire.engine.lora.target_modules import adaptable_modules
-from quire.engine.types import EngineCoreRequest, SamplingParams
 from quire.engine.worker.loading.weight_check import check_weights
 from quire.kernels.cpu.backend import CpuBackend
 from tests.adapters import merge, save_adapter

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from tests.engine.harness import request, run
 from tests.tiny_models import FAMILIES, VOCAB, save_tiny_model

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.engine.checkpoint.model_resolver import read_model_config
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError, ModelError
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ConfigError, ModelError
 from quire.engine.models import decoder_spec
 from quire.engine.worker.device_plan import check_device_supports_attention
 from tests.engine.harness import request, run

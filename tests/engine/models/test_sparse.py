@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from quire.engine.architecture.moe import MoELayerSpec
 from quire.engine.checkpoint.model_resolver import read_model_config
+from quire.engine.common.errors import ModelError
+from quire.engine.common.types import EngineCoreRequest, SamplingParams
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ModelError
 from quire.engine.lora.adapter_store import AdapterStore
 from quire.engine.lora.target_modules import adaptable_modules
 from quire.engine.models import decoder_spec
-from quire.engine.types import EngineCoreRequest, SamplingParams
 from quire.kernels.cpu.backend import CpuBackend
 from tests.adapters import merge, save_adapter
 from tests.engine.harness import request, run

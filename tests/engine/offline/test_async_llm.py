@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from quire import LLM, AsyncLLM, EngineArgs, RequestOutput, RequestOutputKind, SamplingParams
-from quire.engine.errors import EngineError, InvalidRequest
+from quire.engine.common.errors import EngineError, InvalidRequest
 
 PROMPT = "Once upon a time"
 

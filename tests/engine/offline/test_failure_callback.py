@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.engine.errors import ConfigError, EngineError, ModelError
+from quire.engine.common.errors import ConfigError, EngineError, ModelError
 from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.ranks.single_process import SingleProcess
 

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quire import LLM, Grammar, SamplingParams, json_grammar
-from quire.engine.config import DEMO_MODEL
-from quire.engine.errors import ConfigError, EngineError, InvalidRequest
+from quire.engine.common.config import DEMO_MODEL
+from quire.engine.common.errors import ConfigError, EngineError, InvalidRequest
 
 
 @pytest.fixture(scope="module")

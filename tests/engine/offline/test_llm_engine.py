@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire import LLM, LLMEngine, PoolingParams, RequestOutput, RequestOutputKind, SamplingParams
-from quire.engine.errors import EngineError, InvalidRequest
+from quire.engine.common.errors import EngineError, InvalidRequest
 
 PROMPTS = ["Once upon a time", "The old king", "In the deep forest"]
 

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quire import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
-from quire.engine.config import DEMO_MODEL
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.config import DEMO_MODEL
+from quire.engine.common.errors import InvalidRequest
 from quire.engine.offline.metrics import Counter, Gauge
 
 TALK = [{"role": "user", "content": "Tell me a story."}]

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire import LLM, AsyncLLM, SamplingParams
-from quire.engine.errors import ConfigError, EngineError, InvalidRequest, ModelError
+from quire.engine.common.errors import ConfigError, EngineError, InvalidRequest, ModelError
 from quire.engine.offline.outputs import CompletionOutput, RequestOutput
 from tests.tiny_models import VOCAB, save_tiny_model
 
@@ -185,7 +185,7 @@ def test_ids_without_a_tokenizer(folder: Path) -> None:
 
 def test_ids_are_those_of_the_model_not_of_its_tokenizer(tmp_path: Path) -> None:
     """A model with more rows than its tokenizer has tokens, as those whose rows were padded."""
-    from quire.engine.config import DEMO_MODEL
+    from quire.engine.common.config import DEMO_MODEL
 
     size = 4096 + 64
     folder = save_tiny_model(tmp_path / "model", "llama", vocab_size=size)

@@ -12,8 +12,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import pytest
 
 from quire import LLM, AsyncLLM, EngineArgs
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError
 from quire.engine.offline.options import EngineOptions, make_engine_config
 from tests.tree import ROOT
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from quire import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams, json_grammar
-from quire.engine import types
-from quire.engine.config import DEMO_MODEL
-from quire.engine.errors import InvalidRequest
+from quire.engine.common import types
+from quire.engine.common.config import DEMO_MODEL
+from quire.engine.common.errors import InvalidRequest
 from quire.engine.text.tokenizer import Tokenizer
 
 

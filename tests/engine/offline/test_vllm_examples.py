@@ -26,8 +26,8 @@ from quire import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from quire.engine.config import DEMO_MODEL
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.config import DEMO_MODEL
+from quire.engine.common.errors import InvalidRequest
 from tests.texts import pair_tokenizer
 from tests.tiny_encoders import save_tiny_encoder
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.engine.common.types import EngineCoreRequest, MediaSpan, SamplingParams
 from quire.engine.prefix_misses.recent_turns import LastSessionTurns
-from quire.engine.types import EngineCoreRequest, MediaSpan, SamplingParams
 from tests.tiers import examples
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from quire.engine import clock
+from quire.engine.common import clock
 from quire.engine.processes.wire import LONGEST_TURN, MOST_IN_TURN, Wire
 
 COUNT = 5 * MOST_IN_TURN

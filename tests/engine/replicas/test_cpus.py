@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.replicas.cores import cpu_quota, usable_cpus
 from quire.engine.replicas.shares import replica_config
 

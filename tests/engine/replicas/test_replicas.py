@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, EngineError, Overloaded
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError, EngineError, Overloaded
+from quire.engine.common.types import EngineCoreRequest, SamplingParams
 from quire.engine.link.client import EngineClient
 from quire.engine.link.engine_messages import Failed, Load, Ready, ToEngine
 from quire.engine.link.process import Launcher
@@ -19,7 +20,6 @@ from quire.engine.link.supervisor import ProcessLink
 from quire.engine.link.weights import Weights
 from quire.engine.processes.exit_cause import ExitCause
 from quire.engine.replicas.replicas import processes
-from quire.engine.types import EngineCoreRequest, SamplingParams
 from tests.engine.fake_process import CRASHED, INFO, KILLED, LENGTH, Caller, FakeProcess, settle
 from tests.tiers import examples
 

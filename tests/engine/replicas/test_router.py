@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from quire.engine.common.types import Adapter, EngineCoreRequest, SamplingParams
 from quire.engine.replicas.router import MOST_AHEAD, PIECE, Router, prefix_pieces
-from quire.engine.types import Adapter, EngineCoreRequest, SamplingParams
 from tests.tiers import examples
 
 ALL = range(2)

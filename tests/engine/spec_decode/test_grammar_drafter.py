@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config import DEMO_MODEL
+from quire.engine.common.config import DEMO_MODEL
+from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.types import EngineCoreRequest, Grammar, SamplingParams
 from quire.engine.core.drafter import KIND_FORCED, KIND_FORCED_TEXT, Draft, Drafter, NullDrafter, RequestsToDraft
 from quire.engine.core.request import Request
-from quire.engine.errors import InvalidRequest
 from quire.engine.spec_decode.grammar_drafter import GrammarDrafter
 from quire.engine.text.grammar_compiler import (
     MAX_FORCED_BYTES,
@@ -21,7 +22,6 @@ from quire.engine.text.grammar_compiler import (
     with_usual_whitespace,
 )
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import EngineCoreRequest, Grammar, SamplingParams
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

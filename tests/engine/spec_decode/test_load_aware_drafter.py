@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.engine.common.types import EngineCoreRequest, Grammar, SamplingParams
 from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
 from quire.engine.core.request import Request
 from quire.engine.spec_decode.draft_length import StepCosts, choose_draft_lengths
 from quire.engine.spec_decode.load_aware_drafter import MAX_DRAFTS, PROBE_INTERVAL, LoadAwareDrafter, break_even_rate
-from quire.engine.types import EngineCoreRequest, Grammar, SamplingParams
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
 FREE = StepCosts((1, 128), (1.0, 1.1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.engine.common.types import EngineCoreRequest, SamplingParams
 from quire.engine.core.request import Request
 from quire.engine.spec_decode.ngram_drafter import (
     MAX_CANDIDATES,
@@ -17,7 +18,6 @@ from quire.engine.spec_decode.ngram_drafter import (
     SuffixDrafter,
     copy_continuation,
 )
-from quire.engine.types import EngineCoreRequest, SamplingParams
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=80)
 

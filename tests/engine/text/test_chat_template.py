@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.errors import InvalidRequest, ModelError
+from quire.engine.common.errors import InvalidRequest, ModelError
 from quire.engine.text.chat_template import ChatRenderer, Message
 from tests.texts import CHATML, SHARED, shared
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.conversation.literal_encoding import encode_with_literal_texts
 from tests.engine.text.shapes import (

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from quire.engine.common.types import EngineCoreOutput
 from quire.engine.text.detokenizer import REPLACEMENT_CHARACTER, IncrementalDetokenizer, WindowDecoder
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import EngineCoreOutput
 from tests.texts import byte_level_tokenizer, real_tokenizers, sentence_piece_tokenizer
 
 TOKENIZERS = [byte_level_tokenizer(), sentence_piece_tokenizer(), *real_tokenizers()]

@@ -9,7 +9,7 @@ import pytest
 
 from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.checkpoint.overrides import load_model_config
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.gguf.model_files import ModelFiles
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.text.tokenizer_files import read_eos_token_ids

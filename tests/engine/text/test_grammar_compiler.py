@@ -15,10 +15,11 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from quire.engine.config import EngineConfig
-from quire.engine.core.scheduler_output import NewRequestData, ScheduledRequest
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import InvalidRequest, ModelError
+from quire.engine.common.scheduler_output import NewRequestData, ScheduledRequest
+from quire.engine.common.types import EngineCoreRequest, Grammar, SamplingParams
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import InvalidRequest, ModelError
 from quire.engine.text import grammar_compiler as grammar_module
 from quire.engine.text.grammar_compiler import (
     MAX_FORCED_BYTES,
@@ -29,7 +30,6 @@ from quire.engine.text.grammar_compiler import (
     lark_json_rule,
     make_grammar_vocabulary,
 )
-from quire.engine.types import EngineCoreRequest, Grammar, SamplingParams
 from quire.engine.worker.sampling.device_sampler import DeviceLogitsProcessor
 from quire.engine.worker.sampling.sampler import HostLogitsProcessor
 from quire.engine.worker.sampling.sampling_rules import LogitsProcessor

@@ -3,7 +3,7 @@
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.engine.text.pooling_inputs import encode_pairs_with_second_start, encode_truncated
 from tests.texts import Named, pair_tokenizer
 

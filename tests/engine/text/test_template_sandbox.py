@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.errors import InvalidRequest, ModelError
+from quire.engine.common.errors import InvalidRequest, ModelError
 from quire.engine.text.chat_template import ChatRenderer
 
 ROUNDS = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"

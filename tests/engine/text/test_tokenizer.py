@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.config import DEMO_MODEL
-from quire.engine.errors import ConfigError, InvalidRequest, ModelError
+from quire.engine.common.config import DEMO_MODEL
+from quire.engine.common.errors import ConfigError, InvalidRequest, ModelError
 from quire.engine.text.tokenizer import DecoderType, Tokenizer
 from tests.texts import byte_level_tokenizer, sentence_piece_tokenizer, shared
 

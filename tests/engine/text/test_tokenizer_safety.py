@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tokenizers
 
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.text.tokenizer_safety import check_regexes, is_suspicious_regex
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

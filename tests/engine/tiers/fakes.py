@@ -7,7 +7,7 @@ from concurrent.futures import Executor, Future
 from threading import Event, Lock
 from typing import Any
 
-from quire.engine.core.executor import BlockMover
+from quire.engine.common.executor import BlockMover
 from quire.engine.tiers.block_loader import LOAD_TIMEOUT_SECONDS
 from quire.engine.tiers.load_costs import LoadCosts
 from quire.engine.tiers.tier import BlockContent, Tier

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from quire.engine.checkpoint.kv_offload_dir import delete_kv_blocks
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 from quire.engine.tiers.disk_tier import DiskTier
 from quire.engine.tiers.guarded_tier import GuardedTier
 from quire.engine.tiers.sealed_blocks import HEADER_BYTES, seal_block, unseal_block

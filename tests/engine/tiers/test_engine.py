@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ConfigError
-from quire.engine.types import EngineCoreRequest
 from quire.kernels.cpu.backend import CpuBackend
 from tests.engine.harness import Answer, request, run
 from tests.engine.test_heads import METHODS, Recorded, made_head

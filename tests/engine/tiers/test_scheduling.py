@@ -9,12 +9,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
+from quire.engine.common.types import EngineCoreRequest, SamplingParams
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.scheduler_config import SchedulerConfig
 from quire.engine.tiers.guarded_tier import GuardedTier
 from quire.engine.tiers.host_tier import HostTier
 from quire.engine.tiers.tier import Tier
-from quire.engine.types import EngineCoreRequest, SamplingParams
 from tests.engine.core.test_scheduler import CONTEXT, EOS, SLOTS, SchedulerMachine
 from tests.engine.fake_device import BLOCK, DRAFTERS, NUM_BLOCKS, FakeDevice
 from tests.engine.tiers.fakes import Dictionary, Inline, Unreliable, tiers_of

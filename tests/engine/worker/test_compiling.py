@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.config import EngineConfig, SpeculativeConfig
+from quire.engine.common.config import EngineConfig, SpeculativeConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.models import decoder
 from quire.engine.worker import draft_head_runner, draft_model_runner, input_batch, model_runner, startup

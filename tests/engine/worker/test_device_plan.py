@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from quire.engine.checkpoint.model_resolver import read_model_config
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError
 from quire.engine.models import decoder_spec
 from quire.engine.worker import backend_trials
 from quire.engine.worker import device_plan as devices

@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM
 
 from quire.engine.checkpoint.kv_cache_groups import single_kv_cache_group
 from quire.engine.checkpoint.model_resolver import read_model_config
-from quire.engine.config import EngineConfig, SpeculativeConfig
+from quire.engine.common.config import EngineConfig, SpeculativeConfig
+from quire.engine.common.types import EngineCoreRequest, SamplingParams
 from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
 from quire.engine.engine_core import EngineCore
 from quire.engine.lora.adapter_store import AdapterStore
 from quire.engine.lora.target_modules import adaptable_modules
 from quire.engine.models.heads.eagle import Eagle3Head
-from quire.engine.types import EngineCoreRequest, SamplingParams
 from quire.engine.worker import model_runner as runners
 from quire.engine.worker.graphs import decode_graphs, mixed_batch_graphs
 from quire.engine.worker.graphs.graph_capture import CudaGraphCapture

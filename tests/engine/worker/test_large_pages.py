@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.engine_core import EngineCore
-from quire.engine.types import EngineCoreRequest
 from quire.engine.worker import device_plan
 from quire.kernels.reference import ReferenceBackend
 from tests.engine.harness import Answer, request, run

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError, ModelError
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ConfigError, ModelError
 from quire.engine.layers.parameters import LoadableParameter
 from quire.engine.worker.loading.weight_loader import checkpoint_stream, load_weights
 from tests.engine.harness import request, run

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.engine_core import EngineCore
-from quire.engine.types import EngineCoreRequest
 from tests.engine.harness import request, run
 from tests.tiny_models import save_tiny_model
 

@@ -19,14 +19,14 @@ from torch.nn import functional
 
 from quire.engine.architecture.decoder import EMBED_TOKENS, LM_HEAD
 from quire.engine.checkpoint.model_resolver import read_model_config
-from quire.engine.config import EngineConfig, SpeculativeConfig
+from quire.engine.common.config import EngineConfig, SpeculativeConfig
+from quire.engine.common.types import Adapter, EngineCoreRequest, Grammar, ThinkingBudget
 from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
 from quire.engine.engine_core import EngineCore
 from quire.engine.layers.adapters import LoRALayerWeights
 from quire.engine.layers.parameters import ParameterTable
 from quire.engine.lora.target_modules import adaptable_modules
 from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter
-from quire.engine.types import Adapter, EngineCoreRequest, Grammar, ThinkingBudget
 from quire.engine.worker import backend_trials, device_memory, device_plan, startup
 from quire.engine.worker.draft_head_runner import DraftHeadRunner
 from quire.engine.worker.draft_model_runner import DraftModelRunner

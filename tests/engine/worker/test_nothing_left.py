@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.types import EngineCoreRequest, SamplingParams
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import InvalidRequest
 from quire.engine.text.bad_words import check_allowed_tokens_remain
-from quire.engine.types import EngineCoreRequest, SamplingParams
 from tests.engine.harness import request, run
 from tests.tiny_models import save_tiny_model
 

@@ -11,9 +11,9 @@ import torch
 from torch.utils import backend_registration
 
 from quire.engine.checkpoint.model_resolver import read_model_config
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ConfigError
 from quire.engine.worker import device_plan as devices
 from quire.engine.worker.device_plan import choose_compute_dtype_and_note, choose_device
 from quire.kernels.gpu import other_devices

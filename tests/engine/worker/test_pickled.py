@@ -15,9 +15,9 @@ from torch import Tensor
 
 from quire.engine.checkpoint.pickled import read_pickled_tensor_headers
 from quire.engine.checkpoint.tensor_headers import read_checkpoint_size, read_file_headers
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ModelError
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ModelError
 from quire.engine.worker.checkpoint_writer.quantize_checkpoint import quantize_folder
 from quire.engine.worker.loading.weight_loader import checkpoint_stream
 from quire.kernels.reference import ReferenceBackend

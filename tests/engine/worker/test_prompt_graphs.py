@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from quire.engine.checkpoint.kv_cache_plan import max_mixed_graph_tokens
-from quire.engine.core.scheduler_output import ScheduledRequest, SchedulerOutput
+from quire.engine.common.scheduler_output import ScheduledRequest, SchedulerOutput
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.engine_core import EngineCore
-from quire.engine.types import EngineCoreRequest
 from quire.engine.worker.graphs import decode_graphs, mixed_batch_graphs
 from quire.engine.worker.graphs.mixed_batch_graphs import NUM_PREFILL_ROWS, MixedBatchGraphs, MixedGraphKey
 from quire.engine.worker.input_batch import InputBatch, SlotStateTensors

@@ -13,8 +13,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from quire.engine.errors import InvalidRequest
-from quire.engine.types import Grammar, SamplingParams, ThinkingBudget
+from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.types import Grammar, SamplingParams, ThinkingBudget
 from quire.engine.worker.sampling.sampler import (
     HostLogitsProcessor,
     include_sampled_token,

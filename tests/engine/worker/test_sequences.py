@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.engine.core.scheduler_output import ScheduledRequest
+from quire.engine.common.scheduler_output import ScheduledRequest
 from quire.engine.worker.input_batch import InputBatch, SlotStateTensors
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.worker.checkpoint_writer.quantize_checkpoint import quantize_folder
 from quire.engine.worker.checkpoint_writer.smoothquant import fit_smoothing
 from quire.engine.worker.loading.forward_pass import ForwardPass

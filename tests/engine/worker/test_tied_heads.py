@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from quire.engine.checkpoint.model_resolver import read_model_config, read_raw_config
 from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.layers.parameters import LoadableParameter
 from quire.engine.worker.loading.weight_loader import load_weights
 from tests.engine.parity import edit_json, largest_difference, random_prompt

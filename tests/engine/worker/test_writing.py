@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ModelError
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ModelError
 from quire.engine.layers.schemes.online_quantization import quantize_float8, quantize_int8
 from quire.engine.worker.checkpoint_writer.quantize_checkpoint import quantize_folder
 from quire.kernels.cpu.backend import CpuBackend

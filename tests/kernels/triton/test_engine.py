@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.worker import model_runner
 from quire.engine.worker.sampling.device_sampler import sample_on_device

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter
 from quire.engine.worker.graphs import mixed_batch_graphs as prompt_graphs

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.architecture.norm import NormSpec
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.sublayer import activate_gate_up

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.errors import InvalidRequest, Overloaded
+from quire.engine.common.errors import InvalidRequest, Overloaded
 from quire.server.access.admission import Admission, AdmissionTicket
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant

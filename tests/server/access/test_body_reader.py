@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
-from quire.engine.errors import Overloaded
+from quire.engine.common.errors import Overloaded
 from quire.server.access.body_reader import READ_BODY_SCOPE_KEY, UNCOUNTED_BYTES, BodyBuffer, BodyReader, BodyTimeouts
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant

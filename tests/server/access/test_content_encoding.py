@@ -14,7 +14,7 @@ from backports import zstd
 from starlette.requests import Request
 from starlette.types import Message
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.server.access import content_encoding as encodings_module
 from quire.server.access.body_reader import BodyReader
 from quire.server.access.content_encoding import STEP_BYTES, BodyDecoder, BodyTooLarge

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 from quire.server.access.gateway_headers import FAIRNESS_HEADER, OBJECTIVE_HEADER, TrustedGateways
 from quire.server.config import ServerConfig
 from tests.server.api import open_api

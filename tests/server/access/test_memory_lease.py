@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from quire.engine.errors import Overloaded
+from quire.engine.common.errors import Overloaded
 from quire.server.access.body_reader import UNCOUNTED_BYTES
 from quire.server.access.memory_lease import MemoryLease, MemoryLeaseMiddleware, grow_request_lease
 from quire.server.access.rate_limits import RateLimits

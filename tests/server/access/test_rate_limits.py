@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.errors import RateLimited
+from quire.engine.common.errors import RateLimited
 from quire.server.access.rate_limits import RateLimits, TokenBucket, format_duration
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 from quire.server.access.tenants import Tenants
 from quire.server.config import ServerConfig
 

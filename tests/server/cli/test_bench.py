@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from quire.engine.errors import ConfigError, EngineError
+from quire.engine.common.errors import ConfigError, EngineError
 from quire.server.cli.bench import bench_report, start
 from quire.server.cli.bench.latency_stats import (
     BenchAnswer,

@@ -18,7 +18,7 @@ from quire.engine.checkpoint.kv_cache_plan import GIB
 from quire.engine.checkpoint.model_catalog import load_catalog, suggest_short_name
 from quire.engine.checkpoint.model_resolver import read_raw_config, resolve_model
 from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.server.cli.main import main
 from quire.server.cli.models import table
 from quire.server.cli.plan.machine import Machine, find_gpu

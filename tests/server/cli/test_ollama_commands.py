@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config import DEMO_MODEL
-from quire.engine.errors import ConfigError
+from quire.engine.common.config import DEMO_MODEL
+from quire.engine.common.errors import ConfigError
 from quire.server.cli.main import main
 from quire.server.cli.models.model_names import equivalent_names
 from quire.server.cli.run.vllm import translate_arguments

@@ -28,9 +28,9 @@ from quire.engine.checkpoint.kv_cache_plan import (
 from quire.engine.checkpoint.model_resolver import read_model_config, read_raw_config
 from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
 from quire.engine.checkpoint.tensor_headers import read_checkpoint_size
-from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
+from quire.engine.common.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
+from quire.engine.common.errors import ConfigError, ModelError
 from quire.engine.engine_core import EngineCore
-from quire.engine.errors import ConfigError, ModelError
 from quire.engine.families import find_decoder_family
 from quire.engine.images.multimodal_prompt import RequestImage, make_multimodal_prompt_builder
 from quire.engine.layers.rope import rope_table

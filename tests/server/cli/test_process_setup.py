@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.engine.errors import EngineError
+from quire.engine.common.errors import EngineError
 from quire.engine.processes.socket_folder import SocketFolder
 from tests.broken_folders import copy_demo
 from tests.e2e.server import free_port

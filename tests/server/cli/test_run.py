@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.errors import ConfigError, InvalidRequest
+from quire.engine.common.errors import ConfigError, InvalidRequest
 from quire.server.batches.batch_lines import (
     custom_id_or_line_name,
     find_duplicate_lines,

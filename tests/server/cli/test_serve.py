@@ -17,8 +17,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from quire.engine.config import DEMO_MODEL
-from quire.engine.errors import ConfigError
+from quire.engine.common.config import DEMO_MODEL
+from quire.engine.common.errors import ConfigError
 from quire.engine.link.process import _KERNELS
 from quire.server.cli.announcement import listen_url
 from quire.server.cli.main import main

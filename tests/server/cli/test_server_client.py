@@ -14,8 +14,8 @@ import httpx
 import pytest
 import trustme
 
-from quire.engine.errors import ConfigError, EngineError
-from quire.engine.types import EngineInfo
+from quire.engine.common.errors import ConfigError, EngineError
+from quire.engine.common.types import EngineInfo
 from quire.server.cli.announcement import curl_command
 from quire.server.cli.bench.stream_client import StreamClient
 from quire.server.cli.http_server import tls_context

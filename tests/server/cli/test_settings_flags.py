@@ -11,8 +11,8 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from quire.engine.config import PRESETS_FOLDER, EngineConfig
-from quire.engine.errors import ConfigError
+from quire.engine.common.config import PRESETS_FOLDER, EngineConfig
+from quire.engine.common.errors import ConfigError
 from quire.engine.settings.settings_reader import load_settings, preset_names
 from quire.engine.unsupported_options import flag_aliases, foreign_flags
 from quire.server.cli import main as cli

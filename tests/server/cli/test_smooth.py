@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 from quire.server.cli.quantize import main
 from quire.server.cli.quantize.calibration import read_tokenized_samples
 from tests.texts import byte_level_tokenizer

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError
+from quire.engine.common.types import EngineInfo
 from quire.engine.offline.in_process import InProcessLink
-from quire.engine.types import EngineInfo
 from quire.engine.worker.sampling import device_sampler
 from quire.server.cli import main as cli
 from quire.server.cli import verify as verify_command

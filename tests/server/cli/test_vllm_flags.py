@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError
 from quire.engine.offline.options import make_engine_config
 from quire.engine.unsupported_options import ForeignFlag, flag_aliases, foreign_flags
 from quire.server.cli.settings_flags import add_settings_flags

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from quire.engine.checkpoint.overrides import merge_overrides
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.server.cli.bench.serve import build_serve_bench_parser
 from quire.server.cli.bench.vllm_flags import apply_vllm_flags
 from quire.server.cli.settings_flags import add_settings_flags, parse_settings

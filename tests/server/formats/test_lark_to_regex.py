@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.engine.text.grammar_compiler import GrammarCompiler, make_grammar_vocabulary
 from quire.server.formats.lark_to_regex import lark_to_regex
 from tests.server.api import VOCAB_SIZE, open_api

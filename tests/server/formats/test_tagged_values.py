@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from quire.engine.common.types import Grammar
 from quire.engine.text.grammar_compiler import GrammarCompiler, make_grammar_vocabulary
-from quire.engine.types import Grammar
 from quire.server.formats.call_forms.call_form import CallForm
 from quire.server.formats.call_forms.tagged_arguments import TaggedArguments
 from quire.server.formats.grammar_composition import lark_literal_with_special_tokens

@@ -12,9 +12,9 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from quire.engine.common.types import Grammar
 from quire.engine.text.grammar_compiler import GrammarCompiler, json_grammar, make_grammar_vocabulary
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import Grammar
 from quire.server.formats.call_forms.slots import TAG
 from quire.server.formats.grammar_composition import add_thinking_grammar, either_grammar
 from quire.server.formats.reasoning_parser import ReasoningFormat

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, TokenLogprob
 from quire.engine.offline.in_process import InProcessLink
-from quire.engine.types import EngineCoreOutput, EngineCoreRequest, TokenLogprob
 from tests.server.api import VOCAB_SIZE, Api, make_app, open_api
 from tests.server.fake import FakeEngine, hashed
 from tests.tiny_models import save_tiny_model

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from quire.engine.errors import Timeout
+from quire.engine.common.errors import Timeout
+from quire.engine.common.types import EngineCoreRequest, SamplingParams
 from quire.engine.link.client import EngineClient
-from quire.engine.types import EngineCoreRequest, SamplingParams
 from tests.server.api import Api, open_api, parse_events
 from tests.server.fake import FakeEngine, scripted
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.errors import InvalidRequest, Overloaded
+from quire.engine.common.errors import InvalidRequest, Overloaded
 from quire.server.images import image_fetcher
 from quire.server.images.image_fetcher import ImageFetcher, is_public_address
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.engine.images.multimodal_prompt import make_multimodal_prompt_builder
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.config import ServerConfig

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.config import DEMO_MODEL
-from quire.engine.errors import ConfigError, ModelNotFound
+from quire.engine.common.config import DEMO_MODEL
+from quire.engine.common.errors import ConfigError, ModelNotFound
 from quire.server.multi_model.model_manager import ModelManager
 from quire.server.multi_model.models_config import ModelEntry, read_models_file
 from quire.server.runtime.model_runtime import ModelRuntime

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.engine.config import DEMO_MODEL
-from quire.engine.errors import ConfigError
+from quire.engine.common.config import DEMO_MODEL
+from quire.engine.common.errors import ConfigError
 from quire.engine.link.client import EngineClient
 from quire.server.access.tenants import Tenants
 from quire.server.config import ServerConfig

@@ -11,9 +11,9 @@ import jsonschema
 import pytest
 from msgspec.structs import replace
 
+from quire.engine.common.types import EngineCoreRequest, SamplingParams
 from quire.engine.core.request_history import StepEntry, Timeline
 from quire.engine.core.stats import StepRecord
-from quire.engine.types import EngineCoreRequest, SamplingParams
 from quire.server.observe import engine_trace as tracing
 from quire.server.observe.engine_trace import build_trace, phase_totals
 from tests.server.api import Api

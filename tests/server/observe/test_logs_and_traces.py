@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from quire.engine.common.errors import ConfigError
 from quire.engine.core.stats import EngineStats
-from quire.engine.errors import ConfigError
 from quire.engine.link.client import EngineClient
 from quire.server.observe.log_setup import JsonFormatter, access_log
 from quire.server.observe.request_spans import create_otlp_exporter

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from quire.engine.common.types import Adapter, EngineCoreOutput, EngineCoreRequest, SamplingParams
 from quire.engine.core.request_history import RequestHistory
 from quire.engine.core.stats import StepRecord
-from quire.engine.types import Adapter, EngineCoreOutput, EngineCoreRequest, SamplingParams
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
 from quire.server.observe.recent_answers import (

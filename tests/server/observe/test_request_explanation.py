@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, SamplingParams
 from quire.engine.core.request_history import RequestHistory
 from quire.engine.core.stats import StepRecord
-from quire.engine.types import EngineCoreOutput, EngineCoreRequest, SamplingParams
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
 from quire.server.observe.request_explanation import MAX_BATCH_MATES, MAX_STEPS, explain_request

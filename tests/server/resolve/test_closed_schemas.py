@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.engine.offline.params import StructuredOutputsParams
 from tests.server.resolve.test_tool_requests import HELLO, ONE, PATH, function, speaker, strict
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.messages import MessagesRequest
 from quire.server.protocol.responses import ResponsesRequest

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.types import Grammar, SamplingParams
 from quire.engine.text.grammar_compiler import GrammarCompiler, json_grammar, make_grammar_vocabulary
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import Grammar, SamplingParams
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.types import Grammar
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.grammar_compiler import GrammarCompiler, make_grammar_vocabulary
-from quire.engine.types import Grammar
 from quire.server.formats.thinking_switch import ThinkingSwitch
 from tests.server.resolve.test_tool_requests import HELLO, ONE, PATH, TOOLS, prompt, speaker
 from tests.texts import CHATML, byte_level_tokenizer

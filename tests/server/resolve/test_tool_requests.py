@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai import BadRequestError
 
+from quire.engine.common.types import SamplingParams
 from quire.engine.link.client import EngineClient
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import SamplingParams
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.formats.tools.tool_call_sink import ToolCallDelta

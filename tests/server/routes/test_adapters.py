@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 from transformers import AutoModelForCausalLM
 
 from quire.engine.checkpoint.model_resolver import read_model_config
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 from quire.engine.link.client import EngineClient
 from quire.engine.lora.target_modules import adaptable_modules
 from quire.engine.offline.in_process import InProcessLink

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from openai.types import Decision
 
-from quire.engine.types import EngineCoreOutput, EngineCoreRequest, TokenLogprob
+from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, TokenLogprob
 from tests.server.api import NAME, Api, open_api
 from tests.server.fake import FakeEngine, scripted
 from tests.texts import CHATML, byte_level_tokenizer

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import tokenizers
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.types import TokenLogprob
 from quire.engine.text.bad_words import bad_words_ids
-from quire.engine.types import TokenLogprob
 from quire.server.generation.choice_state import has_repetition
 from quire.server.generation.request_specs import RepetitionRule
 from quire.server.resolve.prompts import INFILL_TOKENS, build_infill_ids

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.engine.config import DEMO_MODEL
+from quire.engine.common.config import DEMO_MODEL
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.config import ServerConfig
 from tests.server.api import NAME, Api, open_api

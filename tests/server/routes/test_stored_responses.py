@@ -15,7 +15,7 @@ import pytest
 from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
 
-from quire.engine.errors import Overloaded
+from quire.engine.common.errors import Overloaded
 from quire.server.resolve.other_apis import history
 from quire.server.routes.data_dir import conversations
 from quire.server.store.database import DATABASE_FILE

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.engine.config import DEMO_MODEL
+from quire.engine.common.config import DEMO_MODEL
 from quire.engine.link.client import EngineClient
 from quire.engine.offline.in_process import InProcessLink
 from quire.engine.receipts.receipt import parse_receipt_json

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 from tests.server.api import Api, make_app, open_api
 from tests.server.fake import FakeEngine, scripted
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.engine.link.answering import Answering
 from quire.server.batches.output_files import finish_batch
 from quire.server.peers import make_blocking_data_dir_call

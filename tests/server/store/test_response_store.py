@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.errors import ConfigError, InvalidRequest
+from quire.engine.common.errors import ConfigError, InvalidRequest
 from quire.server.store import response_store as store_module
 from quire.server.store.data_dir import open_data_dir
 from quire.server.store.database import DATABASE_FILE, ROW_OVERHEAD_BYTES, Database

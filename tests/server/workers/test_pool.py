@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.errors import ContextLengthExceeded, EngineError, InvalidRequest, Overloaded
+from quire.engine.common.errors import ContextLengthExceeded, EngineError, InvalidRequest, Overloaded
 from quire.engine.processes.child import Child
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant

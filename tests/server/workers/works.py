@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from quire.engine.errors import ContextLengthExceeded
+from quire.engine.common.errors import ContextLengthExceeded
 from quire.server.config import ServerConfig
 from quire.server.served_model import ServedModel
 

@@ -19,11 +19,11 @@ from quire.engine.checkpoint.model_resolver import (
     resolve_model,
     resolve_weights,
 )
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, ModelError
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError, ModelError
+from quire.engine.common.folder_reader import convert_parsed_json, read_json_if_present
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.families.base.schema.config_schema import GenerationConfigFields
-from quire.engine.folder_reader import convert_parsed_json, read_json_if_present
 
 _CONFIG_FILE, _GENERATION_CONFIG_FILE = "config.json", "generation_config.json"
 _NESTED_CONFIG_SUFFIX = "_config"

@@ -15,8 +15,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from quire.engine.errors import ModelError
-from quire.engine.folder_reader import MIB, open_if_present
+from quire.engine.common.errors import ModelError
+from quire.engine.common.folder_reader import MIB, open_if_present
 
 WEIGHTS_FILE, INDEX_FILE = "pytorch_model.bin", "pytorch_model.bin.index.json"
 SUFFIX = ".bin"

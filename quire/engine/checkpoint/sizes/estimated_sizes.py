@@ -14,7 +14,7 @@ from quire.engine.architecture.kv_cache_spec import PagedState
 from quire.engine.checkpoint.config_reader import has_quire_family
 from quire.engine.checkpoint.sizes.decoder_sizes import DecoderSizes
 from quire.engine.checkpoint.transformers_classes import class_rejection_reason
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.families.base.layer_types import unserved_layer_windows
 from quire.engine.families.base.moe_fields import moe_layer_mask, shared_expert_width
 from quire.engine.families.base.schema.config_schema import SIZE_FIELD_ALIASES

@@ -29,7 +29,7 @@ from quire.engine.checkpoint.sizes.estimated_sizes import (
     unknown_state_notes,
 )
 from quire.engine.checkpoint.transformers_classes import class_rejection_reason
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.images.vision_config import count_vision_and_linear_parameters
 
 

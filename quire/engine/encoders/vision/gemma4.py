@@ -13,6 +13,7 @@ from torch import Tensor
 from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.mlp import MLPSpec
 from quire.engine.architecture.norm import NormSpec
+from quire.engine.common.types import Image
 from quire.engine.encoders.encoder_chunks import chunk_cost, count_kv_blocks, make_chunks_with_metadata
 from quire.engine.encoders.vision.tower import (
     ChannelLastPatchEmbedding,
@@ -27,7 +28,6 @@ from quire.engine.layers.builders import build_sublayer
 from quire.engine.layers.parameters import LoadableParameter, ParameterTable, make_loadable_parameter, merge_parameters
 from quire.engine.layers.schemes.clipped import ClippedScheme
 from quire.engine.layers.sublayer import BuildContext, ForwardContext
-from quire.engine.types import Image
 from quire.kernels.backend import NO_ADAPTERS
 
 _TOWER, _EMBEDDER = "vision_tower", "embed_vision"

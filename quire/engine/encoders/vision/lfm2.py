@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.engine.common.types import Image
 from quire.engine.encoders.vision.projectors import PixelShuffleMLP
 from quire.engine.encoders.vision.square_tower import siglip_spec
 from quire.engine.encoders.vision.tower import (
@@ -21,7 +22,6 @@ from quire.engine.encoders.vision.tower import (
 )
 from quire.engine.families.vision.lfm2_vl import Lfm2VisionSpec
 from quire.engine.layers.parameters import ParameterTable, make_loadable_parameter, merge_parameters
-from quire.engine.types import Image
 
 _TOWER = "vision_tower"
 

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.engine.common.types import Image
 from quire.engine.encoders.vision.projectors import MLPProjector
 from quire.engine.encoders.vision.square_tower import SquareTower, clip_spec, siglip_spec
 from quire.engine.encoders.vision.tower import ChunkedEncoding, Tower, TowerBuildContext, normalize_pixels
 from quire.engine.families.vision.llava import LlavaVisionSpec
 from quire.engine.layers.parameters import ParameterTable, make_loadable_parameter
-from quire.engine.types import Image
 
 _TOWER = "vision_tower"
 _PROJECTOR = "multi_modal_projector"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.architecture.encoder import EncoderWeightNames
+from quire.engine.common.types import Image
 from quire.engine.encoders.vision.projectors import MLPProjector
 from quire.engine.encoders.vision.tower import (
     ChunkedEncoding,
@@ -24,7 +25,6 @@ from quire.engine.encoders.vision.tower import (
 from quire.engine.families.vision.pixtral import PixtralVisionSpec
 from quire.engine.layers.norm import LayerNormWeights
 from quire.engine.layers.parameters import ParameterTable, merge_parameters
-from quire.engine.types import Image
 from quire.kernels.backend import NO_ADAPTERS
 
 _TOWER, _PROJECTOR = "vision_tower", "multi_modal_projector"

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.engine.architecture.encoder import parse_encoder_activation
+from quire.engine.common.errors import ModelError
 from quire.engine.encoders.vision.tower import TowerBuildContext
-from quire.engine.errors import ModelError
 from quire.engine.families.base.vision.vision_spec import TowerShape
 from quire.engine.layers.norm import LayerNormWeights
 from quire.engine.layers.parameters import ParameterTable, make_loadable_parameter, merge_parameters

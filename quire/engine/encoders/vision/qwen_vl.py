@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.architecture.encoder import EncoderWeightNames
+from quire.engine.common.types import Image
 from quire.engine.encoders.encoder_chunks import MAX_CHUNK_TOKENS
 from quire.engine.encoders.vision.tower import (
     ChunkedEncoding,
@@ -28,7 +29,6 @@ from quire.engine.families.vision.qwen_vl import QwenVisionSpec
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.norm import LayerNormWeights
 from quire.engine.layers.parameters import ParameterTable, make_loadable_parameter, merge_parameters
-from quire.engine.types import Image
 from quire.kernels.backend import NO_ADAPTERS
 from quire.kernels.gpu.host_transfer import upload_arrays
 from quire.kernels.parameters.activation import GELU

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.engine.architecture.encoder import EncoderSpec, EncoderWeightNames
+from quire.engine.common.types import Image
 from quire.engine.encoders.vision.projectors import Projector
 from quire.engine.encoders.vision.tower import (
     ChunkedEncoding,
@@ -24,7 +25,6 @@ from quire.engine.families.base.vision.vision_spec import PixelNormalization, To
 from quire.engine.families.vision.internvl import InternVLVisionSpec
 from quire.engine.layers.norm import LayerNormWeights
 from quire.engine.layers.parameters import LoadableParameter, ParameterTable, make_loadable_parameter, merge_parameters
-from quire.engine.types import Image
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from quire.engine.architecture.encoder import EncoderSpec, EncoderWeightNames, parse_encoder_activation
+from quire.engine.common.types import Image
 from quire.engine.encoders.encoder import Encoder
 from quire.engine.encoders.encoder_chunks import run_all_chunks
 from quire.engine.families.base.vision.vision_spec import PixelNormalization, TowerShape
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.parameters import ParameterTable
 from quire.engine.layers.schemes import QuantizationScheme, UnquantizedScheme
-from quire.engine.types import Image
 from quire.kernels.backend import NO_ADAPTERS, Backend
 from quire.kernels.gpu.host_transfer import upload_arrays
 

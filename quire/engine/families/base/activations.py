@@ -1,6 +1,6 @@
 """What config.json calls the functions in MLPs."""
 
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.families.base.model_config import ModelConfig
 
 _ACTIVATION_KINDS = {

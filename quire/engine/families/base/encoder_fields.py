@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.engine.architecture.encoder import EncoderSpec, parse_encoder_activation
 from quire.engine.architecture.pooler_head import HeadLayerSpec
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.families.base.model_config import ModelConfig
 
 

@@ -12,7 +12,7 @@ from quire.engine.architecture.mlp import MLPSpec
 from quire.engine.architecture.moe import MoELayerSpec
 from quire.engine.architecture.norm import NormSpec
 from quire.engine.architecture.sublayer import SublayerSpec
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.families.base.base_spec import base_decoder_spec
 from quire.engine.families.base.config_fields import SpecFields, read_fields
 from quire.engine.families.base.gguf.gguf_format import GGUFFormat

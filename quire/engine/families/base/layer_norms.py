@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.engine.architecture.norm import NormSpec
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.families.base.activations import hidden_activation
 from quire.engine.families.base.config_fields import SpecFields
 from quire.engine.families.base.family import DecoderFamily

@@ -5,7 +5,7 @@ from typing import Any
 
 from quire.engine.architecture.norm import NormSpec
 from quire.engine.architecture.recurrent import Mamba2LayerSpec
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.families.base.config_fields import read_required_sizes
 from quire.engine.families.base.layer_types import fill_layer_types
 from quire.engine.families.base.model_config import ModelConfig

@@ -5,7 +5,7 @@ from typing import Any
 
 from quire.engine.architecture.norm import NormSpec
 from quire.engine.architecture.recurrent import MambaLayerSpec
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.families.base.config_fields import read_required_sizes
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.families.base.weight_names import LayerModules

@@ -7,7 +7,7 @@ from quire.engine.architecture.mla import MLALayerSpec
 from quire.engine.architecture.norm import NormSpec
 from quire.engine.architecture.rope import yarn_softmax_scale_factor
 from quire.engine.architecture.sublayer import SublayerSpec
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.families.base.config_fields import ConfigReader
 from quire.engine.families.base.model_config import ModelConfig
 from quire.kernels.parameters.latent import MAX_ROPE_DIM

@@ -9,7 +9,7 @@ from typing import Any
 from quire.engine.architecture.decoder import DecoderSpec
 from quire.engine.architecture.moe import MoELayerSpec, SharedExpertSpec
 from quire.engine.architecture.norm import NormSpec
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.families.base.config_fields import ConfigReader, SpecFields, field_reader, flag_reader, read_fields
 from quire.engine.families.base.model_config import ModelConfig
 from quire.kernels.parameters.routing import Routing

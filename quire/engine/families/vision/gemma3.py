@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import TYPE_CHECKING
 
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
+from quire.engine.common.types import Image as Content
 from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
 from quire.engine.families.base.vision.vision_spec import ImageLayout, TokenSpeller, VisionConfig, VisionSpec
-from quire.engine.types import Image as Content
 
 if TYPE_CHECKING:
     from PIL import Image

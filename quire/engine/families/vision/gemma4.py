@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from quire.engine.common.types import Image as Content
 from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
 from quire.engine.families.base.vision.vision_spec import (
     ImageLayout,
@@ -17,7 +18,6 @@ from quire.engine.families.base.vision.vision_spec import (
     VisionConfig,
     VisionSpec,
 )
-from quire.engine.types import Image as Content
 
 if TYPE_CHECKING:
     from PIL import Image

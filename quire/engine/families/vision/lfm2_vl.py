@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
+from quire.engine.common.types import Image as Content
 from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
 from quire.engine.families.base.vision.vision_spec import (
     ImageLayout,
@@ -19,7 +20,6 @@ from quire.engine.families.base.vision.vision_spec import (
     choose_nearest_grid,
     iter_squares_of_image,
 )
-from quire.engine.types import Image as Content
 
 if TYPE_CHECKING:
     from PIL import Image

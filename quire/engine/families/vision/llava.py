@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
+from quire.engine.common.types import Image as Content
 from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
 from quire.engine.families.base.vision.vision_spec import (
     CLIP_MEAN,
@@ -25,7 +26,6 @@ from quire.engine.families.base.vision.vision_spec import (
     VisionSpec,
 )
 from quire.engine.families.vision.pixtral import PixtralVisionSpec, pixtral_vision_spec
-from quire.engine.types import Image as Content
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quire.engine.common.types import Image as Content
 from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
 from quire.engine.families.base.vision.vision_spec import (
     CLIP_MEAN,
@@ -18,7 +19,6 @@ from quire.engine.families.base.vision.vision_spec import (
     TokenSpeller,
     VisionConfig,
 )
-from quire.engine.types import Image as Content
 
 if TYPE_CHECKING:
     from PIL import Image

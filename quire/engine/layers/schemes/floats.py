@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.checkpoint.quantization import WeightFormat
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.layers.schemes import TensorSpec
 from quire.engine.layers.schemes.integers import broadcast_to_groups
 from quire.engine.layers.schemes.mixed import LinearFormat

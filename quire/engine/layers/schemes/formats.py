@@ -11,7 +11,7 @@ import torch
 from quire.engine.architecture.decoder import LM_HEAD
 from quire.engine.checkpoint.quantization import WeightFormat, WeightFormatRules
 from quire.engine.checkpoint.tensor_headers import TensorHeader
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.layers.schemes import TensorSpec
 from quire.engine.layers.schemes.floats import (
     BitsAndBytesInt8Format,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.checkpoint.quantization import WeightFormat
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.layers.schemes import TensorSpec
 from quire.engine.layers.schemes.mixed import LinearFormat
 from quire.kernels.quantized_tensors import GroupedWeight

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.engine.architecture.decoder import LayerSpec
 from quire.engine.architecture.norm import NormSpec
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import LoadableParameter, ParameterTable

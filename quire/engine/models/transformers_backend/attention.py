@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.engine.checkpoint.kv_cache_groups import KVCacheGroups
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.models.transformers_backend.interface import AttentionCall
 from quire.engine.models.transformers_backend.probe import TransformersAttentionSpec
 from quire.kernels.attention_params import AttentionParams

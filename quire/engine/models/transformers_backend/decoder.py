@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
 from quire.engine.checkpoint.transformers_classes import first_position_id
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.parameters import LoadableParameter, ParameterTable, identity
 from quire.engine.layers.schemes import UnquantizedScheme

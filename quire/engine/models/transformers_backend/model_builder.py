@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.models.transformers_backend.interface import INTERFACE_NAME, register_interfaces
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.norm import NormSpec
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.layers.attention import PagedKVSublayer
 from quire.engine.layers.builders import build_sublayer
 from quire.engine.layers.parameters import ParameterTable

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from quire.engine.architecture.decoder import DecoderSpec
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.layers.shard import ModelShard
 from quire.engine.models.transformers_backend.model_builder import build_model

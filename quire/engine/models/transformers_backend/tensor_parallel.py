@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.layers.shard import FULL_LINEAR, LinearSlice, ModelShard
 from quire.engine.models.transformers_backend.experts import QuireExperts
 from quire.engine.models.transformers_backend.model_builder import build_model, find_body_and_name

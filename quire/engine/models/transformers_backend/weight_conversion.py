@@ -16,7 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from quire.engine.checkpoint.tensor_headers import text_tensor_name
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.models.transformers_backend.model_builder import build_model
 
 _NON_TEXT = re.compile(r"(^|[._])(vision|visual|image|img|audio|speech|multi_modal|mm)(_|\.|$)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.engine.text.conversation.adaptation_rules import AdaptationRule, Fix
 from quire.engine.text.conversation.message_units import Message, MessageUnit
 from quire.engine.text.conversation.planner import Adaptation, ConversationPlan, ConversationPlanner

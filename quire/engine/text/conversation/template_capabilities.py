@@ -9,7 +9,7 @@ from datetime import datetime
 from itertools import product
 from typing import Any
 
-from quire.engine import clock
+from quire.engine.common import clock
 from quire.engine.text.chat_messages import with_content_parts
 from quire.engine.text.conversation.message_units import Message
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.checkpoint.tensor_headers import text_tensor_name
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ModelError
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ModelError
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.layers.sublayer import SmoothableNorm, Sublayer
 from quire.engine.worker.loading.forward_pass import compute_hidden_states, load_standalone_model_and_backend

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.core.scheduler_output import SchedulerOutput
+from quire.engine.common.scheduler_output import SchedulerOutput
 from quire.engine.worker.graphs.graph_capture import CapturedGraph, GraphOutputs, GraphSet
 from quire.engine.worker.input_batch import InputBatch
 from quire.kernels.collective import Collective

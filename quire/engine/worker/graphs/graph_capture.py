@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 from quire.kernels.collective import Collective, RankEnded
 from quire.kernels.device.error_messages import describe_kernel_error
 from quire.kernels.probes.backend_probe import GraphCapture

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.checkpoint.kv_cache_plan import MAX_MIXED_GRAPHS, MIXED_GRAPH_DECODE_SIZES, MIXED_GRAPH_PREFILL_SIZES
-from quire.engine.core.scheduler_output import SchedulerOutput
+from quire.engine.common.scheduler_output import SchedulerOutput
 from quire.engine.worker.graphs.decode_graphs import graph_block_counts
 from quire.engine.worker.graphs.graph_capture import CapturedGraph, GraphOutputs, GraphSet
 from quire.engine.worker.input_batch import InputBatch, expand_ends_to_samples

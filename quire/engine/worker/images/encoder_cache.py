@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.core.scheduler_output import EncoderChunk, NewRequestData, ScheduledRequest, SchedulerOutput
+from quire.engine.common.scheduler_output import EncoderChunk, NewRequestData, ScheduledRequest, SchedulerOutput
+from quire.engine.common.types import Image, MediaSpan
 from quire.engine.encoders.vision.tower import ChunkedEncoding, Tower
 from quire.engine.families.base.vision.vision_spec import VisionSpec
 from quire.engine.images.vision_config import ENCODER_CACHE_BYTES
 from quire.engine.models.decoder import MediaEmbeddings
-from quire.engine.types import Image, MediaSpan
 from quire.engine.worker.images.image_positions import ImagePositions
 from quire.kernels.gpu.host_transfer import upload_arrays
 

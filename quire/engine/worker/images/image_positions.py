@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from quire.engine.core.scheduler_output import NewRequestData, ScheduledRequest
+from quire.engine.common.scheduler_output import NewRequestData, ScheduledRequest
 from quire.engine.families.base.vision.vision_spec import VisionSpec
 from quire.kernels.backend import AttentionMetadata, BidirectionalSpans
 from quire.kernels.gpu.host_transfer import upload_arrays

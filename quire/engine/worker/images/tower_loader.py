@@ -12,7 +12,8 @@ import torch
 from quire.engine.checkpoint.kv_cache_plan import QUANTIZED_BITS
 from quire.engine.checkpoint.layer_placement import split_layers_into_stages
 from quire.engine.checkpoint.model_resolver import resolve_weights
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.types import NO_IMAGES_REASON
 from quire.engine.encoders.vision.tower import TowerBuildContext
 from quire.engine.encoders.vision.tower_factory import make_tower
 from quire.engine.families.base.model_config import ModelConfig
@@ -20,7 +21,6 @@ from quire.engine.families.base.vision.vision_spec import VisionSpec
 from quire.engine.images.vision_config import read_vision_spec
 from quire.engine.layers.schemes import UnquantizedScheme
 from quire.engine.layers.schemes.online_quantization import OnlineQuantizedScheme
-from quire.engine.types import NO_IMAGES_REASON
 from quire.engine.worker.device_plan import DevicePlan
 from quire.engine.worker.images.encoder_cache import ImageEncoderCache, make_dummy_image
 from quire.engine.worker.loading.weight_loader import dummy_stream, image_weight_stream, load_weights

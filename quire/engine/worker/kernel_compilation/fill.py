@@ -18,7 +18,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 
 from quire.engine.checkpoint.model_resolver import read_model_config
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.layers.schemes import UnquantizedScheme
 from quire.engine.layers.sublayer import BuildContext

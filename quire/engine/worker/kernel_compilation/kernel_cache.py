@@ -9,7 +9,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 
 _CACHE_VARIABLE = "TRITON_CACHE_DIR"
 SHIPPED_KERNELS = Path(sys.prefix, "share", "quire-kernels")

@@ -17,13 +17,13 @@ import torch
 from safetensors import safe_open
 
 from quire.engine.architecture.decoder import DecoderSpec
-from quire.engine.config import EngineConfig
-from quire.engine.errors import QuireError, refuse_setting_if
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import QuireError, refuse_setting_if
+from quire.engine.common.types import Adapter
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.layers.adapters import AdapterManager, LoRALayerWeights, PackedAdapter
 from quire.engine.lora.adapter_files import WEIGHTS_FILE, read_adapter_specs
 from quire.engine.lora.target_modules import ModuleShapes, adaptable_modules, effective_max_cpu_loras
-from quire.engine.types import Adapter
 from quire.engine.worker.loading.weight_mapper import WeightMapper
 from quire.kernels.backend import Backend
 from quire.kernels.gpu.other_devices import is_other_device

@@ -11,8 +11,8 @@ from quire.engine.checkpoint.kv_cache_plan import is_embedding_quantized
 from quire.engine.checkpoint.mtp_names import MTPTensorNames
 from quire.engine.checkpoint.quantization import is_unneeded_scale, parse_quantization_config
 from quire.engine.checkpoint.tensor_headers import read_tensor_headers, text_tensor_name
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.gguf.header import GGUFHeader
 from quire.engine.gguf.model_files import read_gguf_header

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.checkpoint.overrides import resolve_model_with_overrides
-from quire.engine.config import EngineConfig
-from quire.engine.errors import InvalidRequest, check_task
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import InvalidRequest, check_task
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker.device_memory import (
     allocate_kv_blocks,

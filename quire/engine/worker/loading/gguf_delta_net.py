@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.architecture.recurrent import DeltaNetSpec
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.families import find_decoder_family
 from quire.engine.families.base.gguf.gguf_format import GGUFFormat
 from quire.engine.families.base.model_config import ModelConfig

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
+from quire.engine.common.folder_reader import open_if_present
 from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.folder_reader import open_if_present
 from quire.engine.gguf.header import GGUFHeader, GGUFTensor
 from quire.engine.gguf.tensor_names import checkpoint_names
 from quire.engine.gguf.tensor_types import GGMLType

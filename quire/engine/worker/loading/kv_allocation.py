@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.engine.checkpoint.kv_cache_groups import max_draft_tokens_per_step
 from quire.engine.checkpoint.kv_cache_plan import StateSlotCounts
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.worker.device_memory import allocate_kv_blocks_checked, allocate_slot_states, explain_out_of_memory
 from quire.engine.worker.device_plan import DevicePlan, make_graph_capture
 from quire.engine.worker.input_batch import InputBatch, SlotStateTensors

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from quire.engine.checkpoint.tensor_headers import find_weight_files, text_tensor_name
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ModelError
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ModelError
 from quire.engine.worker.loading.weight_loader import iter_file_tensors
 from quire.kernels.kv_quantization import KVScales
 

@@ -9,7 +9,7 @@ from quire.engine.checkpoint.kv_cache_groups import build_kv_cache_groups, setti
 from quire.engine.checkpoint.layer_placement import split_layers_into_stages, stage_kv_cache_groups
 from quire.engine.checkpoint.model_resolver import resolve_weights
 from quire.engine.checkpoint.pooling import read_pooling_and_tasks
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.layers.sublayer import BuildContext
 from quire.engine.worker.device_plan import DevicePlan

@@ -11,13 +11,13 @@ from quire.engine.architecture.encoder import EncoderSpec
 from quire.engine.architecture.pooler_head import HeadLayerSpec
 from quire.engine.checkpoint.model_resolver import resolve_model
 from quire.engine.checkpoint.pooling import PoolingConfig
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError
+from quire.engine.common.types import Task
 from quire.engine.layers.pooler_head import PoolerHead
 from quire.engine.layers.pooling import Pooler, PoolerHeadFunction, make_pooler_head
 from quire.engine.models.decoder import Decoder
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import Task
 from quire.engine.worker.loading.model.loaded_model import LoadedModel
 from quire.kernels.backend import Backend
 

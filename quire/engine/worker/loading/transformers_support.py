@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, ModelError, refuse_setting_if
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError, ModelError, refuse_setting_if
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.models.decoder import Decoder, KVCache
 from quire.kernels.backend import AttentionMetadata, Backend

@@ -15,7 +15,7 @@ from quire.engine.checkpoint.family_spec import build_encoder_spec
 from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.checkpoint.quantization import is_unneeded_scale
 from quire.engine.checkpoint.tensor_headers import find_weight_files, read_tensor_headers
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.families import find_encoder_family
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.gguf.model_files import read_gguf_header

@@ -6,8 +6,8 @@ import hashlib
 
 from quire.engine.checkpoint.model_resolver import resolve_weights
 from quire.engine.checkpoint.tensor_headers import find_weight_files
-from quire.engine.config import EngineConfig
-from quire.engine.folder_reader import open_required
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.folder_reader import open_required
 from quire.engine.gguf.model_files import read_gguf_header
 
 _NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096

@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quire.engine.checkpoint.tensor_headers import find_weight_files, is_pickled, text_tensor_name, vision_tensor_name
-from quire.engine.errors import ModelError
-from quire.engine.folder_reader import open_required
+from quire.engine.common.errors import ModelError
+from quire.engine.common.folder_reader import open_required
 from quire.engine.layers.parameters import ParameterTable
 
 TensorStream = Iterator[tuple[str, Tensor]]

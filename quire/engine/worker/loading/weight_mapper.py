@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.engine.architecture.recurrent import DeltaNetSpec, Mamba2LayerSpec, MambaLayerSpec
 from quire.engine.checkpoint.config_reader import find_weight_names
 from quire.engine.checkpoint.tensor_headers import TensorHeader, text_tensor_name
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.families.base.weight_names import LAYER_MODULE_PATTERN, WeightNames, rope_head_permutation
 from quire.engine.models import decoder_spec

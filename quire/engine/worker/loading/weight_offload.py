@@ -19,8 +19,8 @@ from quire.engine.checkpoint.layer_placement import (
     max_streamed_layers,
     min_streamed_layers,
 )
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, refuse_setting_if
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError, refuse_setting_if
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.layers.schemes import QuantizationScheme
 from quire.engine.models.decoder import Decoder

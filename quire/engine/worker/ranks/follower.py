@@ -21,8 +21,8 @@ from typing import BinaryIO
 
 import msgspec
 
-from quire.engine.config import EngineConfig
-from quire.engine.errors import QuireError
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import QuireError
 from quire.engine.processes.child import end_with_parent, killed_with_parent, read_configuration
 from quire.engine.worker.ranks.follower_rank import FollowerRank, PipelineStageRank, TensorParallelRank
 from quire.engine.worker.ranks.rank_messages import (

@@ -11,13 +11,13 @@ from pathlib import Path
 from quire.engine.checkpoint.kv_cache_groups import apply_context_settings
 from quire.engine.checkpoint.kv_cache_plan import StateSlotCounts
 from quire.engine.checkpoint.overrides import load_model_config, resolve_model_with_overrides
-from quire.engine.config import EngineConfig
-from quire.engine.core.scheduler_output import SchedulerOutput
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.scheduler_output import SchedulerOutput
+from quire.engine.common.types import Adapter
 from quire.engine.layers.shard import ModelShard
 from quire.engine.lora.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from quire.engine.replicas.cores import stay_on
 from quire.engine.text.grammar_compiler import GrammarCompiler
-from quire.engine.types import Adapter
 from quire.engine.worker.device_memory import available_kv_bytes, explain_weights_out_of_memory
 from quire.engine.worker.device_plan import choose_device_plan, configure_cpu
 from quire.engine.worker.draft_head_runner import DraftHeadRunner

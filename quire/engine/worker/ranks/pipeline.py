@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from quire.engine.config import EngineConfig
-from quire.engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker.device_plan import DevicePlan
 from quire.engine.worker.draft_head_runner import DraftHeadRunner

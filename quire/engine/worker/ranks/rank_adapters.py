@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from quire.engine.types import Adapter
+from quire.engine.common.types import Adapter
 from quire.engine.worker.loading.adapter_loader import ModelAdapterLoader
 
 _WAIT_SECONDS = 1.0

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from quire.engine.core.executor import AdapterLoader, CollectiveRPC
+from quire.engine.common.executor import AdapterLoader, CollectiveRPC
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker.draft_head_runner import DraftHeadRunner
 from quire.engine.worker.loading.model_loader import LoadedModel

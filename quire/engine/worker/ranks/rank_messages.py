@@ -10,8 +10,8 @@ from typing import Any, BinaryIO, Literal
 
 import msgspec
 
-from quire.engine.core.scheduler_output import HeadDraftRequest, SchedulerOutput
-from quire.engine.types import Adapter
+from quire.engine.common.scheduler_output import HeadDraftRequest, SchedulerOutput
+from quire.engine.common.types import Adapter
 
 FRAME_HEADER = struct.Struct("<Q")
 """Before each message in a pipe."""
@@ -113,7 +113,7 @@ class AwaitAdapterCommand(msgspec.Struct, frozen=True, tag=True):
 
 
 class CallCommand(msgspec.Struct, frozen=True, tag=True):
-    """Call something, as `encode_call` of engine/core/executor.py writes it. Answered by Called."""
+    """Call something, as `encode_call` of engine/common/executor.py writes it. Answered by Called."""
 
     content: bytes
 

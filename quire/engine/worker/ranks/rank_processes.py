@@ -17,16 +17,16 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from quire.engine.config import EngineConfig
-from quire.engine.core.executor import AdapterLoader, CollectiveRPC
-from quire.engine.errors import ConfigError, EngineError
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError, EngineError
+from quire.engine.common.executor import AdapterLoader, CollectiveRPC
+from quire.engine.common.types import Adapter
 from quire.engine.lora.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from quire.engine.models.decoder import Decoder
 from quire.engine.processes.child import Child, module
 from quire.engine.processes.exit_cause import exit_cause
 from quire.engine.processes.procfs import Stopped
 from quire.engine.replicas.cores import allowed_cores, node_cores, stay_on
-from quire.engine.types import Adapter
 from quire.engine.worker.device_plan import DevicePlan
 from quire.engine.worker.ranks.rank_group import RankGroup
 from quire.engine.worker.ranks.rank_messages import (

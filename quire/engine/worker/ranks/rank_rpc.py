@@ -15,7 +15,7 @@ from quire.engine.processes.procfs import resident_bytes
 @dataclass(frozen=True, slots=True)
 class RankWorker:
     """A rank, as such a function sees it. Its methods are what may be called by name: METHODS of
-    engine/core/executor.py."""
+    engine/common/executor.py."""
 
     rank: int
     world_size: int
@@ -35,7 +35,7 @@ class RankWorker:
 
 
 def run_rank_call(worker: RankWorker, content: bytes) -> bytes:
-    """What a call, as `encode_call` of engine/core/executor.py writes it, gives on this rank, or why it failed."""
+    """What a call, as `encode_call` of engine/common/executor.py writes it, gives on this rank, or why it failed."""
     try:
         path, call = pickle.loads(content)
         sys.path += [each for each in path if each not in sys.path]  # for the function's module, and what it imports

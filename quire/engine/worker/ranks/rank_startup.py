@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 
 from quire.engine.checkpoint.model_resolver import resolve_weights
-from quire.engine.config import EngineConfig
-from quire.engine.errors import refuse_setting_if
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import refuse_setting_if
 from quire.engine.settings.class_import import import_class
 from quire.engine.worker.device_plan import DevicePlan, can_capture_decodes, kv_cache_dtype_name
 from quire.engine.worker.ranks.pipeline import Stages

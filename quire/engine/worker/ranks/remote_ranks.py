@@ -23,8 +23,8 @@ import torch
 from quire.engine import VERSION
 from quire.engine.checkpoint.kv_cache_groups import apply_context_settings
 from quire.engine.checkpoint.overrides import load_model_config, resolve_model_with_overrides
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError
 from quire.engine.worker.ranks.rank_messages import (
     FRAME_HEADER,
     Inbox,

@@ -12,8 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError
 from quire.engine.worker.device_plan import DevicePlan
 from quire.engine.worker.ranks.rank_messages import StartCommand
 from quire.kernels.collective import Collective, RankEnded

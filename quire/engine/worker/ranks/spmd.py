@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from quire.engine.core.executor import PendingOutput
-from quire.engine.core.scheduler_output import HeadDraftRequest, ModelRunnerOutput, NewRequestData, SchedulerOutput
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
+from quire.engine.common.executor import PendingOutput
+from quire.engine.common.scheduler_output import HeadDraftRequest, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from quire.engine.common.types import SamplingParams
 from quire.engine.layers.shard import ModelShard
-from quire.engine.types import SamplingParams
 from quire.engine.worker.draft_head_runner import DraftHeadRunner
 from quire.engine.worker.loading.model.loaded_model import LoadedModel, ModelPart
 from quire.engine.worker.loading.weight_digest import compute_weight_digest

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.engine.core.scheduler_output import NewRequestData, RequestFailure, ScheduledRequest
-from quire.engine.errors import InvalidRequest, Overloaded, QuireError
+from quire.engine.common.errors import InvalidRequest, Overloaded, QuireError
+from quire.engine.common.scheduler_output import NewRequestData, RequestFailure, ScheduledRequest
+from quire.engine.common.types import Grammar, SamplingParams
 from quire.engine.text.grammar_compiler import (
     CompiledGrammar,
     GrammarCompiler,
@@ -18,7 +19,6 @@ from quire.engine.text.grammar_compiler import (
     error_summary,
     has_lexer_error,
 )
-from quire.engine.types import Grammar, SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher

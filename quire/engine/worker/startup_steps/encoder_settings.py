@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, refuse_setting_if
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError, refuse_setting_if
 from quire.engine.families.base.model_config import ModelConfig
 from quire.kernels.backend import Backend
 from quire.kernels.backend_selection import select_backend

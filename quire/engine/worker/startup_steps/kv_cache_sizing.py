@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from quire.engine.checkpoint.kv_cache_groups import KVBlockNeeds, KVCacheGroups
 from quire.engine.checkpoint.kv_cache_plan import BlockBytes, KVCachePlan, count_state_slots, make_kv_cache_plan
 from quire.engine.checkpoint.layer_placement import layers_per_block_by_stage
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker.device_memory import block_bytes, block_bytes_of_all_groups, slot_state_bytes

@@ -9,11 +9,11 @@ from typing import Any
 
 from quire.engine.checkpoint.kv_cache_plan import KVCachePlan
 from quire.engine.checkpoint.pooling import PoolingConfig
-from quire.engine.config import EngineConfig
-from quire.engine.core.executor import AdapterLoader, CollectiveRPC, Executor
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.executor import AdapterLoader, CollectiveRPC, Executor
+from quire.engine.common.types import EngineInfo
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.text.grammar_compiler import GrammarCompiler, make_grammar_vocabulary
-from quire.engine.types import EngineInfo
 from quire.engine.worker.loading.drafts.device_drafter import StartedDrafter
 from quire.engine.worker.loading.pooler import read_tokenizer
 from quire.engine.worker.loading.weight_check import ExpectedWeights

@@ -8,10 +8,10 @@ import torch
 
 from quire.engine.checkpoint.kv_cache_groups import setting_requiring_full_kv
 from quire.engine.checkpoint.kv_cache_plan import KVCachePlan
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.types import EngineInfo
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.models.decoder import Decoder
-from quire.engine.types import EngineInfo
 from quire.engine.worker.device_plan import DevicePlan, kv_cache_dtype_name
 from quire.engine.worker.loading.kv_allocation import RunnerResources
 from quire.engine.worker.loading.transformers_support import transformers_description_suffix

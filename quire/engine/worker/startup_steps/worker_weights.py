@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.worker.device_memory import explain_weights_out_of_memory
 from quire.engine.worker.device_plan import DevicePlan

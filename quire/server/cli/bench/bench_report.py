@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 from quire.server.cli.bench.latency_stats import PERCENTILES, BenchSummary, LatencyDistribution, percentile
 from quire.server.cli.flags import FlagGroup
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 
 _MIN_TOKENS = 4
 _MAX_PROMPT_TOKENS = 1024

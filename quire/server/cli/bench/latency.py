@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.offline.llm import LLM
 from quire.engine.offline.params import SamplingParams
 from quire.server.cli.bench.bench_report import check_report_paths

@@ -6,7 +6,7 @@ import argparse
 import time
 from collections.abc import Sequence
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.offline.llm import LLM
 from quire.engine.offline.params import SamplingParams
 from quire.server.cli.bench.bench_report import REPORT_FLAGS, check_report_paths, write_json

@@ -17,7 +17,7 @@ import httpx
 import msgspec
 import uvloop
 
-from quire.engine.errors import EngineError
+from quire.engine.common.errors import EngineError
 from quire.server.cli.bench.bench_report import (
     DRAWN_REPORT_FLAGS,
     check_report_paths,

@@ -19,7 +19,7 @@ from typing import IO
 
 import uvloop
 
-from quire.engine.errors import ConfigError, EngineError
+from quire.engine.common.errors import ConfigError, EngineError
 from quire.server.cli.bench.bench_report import REPORT_FLAGS, check_report_paths, write_json
 from quire.server.cli.bench.serve import ReceivedStream
 from quire.server.cli.bench.stream_client import StreamClient, StreamError

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.offline.llm import LLM
 from quire.engine.offline.params import SamplingParams
 from quire.server.cli.bench.bench_report import check_report_paths

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 from quire.server.cli.bench.latency_stats import BenchAnswer, BenchFailure, BenchSummary, latency_samples
 
 _VLLM_NAMES = {"ttft_ms": "ttft", "tpot_ms": "tpot", "itl_ms": "itl", "e2e_ms": "e2el"}

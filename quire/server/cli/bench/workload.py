@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 from quire.server.cli.flags import FlagGroup
 from quire.server.cli.settings_flags import bounded_number
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.server.cli.chat.chat_session import ChatSession
 from quire.server.cli.chat.piped_chat import chat_over_pipes
 from quire.server.cli.flags import build_parser

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from quire.engine.errors import ConfigError, EngineError, QuireError
+from quire.engine.common.errors import ConfigError, EngineError, QuireError
 from quire.server.cli.server_client import error_from_response
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.engine.errors import ConfigError, QuireError
+from quire.engine.common.errors import ConfigError, QuireError
 from quire.engine.unsupported_options import suggest_nearest
 from quire.server.cli.chat.chat_session import ChatSession, message_text
 from quire.server.cli.server_client import check_model_name, fetch_model_names
@@ -164,7 +164,7 @@ def _set_option(chat: ChatSession, rest: str) -> CommandOutcome:
 
 def _check_option(name: str, value: Any) -> None:
     """Raises InvalidRequest for a value that the API would refuse, by the API's own models."""
-    from quire.engine.types import SamplingParams  # imported only when needed: they are slow
+    from quire.engine.common.types import SamplingParams  # imported only when needed: they are slow
     from quire.server.protocol.chat import ChatRequest
     from quire.server.resolve.parse import validate_body
 

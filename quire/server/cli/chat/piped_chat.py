@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TextIO
 
-from quire.engine.errors import QuireError
+from quire.engine.common.errors import QuireError
 from quire.server.cli.chat.chat_session import ChatSession
 from quire.server.cli.chat.commands import handle_line
 

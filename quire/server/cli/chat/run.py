@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx
 
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, ModelError
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError, ModelError
 from quire.server.cli.chat import open_client_or_start_server, run_chat
 from quire.server.cli.chat.chat_session import ChatSession
 from quire.server.cli.chat.piped_chat import send_and_print_answer

@@ -17,7 +17,7 @@ from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from rich.console import Console
 
-from quire.engine.errors import QuireError
+from quire.engine.common.errors import QuireError
 from quire.server.cli.chat.chat_session import ChatSession
 from quire.server.cli.chat.commands import COMMANDS, handle_line
 from quire.server.cli.chat.markdown import print_stream

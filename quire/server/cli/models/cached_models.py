@@ -10,7 +10,7 @@ from typing import Any
 from quire.engine.checkpoint.config_reader import explain_unsupported_model
 from quire.engine.checkpoint.model_catalog import load_catalog
 from quire.engine.checkpoint.model_resolver import read_raw_config
-from quire.engine.errors import ConfigError, ModelError
+from quire.engine.common.errors import ConfigError, ModelError
 from quire.server.cli.models.downloaded import DownloadedModel, iterate_downloads, scan_hub_cache
 from quire.server.cli.plan.machine import detect_machine
 from quire.server.multi_model.models_config import ModelsConfig, ModelsFileOptions, parse_model_tables

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quire.engine.checkpoint.model_resolver import needs_download, pull_model
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.gguf.model_files import GGUF_SUFFIX, part_paths
 from quire.server.cli.flags import build_parser
 from quire.server.cli.models.downloaded import format_size

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from quire.engine.checkpoint.hub_names import ANY_GGUF
 from quire.engine.checkpoint.model_resolver import resolve_hub_name
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 from quire.engine.gguf.model_files import PACKAGED_MODELS
 from quire.engine.unsupported_options import suggest_nearest
 from quire.server.cli.flags import build_parser

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from quire.engine.errors import EngineError
+from quire.engine.common.errors import EngineError
 from quire.server.cli.server_client import (
     auth_headers,
     client_ssl_context,

@@ -12,7 +12,7 @@ from quire.engine.checkpoint.config_reader import extract_text_config
 from quire.engine.checkpoint.model_catalog import CatalogEntry, load_catalog
 from quire.engine.checkpoint.model_resolver import read_generation_defaults, read_raw_config
 from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
-from quire.engine.errors import ModelError, QuireError
+from quire.engine.common.errors import ModelError, QuireError
 from quire.engine.gguf.model_files import ModelFiles, part_paths
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.tokenizer_files import read_chat_templates, read_config_object, special_tokens_from_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.engine.errors import EngineError
+from quire.engine.common.errors import EngineError
 from quire.engine.unsupported_options import suggest_nearest
 from quire.server.cli.flags import build_parser
 from quire.server.cli.models.model_names import equivalent_names

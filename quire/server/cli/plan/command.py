@@ -15,7 +15,7 @@ from quire.engine.checkpoint.mtp_names import make_main_model_filter
 from quire.engine.checkpoint.overrides import merge_overrides, read_raw_config_with_overrides
 from quire.engine.checkpoint.sizes.model_sizes import ModelSizes
 from quire.engine.checkpoint.tensor_headers import CheckpointSize, read_checkpoint_size
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 from quire.server.cli.flags import ExclusiveFlags, add_flag_table, build_parser
 from quire.server.cli.models.table import catalog_config_and_weights
 from quire.server.cli.plan.cpu_rates import with_cpu_rates

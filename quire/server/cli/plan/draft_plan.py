@@ -14,8 +14,8 @@ from quire.engine.checkpoint.mtp_names import find_mtp_names, mtp_layer_config
 from quire.engine.checkpoint.sizes.estimated_sizes import read_required_size
 from quire.engine.checkpoint.sizes.model_sizes import ModelSizes, read_model_sizes
 from quire.engine.checkpoint.tensor_headers import CheckpointSize, read_checkpoint_size
-from quire.engine.config import SpeculativeConfig
-from quire.engine.errors import ConfigError
+from quire.engine.common.config import SpeculativeConfig
+from quire.engine.common.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from quire.engine.checkpoint.kv_cache_groups import KVBlockNeeds
 from quire.engine.checkpoint.kv_cache_plan import StateSlotCounts
 from quire.engine.checkpoint.sizes.model_sizes import ModelSizes
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.lora.target_modules import ModuleShapes
 from quire.server.cli.plan.draft_plan import ONE_STATE_SLOT, DraftPlan
 from quire.server.cli.plan.experts_plan import ExpertsPlan

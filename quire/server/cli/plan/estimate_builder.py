@@ -25,7 +25,7 @@ from quire.engine.checkpoint.kv_cache_plan import (
 from quire.engine.checkpoint.layer_placement import layers_per_block_by_stage
 from quire.engine.checkpoint.sizes.model_sizes import ModelSizes
 from quire.engine.checkpoint.tensor_headers import CheckpointSize
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.images.vision_config import ENCODER_CACHE_BYTES
 from quire.engine.lora.target_modules import effective_max_cpu_loras, num_adapter_weights
 from quire.server.cli.plan.draft_plan import plan_state_slots, state_slot_bytes

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from quire.engine.checkpoint.kv_cache_plan import GIB
 from quire.engine.checkpoint.sizes.model_sizes import ModelSizes
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.server.cli.plan.machine import Machine
 from quire.server.cli.plan.weight_sizes import device_linear_bytes
 

@@ -13,7 +13,7 @@ from PIL import Image
 from quire.engine.checkpoint.hub_download import fetch_config
 from quire.engine.checkpoint.kv_cache_plan import DTYPE_BYTES
 from quire.engine.checkpoint.model_resolver import resolve_hub_name
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 from quire.engine.families.base.vision.vision_spec import VisionSpec
 from quire.engine.images.image_decoding import MAX_PIXELS
 from quire.engine.images.vision_config import ENCODER_CACHE_BYTES, can_read_images, read_vision_spec

@@ -14,7 +14,7 @@ from quire.engine.checkpoint.kv_cache_plan import (
     device_kv_budget,
     host_kv_budget,
 )
-from quire.engine.errors import ConfigError
+from quire.engine.common.errors import ConfigError
 
 _GPU_TABLE = Path(__file__).with_name("cards.toml")
 _DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")

@@ -13,8 +13,8 @@ from quire.engine.checkpoint.mtp_names import make_main_model_filter
 from quire.engine.checkpoint.overrides import read_raw_config_with_overrides
 from quire.engine.checkpoint.sizes.model_sizes import ModelSizes, read_model_sizes
 from quire.engine.checkpoint.tensor_headers import CheckpointSize, read_checkpoint_size
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, ModelError
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError, ModelError
 from quire.engine.lora.target_modules import modules_of_config
 from quire.server.cli.plan.draft_plan import plan_draft
 from quire.server.cli.plan.estimate import Estimate, PlanRequest

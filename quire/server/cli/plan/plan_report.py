@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.engine.checkpoint.kv_cache_plan import CUDA_CONTEXT_BYTES, DTYPE_BYTES, GIB, KV_CODE_SCALE_BYTES
 from quire.engine.checkpoint.layer_placement import split_layers_into_stages
-from quire.engine.config import DEMO_MODEL
+from quire.engine.common.config import DEMO_MODEL
 from quire.engine.images.vision_config import ENCODER_CACHE_BYTES
 from quire.server.cli.plan.estimate import Estimate
 from quire.server.cli.plan.images_plan import ImagesPlan

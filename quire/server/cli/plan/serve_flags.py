@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.config import DEFAULT_DISK_GIB, EngineConfig
+from quire.engine.common.config import DEFAULT_DISK_GIB, EngineConfig
 from quire.server.cli.plan.draft_plan import DraftPlan
 from quire.server.cli.plan.estimate import Estimate
 

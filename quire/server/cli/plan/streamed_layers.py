@@ -13,7 +13,7 @@ from quire.engine.checkpoint.layer_placement import (
     min_streamed_layers,
 )
 from quire.engine.checkpoint.sizes.model_sizes import ModelSizes
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine
 from quire.server.cli.plan.weight_sizes import device_linear_bytes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.engine.checkpoint.kv_cache_plan import GIB
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)

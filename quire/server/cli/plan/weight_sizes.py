@@ -11,7 +11,7 @@ from quire.engine.checkpoint.kv_cache_plan import (
 )
 from quire.engine.checkpoint.sizes.model_sizes import ModelSizes
 from quire.engine.checkpoint.tensor_headers import CheckpointSize
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.server.cli.plan.machine import Machine
 
 COMPRESSION_SAVING = 0.24

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quire.engine.checkpoint.model_resolver import read_model_config, resolve_model
-from quire.engine.errors import ConfigError, ModelError
+from quire.engine.common.errors import ConfigError, ModelError
 from quire.engine.families import decoder_model_types, find_decoder_family
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.cli.flags import build_parser

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from quire.engine.errors import ConfigError, InvalidRequest
+from quire.engine.common.errors import ConfigError, InvalidRequest
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.protocol.chat import ChatRequest

@@ -15,8 +15,9 @@ import uvloop
 
 from quire.engine.checkpoint.model_resolver import resolve_model
 from quire.engine.checkpoint.overrides import load_model_config, resolve_model_with_overrides
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, InvalidRequest, ModelError
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError, InvalidRequest, ModelError
+from quire.engine.common.types import Image
 from quire.engine.images.multimodal_prompt import (
     RequestImage,
     make_multimodal_prompt_builder,
@@ -31,7 +32,6 @@ from quire.engine.receipts.receipt import Receipt, parse_receipt_json
 from quire.engine.receipts.receipt_replay import ReplayModel, ReplayVerdict, replay_receipt
 from quire.engine.text.null_tokenizer import load_tokenizer
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import Image
 from quire.server.cli.flags import build_parser
 from quire.server.cli.models.pull import pull_configured_model_if_missing
 from quire.server.cli.settings_flags import add_settings_flags, parse_settings

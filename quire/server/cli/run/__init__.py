@@ -21,8 +21,8 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, EngineError, InvalidRequest
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError, EngineError, InvalidRequest
 from quire.engine.link.client import EngineClient
 from quire.engine.replicas.replicas import processes
 from quire.server.batches.batch_lines import (

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.engine.errors import QuireError
+from quire.engine.common.errors import QuireError
 from quire.engine.text.chat_template import ChatRenderer
 from quire.server.formats.call_forms.slots import ID_SLOT, common_prefix_by_atoms, common_suffix_by_atoms
 

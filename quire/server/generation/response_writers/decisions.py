@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from quire.engine import clock
+from quire.engine.common import clock
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.encoding import encode_json, encode_with_raw_fields
 from quire.server.generation.generation import Usage

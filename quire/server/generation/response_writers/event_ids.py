@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from quire.engine.errors import Conflict
+from quire.engine.common.errors import Conflict
 from quire.server.encoding import EVENT_END, encode_json
 from quire.server.generation.choice_state import ChoiceDelta
 from quire.server.generation.generation import Usage

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from quire.engine.common.types import TokenLogprob
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import TokenLogprob
 from quire.server.generation.choice_state import AnswerToken
 
 MIN_LOGPROB = -9999.0

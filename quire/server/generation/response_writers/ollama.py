@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from quire.engine import clock
+from quire.engine.common import clock
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.encoding import encode_json
 from quire.server.error_responses import error_info

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.engine import clock
+from quire.engine.common import clock
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.encoding import encode_event, encode_json, encode_with_raw_fields, join_json_array
 from quire.server.error_responses import error_info

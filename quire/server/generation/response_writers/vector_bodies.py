@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from quire.engine import clock
+from quire.engine.common import clock
 from quire.server.encoding import encode_json
 from quire.server.generation.vector_generation import VectorSpec
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StrictBool, StrictStr
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.server.protocol.chat_translation import CHAT_EXTENSIONS, TranslatableBody
 from quire.server.protocol.field_limits import MaxEntries, TextOrList
 from quire.server.protocol.request_bodies import BodyModel

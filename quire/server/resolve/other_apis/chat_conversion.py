@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.engine.images.image_decoding import param_of_field_path
 from quire.engine.text.conversation.literal_encoding import encode_with_literal_texts
 from quire.server.config import ServerConfig

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.engine import random_source
-from quire.engine.errors import InvalidRequest
+from quire.engine.common import random_source
+from quire.engine.common.errors import InvalidRequest
 from quire.server.encoding import encode_json
 from quire.server.protocol.field_limits import MAX_MESSAGES
 from quire.server.protocol.response_items import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.server.config import ServerConfig
 from quire.server.generation.request_specs import OptionQuestion
 from quire.server.generation.response_writers.decisions import LabelScoresWriter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.server.config import ServerConfig
 from quire.server.encoding import encode_json
 from quire.server.formats.reasoning_parser import make_engine_thinking_budget

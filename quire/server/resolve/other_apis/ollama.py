@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
 from quire.server.config import ServerConfig
 from quire.server.generation.response_writers.ollama import (
     OllamaChatWriter,

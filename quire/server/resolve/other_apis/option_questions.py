@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import islice, product
 from string import ascii_lowercase, ascii_uppercase
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.types import SamplingParams
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import SamplingParams
 from quire.server.config import ServerConfig
 from quire.server.generation.request_specs import OptionQuestion, Prompt, QuestionType
 from quire.server.generation.response_writers.answer_writer import WriterFactory

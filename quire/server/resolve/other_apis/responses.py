@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from quire.engine.errors import InvalidRequest
-from quire.engine.types import SamplingParams
+from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.types import SamplingParams
 from quire.server.config import ServerConfig
 from quire.server.encoding import encode_json
 from quire.server.generation.request_specs import ResponsesApiFields

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.engine import clock, random_source
+from quire.engine.common import clock, random_source
 from quire.server.config import ServerConfig
 from quire.server.protocol.stored_objects import BatchRequest, ConversationRequest, ItemsRequest, MetadataRequest
 from quire.server.resolve.checks import check_json_no_surrogates

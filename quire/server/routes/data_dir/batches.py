@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.errors import InvalidRequest, RequestNotFound
+from quire.engine.common.errors import InvalidRequest, RequestNotFound
 from quire.server.access.admission import StoredDataRoute
 from quire.server.encoding import encode_json
 from quire.server.protocol.stored_objects import BatchRequest

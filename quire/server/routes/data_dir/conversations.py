@@ -6,8 +6,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine import clock, random_source
-from quire.engine.errors import RequestNotFound
+from quire.engine.common import clock, random_source
+from quire.engine.common.errors import RequestNotFound
 from quire.server.access.admission import StoredDataRoute
 from quire.server.encoding import encode_json
 from quire.server.protocol.stored_objects import ConversationRequest, ItemsRequest, MetadataRequest

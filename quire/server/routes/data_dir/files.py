@@ -20,7 +20,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 
-from quire.engine.errors import InvalidRequest, Overloaded, RequestNotFound
+from quire.engine.common.errors import InvalidRequest, Overloaded, RequestNotFound
 from quire.server.access.admission import ModelIndependentRoute
 from quire.server.access.content_encoding import BodyDecoder, BodyTooLarge, iter_parts_in_thread, parse_encodings
 from quire.server.batches.runner import BatchRunner

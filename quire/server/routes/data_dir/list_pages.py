@@ -11,7 +11,7 @@ from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.errors import InvalidRequest, QuireError
+from quire.engine.common.errors import InvalidRequest, QuireError
 from quire.server.access.memory_lease import grow_request_lease
 from quire.server.encoding import encode_json
 from quire.server.routes.bodies import owner_of

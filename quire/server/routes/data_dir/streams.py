@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.engine.errors import InvalidRequest, RequestNotFound
+from quire.engine.common.errors import InvalidRequest, RequestNotFound
 from quire.server.access.authentication import tenant_of
 from quire.server.access.body_reader import READ_BODY_SCOPE_KEY, BodyBuffer
 from quire.server.generation.response_writers.event_ids import parse_event_id

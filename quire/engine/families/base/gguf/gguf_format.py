@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 
 
 class GGUFHeader(Protocol):

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
+from quire.engine.common.types import Image as Content
 from quire.engine.families.base.vision.vision_config_fields import (
     ModelConfigFields,
     PreprocessorFields,
     SizeFields,
     VisionConfigFields,
 )
-from quire.engine.types import Image as Content
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.worker.device_memory import KVModule
 from quire.engine.worker.graphs.graph_capture import GraphSet
 from quire.engine.worker.loading.drafts.spare_blocks import SpareBlockLayout

@@ -18,8 +18,8 @@ from torch import Tensor
 from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.checkpoint.model_resolver import DRAFT_HEAD_FILE_PATTERNS, read_model_config, resolve_model
 from quire.engine.checkpoint.tensor_headers import find_weight_files
-from quire.engine.config import EngineConfig, SpeculativeConfig
-from quire.engine.errors import ModelError
+from quire.engine.common.config import EngineConfig, SpeculativeConfig
+from quire.engine.common.errors import ModelError
 from quire.engine.families.base.base_spec import base_decoder_spec
 from quire.engine.layers.schemes import QuantizationScheme, UnquantizedScheme
 from quire.engine.layers.schemes.online_quantization import OnlineQuantizedScheme

@@ -10,8 +10,8 @@ import torch
 
 from quire.engine.checkpoint.kv_cache_groups import max_draft_tokens_per_step
 from quire.engine.checkpoint.model_resolver import read_model_config, resolve_model
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, QuireError
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError, QuireError
 from quire.engine.layers.sublayer import BuildContext
 from quire.engine.models import decoder_spec
 from quire.engine.models.decoder import Decoder

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from quire.engine.checkpoint.model_resolver import resolve_weights
 from quire.engine.checkpoint.mtp_names import find_mtp_names, mtp_layer_config
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, QuireError
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError, QuireError
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.families.base.schema.config_schema import FamilyConfigFields
 from quire.engine.models import decoder_spec

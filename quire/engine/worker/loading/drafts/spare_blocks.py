@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 
 
 class SpareBlockLayout(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.engine.architecture.kv_cache_spec import PagedColumnState, PagedState
 from quire.engine.checkpoint.kv_cache_plan import check_max_model_len
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.worker.device_memory import check_context_length, max_kv_tokens
 from quire.engine.worker.device_plan import DevicePlan

@@ -9,8 +9,8 @@ from quire.engine.architecture.decoder import DecoderSpec
 from quire.engine.architecture.moe import MoELayerSpec
 from quire.engine.architecture.shared_transformer import SharedTransformerSpec
 from quire.engine.checkpoint.tensor_headers import LAYER_PATTERN, ROUTED_EXPERT_PATTERN
-from quire.engine.config import EngineConfig
-from quire.engine.errors import refuse_setting_if
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import refuse_setting_if
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.worker.device_plan import DevicePlan
 from quire.kernels.gpu.other_devices import is_other_device

@@ -12,7 +12,7 @@ import torch
 from quire.engine.checkpoint.kv_cache_plan import check_weights_fit_memory
 from quire.engine.checkpoint.mtp_names import make_main_model_filter
 from quire.engine.checkpoint.tensor_headers import CheckpointSize, read_checkpoint_size
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.worker.device_memory import trim_host_memory
 from quire.engine.worker.loading.weight_check import ExpectedWeights
 from quire.engine.worker.loading.weight_loader import (

@@ -6,7 +6,7 @@ import math
 
 from quire.engine.architecture.stream import EMBED_TOKENS_PER_LAYER
 from quire.engine.checkpoint.kv_cache_plan import QUANTIZED_BITS, QUANTIZED_EMBEDDING_BITS, is_embedding_quantized
-from quire.engine.config import EngineConfig
+from quire.engine.common.config import EngineConfig
 from quire.engine.layers.parameters import ParameterTable
 from quire.kernels.backend import Backend
 

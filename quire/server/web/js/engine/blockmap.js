@@ -15,7 +15,7 @@ const KINDS = [
 const LEAST_SHOWN = 512;
 const STEP = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 
-/** Decodes the pages' uint16 codes from an event (base64 of zlib). engine/types.py says what they mean. */
+/** Decodes the pages' uint16 codes from an event (base64 of zlib). engine/common/types.py says what they mean. */
 export async function decodePages(text) {
   const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));

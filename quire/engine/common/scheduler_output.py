@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from quire.engine.types import ErrorCause, Image, MediaSpan, PoolingParams, SamplingParams, TokenLogprob
+from quire.engine.common.types import ErrorCause, Image, MediaSpan, PoolingParams, SamplingParams, TokenLogprob
 
 
 class NewRequestData(msgspec.Struct, frozen=True, array_like=True, gc=False):

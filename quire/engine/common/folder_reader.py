@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
-from quire.engine.errors import ModelError
+from quire.engine.common.errors import ModelError
 
 MIB = 2**20
 MAX_JSON_BYTES = 4 * MIB

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from quire.engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from quire.engine.errors import EngineError, InvalidRequest
-from quire.engine.types import Adapter
+from quire.engine.common.errors import EngineError, InvalidRequest
+from quire.engine.common.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from quire.engine.common.types import Adapter
 
 
 class PendingOutput(Protocol):

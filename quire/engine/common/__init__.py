@@ -1,0 +1,1 @@
+"""What both halves of the engine share: the structs that flow between them, errors, configuration, the clock."""

@@ -1,0 +1,392 @@
+"""How an engine is set up: one frozen model, which `quire.engine.settings.settings_reader` fills."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from quire.engine.common.config_types import (
+    CheckpointQuantization,
+    Dtype,
+    JsonObject,
+    OnlineQuantization,
+    SpeculativeConfig,
+    normalize_quantization,
+    unsupported_device_reason,
+)
+from quire.engine.common.types import EngineInfo
+
+PRESETS_FOLDER = Path(__file__).resolve().parents[2] / "configs"
+DEMO_MODEL = str(PRESETS_FOLDER / "demo")
+"""The embedded model."""
+DEFAULT_DISK_GIB = 10
+"""What --kv-offload-dir may take where nothing is said."""
+
+DEFAULT_STEP_TOKENS, LARGE_GPU_STEP_TOKENS = 2048, 8192
+"""Most in one step, where nothing is said; the latter on large cards:"""
+LARGE_GPU_BYTES = 40 * 10**9
+"""Bytes."""
+
+MAX_SEQUENCES = 4096
+_MAX_GIB = 1_000_000
+_BYTE_UNITS = {"g": 10**9, "G": 2**30, "m": 10**6, "M": 2**20, "t": 10**12, "T": 2**40}
+_TOKEN_UNITS = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}
+
+
+def capacity_settings_from_info(info: EngineInfo) -> dict[str, int]:
+    """What an engine that is built anew is to have as this one, whatever memory is free then, by setting."""
+    settings = {"max_model_len": info.max_model_len, "num_kv_blocks": info.num_blocks}
+    return settings if info.rope_context is None else settings | {"rope_context": info.rope_context}
+
+
+class EngineConfig(BaseModel):
+    """Fields keep vLLM's flag names where the meaning is the same."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    model: str = Field(
+        DEMO_MODEL,
+        description="Local directory, .gguf file, hub id or short name; default: the embedded story-teller",
+    )
+    tokenizer: str | None = Field(None, description="Directory or hub id of the tokenizer, if not the model's")
+    skip_tokenizer_init: bool = Field(
+        False, description="No tokenizer: requests give token ids, and get them with return_token_ids"
+    )
+    chat_template: str | None = Field(None, description="Jinja file of the chat template, if not the model's")
+    adapt_conversations: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto: what the chat template drops or refuses of a conversation is written as it takes it; "
+        "off: such a conversation is refused",
+    )
+    revision: str | None = Field(None, description="Branch, tag or commit of a hub id")
+    weights: str | None = Field(
+        None, description="Directory, or .gguf file, of other weights of the model's shape, if not the model's own"
+    )
+    model_impl: Literal["auto", "quire", "transformers"] = Field(
+        "auto",
+        description="Who computes the model: a file of Quire, transformers' class; auto: that where no file does",
+    )
+    hf_overrides: JsonObject | None = Field(
+        None, description="JSON object that is merged into config.json before anything reads it"
+    )
+    generation_config: str = Field(
+        "auto",
+        min_length=1,
+        description="Defaults of sampling: auto, the model's generation_config.json; vllm, none; or a folder with one",
+    )
+    override_generation_config: JsonObject | None = Field(
+        None, description="JSON object of such defaults, before the file's: temperature, top_p, max_new_tokens …"
+    )
+    load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights, nothing is read")
+    dtype: Dtype = Field(
+        "auto",
+        description="Type of weights and KV cache; auto: the checkpoint's, bfloat16 for float16 on CPU, float32 on GPU",
+    )
+    quantization: Annotated[
+        Literal[OnlineQuantization, CheckpointQuantization] | None, BeforeValidator(normalize_quantization)
+    ] = Field(
+        None,
+        description="int8, int4, fp8: quantize the weights while they are loaded; other names are checked against what "
+        "the checkpoint says of its own",
+    )
+    quantize_embedding: bool | None = Field(
+        None, description="Make embedding and head 8-bit integers while they are loaded; default: with quantization"
+    )
+    kv_cache_dtype: Literal["auto", "bfloat16", "int8", "fp8", "fp8_e4m3"] = Field(
+        "auto",
+        description="Type of keys and values; auto: that of the model, beside float32 activations bfloat16; int8, fp8: "
+        "8 bits, half the memory",
+    )
+    activation_bits: Literal["auto", "8", "16"] = Field(
+        "auto",
+        description="Bits to which a CPU rounds what it multiplies with integer weights; auto: 8, and 16 where inputs "
+        "are many times the others",
+    )
+    device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = Field(
+        "auto", description="auto: the GPU of NVIDIA's or AMD's if there is one; mps, xpu: by PyTorch's own operations"
+    )
+    attention_backend: str = Field(
+        "auto", description="Attention kernels: auto, flash3, flash4, flash, torch_varlen, triton, sdpa, cpu, reference"
+    )
+    deterministic: bool = Field(
+        False,
+        description="On a GPU: tokens that do not depend on the batch, slower; on a CPU always so, but not in float16",
+    )
+    enforce_eager: bool = Field(False, description="Start the kernels of a step one by one, not as CUDA graphs")
+    warmup_seconds: float = Field(
+        30.0, ge=0, description="Seconds before ready for a GPU's graphs; the rest are captured when idle"
+    )
+    max_model_len: int | None = Field(
+        None, ge=1, description="Context length in tokens; default: what the memory allows"
+    )
+    rope_context: int | None = Field(
+        None,
+        ge=1,
+        description="Context length for which rotations are chosen where it decides (LongRoPE, dynamic scaling); "
+        "default: --max-model-len, or else all positions of the model",
+    )
+    max_num_seqs: int = Field(256, ge=1, description="Most sequences in one step")
+    max_num_batched_tokens: int | None = Field(
+        None, ge=1, description="Most tokens in one step; default: 2048, on a GPU of 40 GB or more 8192"
+    )
+    long_prefill_token_threshold: int | None = Field(
+        None, ge=1, description="Most tokens of one prompt in a step, so that others share it; default: all that fit"
+    )
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of the GPU's memory to use")
+    block_size: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens of a page of the KV cache, by which the backend is chosen; default: the backend's",
+    )
+    kv_cache_memory: float | None = Field(None, gt=0, description="GiB for the KV cache; default: fitted to memory")
+    num_kv_blocks: int | None = Field(None, ge=1, description="Pages of the KV cache, instead of a size in GiB")
+    state_memory: float | None = Field(
+        None,
+        gt=0,
+        description="GiB of it for large states; default: on a GPU for all of --max-num-seqs, at most a third; on a "
+        "CPU half, at most 2",
+    )
+    snapshot_tokens: int = Field(512, ge=16, multiple_of=16, description="Distance of large states' snapshots")
+    enable_prefix_caching: bool = Field(True, description="Reuse the KV of prompts that start alike")
+    kv_offload_memory: float | None = Field(
+        None, gt=0, description="GiB of the host's memory for KV of earlier prompts, beside the KV cache"
+    )
+    kv_offload_dir: str | None = Field(
+        None, min_length=1, description="Directory for KV of earlier prompts, which survives a restart"
+    )
+    kv_offload_disk: float | None = Field(
+        None, gt=0, description=f"GiB that --kv-offload-dir may take; default: {DEFAULT_DISK_GIB}"
+    )
+    kv_offload_tier: str | None = Field(
+        None, pattern=r"^[\w.]+:\w+$", description="MODULE:FUNCTION that makes a tier of your own for such KV"
+    )
+    runner: Literal["auto", "generate", "pooling"] = Field(
+        "auto", description="auto: all that the model can; generate: tokens alone; pooling: vectors alone"
+    )
+    pooling_type: Literal["auto", "last", "mean", "cls", "none"] = Field(
+        "auto",
+        description="Which hidden states make an embedding; auto: as the model's files say; none: one of each token",
+    )
+    classifier_from_token: list[str] = Field(
+        default_factory=list,
+        description="Two tokens whose logits make a decoder's score: no,yes for Qwen3-Reranker",
+    )
+    speculative_config: SpeculativeConfig | None = Field(
+        None,
+        description="How tokens are guessed ahead, without changing one: none, ngram, suffix, grammar, mtp, or JSON as "
+        'vLLM takes it, such as {"method": "draft_model", "model": "FOLDER", "num_speculative_tokens": 4}; '
+        "default: on a CPU what grammars force",
+    )
+    enable_lora: bool = Field(False, description="Serve low-rank adapters (LoRA) beside the model")
+    max_loras: int = Field(8, ge=1, le=256, description="Most adapters in one step")
+    max_lora_rank: int = Field(16, ge=1, le=256, description="Largest rank of an adapter")
+    max_cpu_loras: int | None = Field(
+        None, ge=1, description="Adapters that the host's memory keeps at hand; default: four times --max-loras"
+    )
+    tensor_parallel_size: int = Field(
+        1, ge=1, le=64, description="Processes that compute every layer together, each with its part of the model"
+    )
+    decode_context_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="With the value of --tensor-parallel-size, its processes divide sequences' tokens among them, "
+        "not its key-value heads",
+    )
+    enable_expert_parallel: bool = Field(
+        False, description="With --tensor-parallel-size: each rank has some experts whole, not a part of each"
+    )
+    one_shot_sums: bool = Field(
+        False,
+        description="With --tensor-parallel-size on GPUs: few numbers are summed by a kernel of ours, not by NCCL",
+    )
+    pipeline_parallel_size: int = Field(
+        1, ge=1, le=64, description="Processes that each compute some of the layers, one after the other"
+    )
+    data_parallel_size: int = Field(
+        1, ge=1, le=32, description="Engines of the same model beside each other, which share the requests"
+    )
+    nnodes: int = Field(
+        1, ge=1, le=64, description="Machines that the ranks of --tensor-parallel-size are divided among"
+    )
+    node_rank: int = Field(0, ge=0, le=63, description="Which of them this is; 0 serves, the others compute for it")
+    master_addr: str = Field(
+        "127.0.0.1", min_length=1, description="Address of machine 0 in a private network, where the others join it"
+    )
+    master_port: int = Field(29501, ge=1, le=65535, description="Port of --master-addr")
+    nodes_timeout: float = Field(600.0, gt=0, description="Seconds that machines wait for each other at the start")
+    threads: int | None = Field(None, ge=1, description="CPU threads that compute; default: all that it may use")
+    niceness: int = Field(
+        0, ge=0, le=19, description="How far the engine's process gives way to others on the CPU, where it has its own"
+    )
+    engine_heartbeat_timeout: float = Field(10.0, gt=0, description="Seconds without a sign of life that end an engine")
+    engine_step_timeout: float = Field(120.0, gt=0, description="Seconds without progress in a step that end an engine")
+    max_engine_starts: int = Field(5, ge=1, description="Failed starts in a row after which a dead engine is given up")
+    scheduling_policy: Literal["priority", "fcfs"] = Field(
+        "priority", description="fcfs: who came first goes first, whatever priorities requests have"
+    )
+    scheduler_cls: str | None = Field(
+        None, pattern=r"^[\w.]+:\w+$", description="MODULE:CLASS of a scheduler of your own, which says who goes first"
+    )
+    executor_cls: str | None = Field(
+        None, pattern=r"^[\w.]+:\w+$", description="MODULE:CLASS of an executor of your own, which runs the batches"
+    )
+    disable_sliding_window: bool = Field(
+        False, description="End the context where the narrowest sliding window does, so that all layers see all of it"
+    )
+    weights_on_disk: str | None = Field(
+        None, min_length=1, description="Directory in which a CPU's routed experts, or else layers, lie, not in memory"
+    )
+    weights_in_memory: float | None = Field(
+        None,
+        gt=0,
+        description="GiB of memory for the experts that are used most, or for layers; default: what the system leaves, "
+        "half of what is free",
+    )
+    cpu_offload_gb: float = Field(
+        0.0,
+        ge=0,
+        description="GiB of each GPU's layers that lie in the host's memory, and are copied as steps need them",
+    )
+    seed: int = Field(0, description="Seed of dummy weights")
+
+    @property
+    def online_quantization(self) -> OnlineQuantization | None:
+        """What the weights are quantized to while they are loaded."""
+        return self.quantization if self.quantization in get_args(OnlineQuantization) else None  # type: ignore[return-value]
+
+    @property
+    def required_checkpoint_quant_method(self) -> str | None:
+        """What config.json must say as quant_method; None: nothing was asked for."""
+        quantization = None if self.online_quantization else self.quantization
+        return quantization and quantization.removesuffix("_marlin")
+
+    @property
+    def has_draft_weights(self) -> bool:
+        """Whether something with weights of its own guesses tokens."""
+        return self.speculative_config is not None and self.speculative_config.has_weights
+
+    def without_redundant_quantization(self, quant_method: str | None) -> EngineConfig:
+        """The same for a checkpoint with this quant_method: fp8 of one that is fp8 is what it is, not another time."""
+        if quant_method is None or quant_method != self.online_quantization or self.load_format == "dummy":
+            return self
+        return self.model_copy(update={"quantization": None})
+
+    @property
+    def uses_context_parallel(self) -> bool:
+        """Whether the ranks divide sequences' tokens."""
+        return self.decode_context_parallel_size > 1
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Most tokens in one step."""
+        return self.max_num_batched_tokens or DEFAULT_STEP_TOKENS
+
+    def with_gpu_default_step_tokens(self, memory: int) -> EngineConfig:
+        """The same for a GPU of so many bytes: large ones compute long steps fastest, and have the memory for them."""
+        if self.max_num_batched_tokens is not None or memory < LARGE_GPU_BYTES:
+            return self
+        return self.model_copy(update={"max_num_batched_tokens": LARGE_GPU_STEP_TOKENS})
+
+    @property
+    def world_size(self) -> int:
+        """Processes that compute one engine's model together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def local_world_size(self) -> int:
+        """Those of them that are on one machine."""
+        return self.world_size // self.nnodes
+
+    @property
+    def max_running_requests(self) -> int:
+        """Most sequences that all engines compute at a time."""
+        return self.max_num_seqs * self.data_parallel_size
+
+    @property
+    def kv_disk_gib(self) -> float:
+        """What --kv-offload-dir may take."""
+        return DEFAULT_DISK_GIB if self.kv_offload_disk is None else self.kv_offload_disk
+
+    @field_validator("speculative_config", mode="before")
+    @classmethod
+    def parse_speculative_config(cls, value: object) -> object:
+        """A method's name alone, or JSON text."""
+        if not isinstance(value, str):
+            return value
+        if not value.lstrip().startswith("{"):
+            return {"method": value}
+        try:
+            return json.loads(value)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"is not JSON: {error}") from None
+
+    @field_validator("speculative_config")
+    @classmethod
+    def drop_redundant_mtp_model(
+        cls, value: SpeculativeConfig | None, info: ValidationInfo
+    ) -> SpeculativeConfig | None:
+        """vLLM's recipes name the served model as the one that has the layer for mtp."""
+        if value is None or value.method != "mtp" or value.model is None:
+            return value
+        if value.model != info.data.get("model"):
+            raise ValueError(f"model: mtp takes none but the served one, which has the layer for it, not {value.model}")
+        return value.model_copy(update={"model": None})
+
+    @field_validator("device", mode="before")
+    @classmethod
+    def check_device(cls, value: object) -> object:
+        if (why := unsupported_device_reason(value)) is not None:
+            raise ValueError(f"{why}: it is not served; cpu, cuda, mps and xpu are")
+        return value
+
+    @field_validator("max_num_seqs")
+    @classmethod
+    def clamp_to_max_sequences(cls, value: int) -> int:
+        return min(value, MAX_SEQUENCES)
+
+    @field_validator("kv_cache_memory", mode="before")
+    @classmethod
+    def parse_gib(cls, value: object) -> object:
+        """Bytes as vLLM's kv_cache_memory_bytes has them, 10000000000 or 10G: no machine has a million GiB."""
+        if isinstance(value, str) and value[:-1].replace(".", "", 1).isdecimal() and value[-1] in _BYTE_UNITS:
+            return float(value[:-1]) * _BYTE_UNITS[value[-1]] / 2**30
+        try:
+            number = float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            return value
+        return number / 2**30 if number > _MAX_GIB else value
+
+    @field_validator("max_model_len", "rope_context", "max_num_batched_tokens", mode="before")
+    @classmethod
+    def parse_token_count(cls, value: object) -> object:
+        """As vLLM reads them: 32k is 32,000 and 32K is 32,768."""
+        if isinstance(value, str) and value[:-1].isdecimal() and value[-1] in _TOKEN_UNITS:
+            return int(value[:-1]) * _TOKEN_UNITS[value[-1]]
+        return value
+
+    @model_validator(mode="after")
+    def check_parallel_sizes(self) -> EngineConfig:
+        if self.uses_context_parallel and self.decode_context_parallel_size != self.tensor_parallel_size:
+            raise ValueError(
+                f"decode_context_parallel_size: all ranks of tensor_parallel_size, {self.tensor_parallel_size}, divide "
+                f"the tokens, or none (1), not {self.decode_context_parallel_size} of them"
+            )
+        if self.node_rank >= self.nnodes:
+            raise ValueError(f"node_rank: machine {self.node_rank} is none of the {self.nnodes} of nnodes, from 0 on")
+        if self.nnodes == 1:
+            return self
+        for name in ("pipeline_parallel_size", "data_parallel_size"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"nnodes: only ranks are on several machines so far, which {name} has none of; use 1")
+        if self.tensor_parallel_size % self.nnodes:
+            ranks = f"tensor_parallel_size {self.tensor_parallel_size}"
+            raise ValueError(f"nnodes: {ranks} cannot be divided evenly among {self.nnodes} machines")
+        if self.master_addr in ("0.0.0.0", "::"):
+            raise ValueError(
+                f"master_addr: {self.master_addr} is no address where others reach machine 0; give its own"
+            )
+        return self
