@@ -16,8 +16,8 @@ from deploy.ray.link import JournalLink
 from deploy.ray.members import Members
 from deploy.ray.resume import KeptStream
 from quire.engine.common.errors import ConfigError, Overloaded
+from quire.server.durability.persistence import STATUS_TOPIC
 from quire.server.peers import Peers, make_blocking_data_dir_call
-from quire.server.persistence import STATUS_TOPIC
 from quire.server.store.data_dir import DataDir, ProcessStatus
 from quire.server.store.data_dir_rpc import remote_data_dir
 from quire.server.store.journal import JournaledCall, PinnedReplayFields, ProgressUpdate

@@ -59,14 +59,14 @@ from quire.server.cli.chat.chat_session import ChatSession
 from quire.server.cli.plan.cpu_rates import read_or_measure_rates
 from quire.server.cli.verify import CheckResult
 from quire.server.config import ServerConfig
+from quire.server.durability.answer_pins import ComputeIdentity, input_digest
+from quire.server.durability.background import Background
+from quire.server.durability.persistence import STATUS_TOPIC
+from quire.server.durability.resumable_calls import ResumableCalls
 from quire.server.error_responses import error_info
-from quire.server.generation.background import Background
 from quire.server.multi_model.added_models import AddedModels
 from quire.server.observe.live_view import LiveViewStream
 from quire.server.observe.log_setup import EXTRA_FIELDS, JsonFormatter
-from quire.server.persistence import STATUS_TOPIC
-from quire.server.resumable_calls import ResumableCalls
-from quire.server.resumption import ComputeIdentity, input_digest
 from quire.server.routes.engine_admin import build_server_facts
 from quire.server.store.batches import Batch
 from quire.server.store.data_dir import ProcessStatus

@@ -23,7 +23,7 @@ from quire.server.access.tenants import Tenants
 from quire.server.app import SingleModelDispatcher
 from quire.server.app_builder import build_app
 from quire.server.config import ServerConfig
-from quire.server.persistence import open_configured_data_dir
+from quire.server.durability.persistence import open_configured_data_dir
 from quire.server.runtime.model_runtime import ModelRuntime
 from quire.server.runtime.model_startup import open_runtime
 from quire.server.runtime.server_context import ModelDispatcher, ServerContext

@@ -16,9 +16,9 @@ import pytest
 from quire.engine.common.types import EngineCoreRequest
 from quire.engine.link.client import EngineClient
 from quire.engine.link.hub_messages import HUB
-from quire.server import resumption
-from quire.server.generation.request_specs import GenerationSpec
-from quire.server.generation.response_writers.event_ids import EventIdWriter
+from quire.server.durability import answer_pins
+from quire.server.durability.event_ids import EventIdWriter
+from quire.server.generation.resolved_request import AnswerIdentity, GenerationRequest
 from quire.server.generation.sampling_generation import SamplingGeneration
 from quire.server.peers import Peers, RunFromThread
 from quire.server.shared_capacity import BytesByOwner
@@ -87,22 +87,22 @@ def tokens_forgotten_at_a_replay(patch: pytest.MonkeyPatch) -> None:
 
 
 def another_seed(patch: pytest.MonkeyPatch) -> None:
-    pinned = resumption.with_pinned_fields
+    pinned = answer_pins.pin_identity
 
-    def loose(spec: GenerationSpec, resumed: Any, **more: bool) -> GenerationSpec:
-        found = pinned(spec, resumed, **more)
-        return replaced(found, params=msgspec.structs.replace(found.params, seed=spec.params.seed))
+    def loose(resolved: GenerationRequest, fresh: AnswerIdentity, resumed: Any, **more: bool) -> AnswerIdentity:
+        return replaced(pinned(resolved, fresh, resumed, **more), seed=fresh.seed)
 
-    patch.setattr("quire.server.routes.bodies.with_pinned_fields", loose)
+    patch.setattr("quire.server.durability.durable_request.pin_identity", loose)
 
 
 def a_token_left_out(patch: pytest.MonkeyPatch) -> None:
     made = SamplingGeneration.__init__
 
-    def init(self: Any, spec: GenerationSpec, *given: Any) -> None:
-        if (had := spec.progress) is not None:
-            spec = replaced(spec, progress=CallProgress([ids[1:] for ids in had.ids], had.cached, had.ends))
-        made(self, spec, *given)
+    def init(self: Any, request: GenerationRequest, *given: Any) -> None:
+        if (had := request.answer_identity.progress) is not None:
+            less = CallProgress([ids[1:] for ids in had.ids], had.cached, had.ends)
+            request = replaced(request, identity=replaced(request.answer_identity, progress=less))
+        made(self, request, *given)
 
     patch.setattr(SamplingGeneration, "__init__", init)
 
@@ -143,7 +143,7 @@ def asks_that_end_what_asks(patch: pytest.MonkeyPatch) -> None:
 
         return lambda body: from_thread(ask(body), loop).result()
 
-    patch.setattr("quire.server.persistence.make_blocking_data_dir_call", asking)
+    patch.setattr("quire.server.durability.persistence.make_blocking_data_dir_call", asking)
 
 
 # Of several API processes:
@@ -173,7 +173,7 @@ def empty_answers_of_whom_is_taken_over(patch: pytest.MonkeyPatch) -> None:
 
 def streams_that_begin_without_the_journal(patch: pytest.MonkeyPatch) -> None:
     """Nobody tries again what the process that has the journal did not answer."""
-    patch.setattr("quire.server.resumable_calls.StoreUnreachable", Gone)
+    patch.setattr("quire.server.durability.resumable_calls.StoreUnreachable", Gone)
 
 
 def nobody_joins_with_what_it_has(patch: pytest.MonkeyPatch) -> None:

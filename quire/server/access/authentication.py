@@ -5,6 +5,7 @@ from __future__ import annotations
 from ipaddress import ip_address
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.server.access.gateway_headers import TrustedGateways
@@ -79,3 +80,8 @@ def tenant_of(scope: Scope) -> Tenant:
     tenant = scope["tenant"]
     assert isinstance(tenant, Tenant)
     return tenant
+
+
+def owner_of(request: Request) -> str:
+    """Whose data this is: the digest of the key, because a key's name may be given to another key."""
+    return tenant_of(request.scope).digest.hex()

@@ -19,7 +19,7 @@ from quire.engine.text.tokenizer import Tokenizer
 from quire.server.generation.choice_state import ChoiceDelta, ChoiceState
 from quire.server.generation.event_loop_work_pacer import EventLoopWorkPacer
 from quire.server.generation.generation import Generation
-from quire.server.generation.request_specs import GenerationSpec, Prompt
+from quire.server.generation.resolved_request import GenerationRequest, Prompt
 
 if TYPE_CHECKING:
     from quire.server.observe.metrics import Metrics
@@ -30,7 +30,7 @@ class BeamSearchGeneration(Generation):
 
     def __init__(
         self,
-        spec: GenerationSpec,
+        request: GenerationRequest,
         tokenizer: Tokenizer,
         client: EngineClient,
         metrics: Metrics,
@@ -38,14 +38,14 @@ class BeamSearchGeneration(Generation):
         *,
         context_length: int,
     ) -> None:
-        super().__init__(spec, tokenizer, metrics)
+        super().__init__(request, tokenizer, metrics)
         self._client = client
         self._loop_work_pacer = loop_work_pacer
         self._context_length = context_length
-        ends = () if spec.params.ignore_eos else tokenizer.eos_token_ids
-        self._end_token_ids = frozenset((*spec.params.stop_token_ids, *ends))
+        ends = () if request.params.ignore_eos else tokenizer.eos_token_ids
+        self._end_token_ids = frozenset((*request.params.stop_token_ids, *ends))
         self._weights_version = client.link.weights_version
-        self._client_call = client.begin_call(spec.answer_id, spec.tenant)
+        self._client_call = client.begin_call(request.answer_id, request.authorized_caller.tenant)
         self._cancelled_prompts: set[int] = set()
         """Indices of prompts whose search was cancelled through `EngineClient.cancel`."""
         self._streams: set[OutputStream] = set()
@@ -57,11 +57,11 @@ class BeamSearchGeneration(Generation):
 
     async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
         """One step with all of every answer; none when closed before."""
-        n, limit = self._spec.params.n, self._spec.timeout
+        n, limit = self.request.params.n, self.request.timeout
         try:
             async with asyncio.timeout(limit):
                 beams_by_prompt = await asyncio.gather(
-                    *(self._search_prompt(index) for index in range(len(self._spec.prompts)))
+                    *(self._search_prompt(index) for index in range(len(self.request.prompts)))
                 )
         except TimeoutError:
             self._record_open_choices_as_cut("timeout")
@@ -93,12 +93,12 @@ class BeamSearchGeneration(Generation):
 
     async def _search_prompt(self, index: int) -> list[Beam]:
         """The n best hypotheses for one prompt, best first; the best so far when somebody cancels it."""
-        params, width = self._spec.params, self._spec.params.n
-        prompt = self._spec.prompts[index]
+        params, width = self.request.params, self.request.params.n
+        prompt = self.request.prompts[index]
         max_tokens = self._context_length - len(prompt.ids)
         max_tokens = max_tokens if params.max_tokens is None else min(max_tokens, params.max_tokens)
         search = BeamSearchState(
-            width, params.logprobs or 0, self._end_token_ids, self._spec.length_penalty, max_tokens
+            width, params.logprobs or 0, self._end_token_ids, self.request.length_penalty, max_tokens
         )
         for step in range(max_tokens):
             outputs = await self._request_next_tokens(index, step, prompt, search.running_beams)
@@ -115,20 +115,20 @@ class BeamSearchGeneration(Generation):
         self, index: int, step: int, prompt: Prompt, beams: Sequence[Beam]
     ) -> list[EngineCoreOutput]:
         """One more token of every beam. Gives fewer outputs than beams when closed or cancelled meanwhile."""
-        spec = self._spec
-        num_alternatives = max(2 * spec.params.n, spec.params.logprobs or 0)
+        request = self.request
+        num_alternatives = max(2 * request.params.n, request.params.logprobs or 0)
         params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=num_alternatives, ignore_eos=True)
         outputs: dict[str, EngineCoreOutput] = {}
         async with self._loop_work_pacer:
             if self._client_call.cancelled or self._has_cut_choices:
                 return []
             requests = [
-                spec.engine_request(
-                    f"{spec.id}-{index}-{step}-{i}", prompt, params, seed=0, generated_ids=beam.token_ids
+                request.engine_request(
+                    f"{request.id}-{index}-{step}-{i}", prompt, params, seed=0, generated_ids=beam.token_ids
                 )
                 for i, beam in enumerate(beams)
             ]
-            stream = self._client.submit(requests, spec.answer_id)
+            stream = self._client.submit(requests, request.answer_id)
         self._streams.add(stream)
         try:
             async for some in stream:
@@ -144,23 +144,23 @@ class BeamSearchGeneration(Generation):
             self._weights_version = stream.weights_version
         self._metrics.rolling_stats.update_current_bin()
         if step == 0:
-            first = self._choices[index * spec.params.n]
+            first = self._choices[index * request.params.n]
             first.cached_tokens = max((output.cached_tokens for output in outputs.values()), default=0)
             first.prefix_report = next((output.prefix for output in outputs.values()), None)
         return [outputs[request.id] for request in requests if request.id in outputs]
 
     def _finish_choice(self, choice: ChoiceState, beam: Beam) -> ChoiceDelta:
         unfinished: FinishReason = (
-            "abort" if choice.index // self._spec.params.n in self._cancelled_prompts else "length"
+            "abort" if choice.index // self.request.params.n in self._cancelled_prompts else "length"
         )
         reason = "stop" if beam.is_finished else unfinished
         last = beam.token_ids[-1] if beam.token_ids else None
         output = EngineCoreOutput(
             id="",
             new_ids=list(beam.token_ids),
-            logprobs=None if self._spec.params.logprobs is None else list(beam.logprobs),
+            logprobs=None if self.request.params.logprobs is None else list(beam.logprobs),
             finish_reason=reason,
-            stop_reason=last if beam.is_finished and last in self._spec.params.stop_token_ids else None,
+            stop_reason=last if beam.is_finished and last in self.request.params.stop_token_ids else None,
         )
         delta = choice.process_output(output)
         assert delta is not None, "a terminal output has a delta"

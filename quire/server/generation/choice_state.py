@@ -13,7 +13,7 @@ from quire.engine.text.tokenizer import Tokenizer
 from quire.server.formats.message_parser import AssistantMessageParser, MessageDelta
 from quire.server.formats.tools.tool_call_sink import ToolCallDelta
 from quire.server.generation.message_stream import MessageDeltaStream
-from quire.server.generation.request_specs import GenerationSpec, Prompt, RepetitionRule
+from quire.server.generation.resolved_request import GenerationRequest, Prompt, RepetitionRule
 
 
 class AnswerToken(msgspec.Struct, frozen=True, gc=False):
@@ -48,7 +48,7 @@ class ChoiceDelta(msgspec.Struct, frozen=True):
 class ChoiceState:
     """Takes the engine's outputs and returns deltas."""
 
-    def __init__(self, index: int, prompt: Prompt, spec: GenerationSpec, tokenizer: Tokenizer) -> None:
+    def __init__(self, index: int, prompt: Prompt, spec: GenerationRequest, tokenizer: Tokenizer) -> None:
         params = spec.params
         self.index = index
         self.prompt = prompt

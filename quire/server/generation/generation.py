@@ -15,7 +15,7 @@ from quire.engine.receipts.receipt import ChoiceReceipt
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.generation.choice_state import ChoiceDelta, ChoiceState
 from quire.server.generation.output_parts import CollectedChoice
-from quire.server.generation.request_specs import GenerationSpec
+from quire.server.generation.resolved_request import GenerationRequest
 from quire.server.store.progress import CallProgress, ChoiceFinish
 
 if TYPE_CHECKING:
@@ -109,15 +109,17 @@ class DeltaSink(Protocol):
 
 
 class Generation(ABC):
-    """Works on one spec. Iterate `deltas` once; `close` ends it at any time."""
+    """Works on one request. Iterate `deltas` once; `close` ends it at any time."""
 
-    def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, metrics: Metrics) -> None:
-        n = spec.params.n
-        self._spec = spec
+    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, metrics: Metrics) -> None:
+        n = request.params.n
+        self.request = request
         self._metrics = metrics
-        self._choices = [ChoiceState(i, spec.prompts[i // n], spec, tokenizer) for i in range(spec.num_choices)]
+        self._choices = [
+            ChoiceState(i, request.prompts[i // n], request, tokenizer) for i in range(request.num_choices)
+        ]
         self.progress = CallProgress()
-        """Of a resumable spec: the tokens that its choices have so far, those that nobody has read yet among them."""
+        """The tokens that the choices of a resumable request have so far, including those that nobody has read yet."""
         self.is_new_step = True
         """Whether the last step is new, and does not tell again what an answer had before."""
         self.needs_engine = True
@@ -146,7 +148,7 @@ class Generation(ABC):
         """Abort what still runs; `deltas` ends. Does nothing the second time."""
 
     def choice_receipts(self) -> list[ChoiceReceipt]:
-        """What of each choice a receipt says; nothing where no spec asked for it to be recorded, or there is no way."""
+        """What a receipt says of each choice; empty if it was not asked for, or cannot be."""
         return []
 
     @property
@@ -162,13 +164,15 @@ class Generation(ABC):
     @property
     def usage(self) -> Usage:
         """The usage so far."""
-        first_of_prompts = self._choices[:: self._spec.params.n]
+        first_of_prompts = self._choices[:: self.request.params.n]
         return Usage(
-            prompt_tokens=self._spec.prompt_tokens,
+            prompt_tokens=self.request.prompt_tokens,
             completion_tokens=sum(choice.completion_tokens for choice in self._choices),
             cached_tokens=sum(choice.cached_tokens for choice in first_of_prompts),
             reasoning_tokens=self.reasoning_tokens,
-            metrics=None if not self._spec.include_metrics or self.timeline is None else timing_metrics(self.timeline),
+            metrics=None
+            if not self.request.include_metrics or self.timeline is None
+            else timing_metrics(self.timeline),
             prefix_reports=[choice.prefix_report for choice in first_of_prompts if choice.prefix_report is not None],
             first_token_time=min(
                 (each.first_token_time for each in self._choices if each.first_token_time is not None), default=None
@@ -182,13 +186,13 @@ class Generation(ABC):
 
     @property
     def reasoning_tokens(self) -> int | None:
-        if self._spec.message_format is None or self._spec.message_format.reasoning_format is None:
+        if self.request.message_format is None or self.request.message_format.reasoning_format is None:
             return None
         return sum(choice.reasoning_tokens for choice in self._choices)
 
     def select_best(self, answers: Sequence[CollectedChoice]) -> list[CollectedChoice]:
         """The answers to keep, for each prompt those of the highest mean log probability per token, indexed anew."""
-        n, keep = self._spec.params.n, self._spec.num_returned
+        n, keep = self.request.params.n, self.request.num_returned
         if keep == n:
             return list(answers)
         mean = [choice.logprob_sum / max(1, choice.completion_tokens) for choice in self._choices]
@@ -200,7 +204,7 @@ class Generation(ABC):
 
     def _record_choice_end(self, choice: ChoiceState, reason: str) -> None:
         """Count a choice that has ended, and its prompt when all its choices have."""
-        params = self._spec.params
+        params = self.request.params
         choice.is_finished, choice.end_reason = True, reason
         self._metrics.observe_finished_choice(
             reason,

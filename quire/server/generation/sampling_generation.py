@@ -20,7 +20,7 @@ from quire.server.generation.choice_state import ChoiceDelta, ChoiceState
 from quire.server.generation.deadlines import Deadlines
 from quire.server.generation.event_loop_work_pacer import EventLoopWorkPacer
 from quire.server.generation.generation import DeltaSink, Generation, TokenJournal
-from quire.server.generation.request_specs import GenerationSpec
+from quire.server.generation.resolved_request import GenerationRequest
 from quire.server.store.progress import CallProgress, ChoiceFinish
 
 if TYPE_CHECKING:
@@ -32,18 +32,20 @@ class SamplingGeneration(Generation):
 
     def __init__(
         self,
-        spec: GenerationSpec,
+        request: GenerationRequest,
         tokenizer: Tokenizer,
         client: EngineClient,
         metrics: Metrics,
         loop_work_pacer: EventLoopWorkPacer,
     ) -> None:
         """Submits the requests. Raises EngineError when the engine is gone."""
-        super().__init__(spec, tokenizer, metrics)
-        params = spec.params
+        super().__init__(request, tokenizer, metrics)
+        identity = request.answer_identity
+        params = request.sampling_params
         single_params = msgspec.structs.replace(params, n=1)
-        attempt_suffix = f".{spec.num_earlier_attempts}" if spec.num_earlier_attempts else ""
-        self._choices_by_id = {f"{spec.id}-{choice.index}{attempt_suffix}": choice for choice in self._choices}
+        attempt_suffix = f".{identity.num_earlier_attempts}" if identity.num_earlier_attempts else ""
+        self._is_resumable = identity.resumable
+        self._choices_by_id = {f"{request.id}-{choice.index}{attempt_suffix}": choice for choice in self._choices}
         self.progress = self._progress_to_resume_from()
         self._resumed_requests = [
             *zip(self._choices_by_id, map(tuple, self.progress.ids), tuple(self.progress.ends), strict=True)
@@ -54,37 +56,37 @@ class SamplingGeneration(Generation):
         self.is_new_step = False
         seeds = [params.choice_seed(choice.index % params.n) for choice in self._choices]
         requests = [
-            spec.engine_request(id, choice.prompt, single_params, seeds[choice.index], [*known])
+            request.engine_request(id, choice.prompt, single_params, seeds[choice.index], [*known])
             for choice, (id, known, end) in zip(self._choices, self._resumed_requests, strict=True)
             if end is None
         ]
         self.needs_engine = bool(requests)
         growing_ids = [ids for ids, end in zip(self.progress.ids, self.progress.ends, strict=True) if end is None]
-        self._stream = client.submit(requests, spec.answer_id, growing_ids)
+        self._stream = client.submit(requests, request.answer_id, growing_ids)
         self._stream.ended = self._journal_choice_end
         self._journal_request = client.keep
         self._journal: TokenJournal | None = None
         self._first_journal_number = 0
         """Of the first choice in the journal."""
-        self._timeline = client.history.find_timeline(requests[0].id) if spec.include_metrics and requests else None
+        self._timeline = client.history.find_timeline(requests[0].id) if request.include_metrics and requests else None
         self._receipts_by_id: dict[str, ChoiceReceipt] = {}
         """By request, where they are recorded."""
-        if spec.record_receipt:
+        if request.authorized_caller.record_receipt:
             self._stream.versions = {id: [] for id in self._choices_by_id}
             for choice, (id, known, _) in zip(self._choices, self._resumed_requests, strict=True):
                 self._receipts_by_id[id] = ChoiceReceipt(index=choice.index, seed=seeds[choice.index])
                 add_tokens(self._stream.versions[id], self._stream.weights_version, len(known))
         self._loop_work_pacer = loop_work_pacer
-        self._deadlines = Deadlines(self._stream, timeout=spec.timeout, queue_timeout=spec.queue_timeout)
+        self._deadlines = Deadlines(self._stream, timeout=request.timeout, queue_timeout=request.queue_timeout)
 
     def _progress_to_resume_from(self) -> CallProgress:
         """The tokens that the engine need not compute again. Empty if log probabilities are requested, which the
         journal does not contain."""
-        spec, count = self._spec, self._spec.num_choices
-        had = spec.progress
+        request, count = self.request, self.request.num_choices
+        had = request.answer_identity.progress
         if had is None or not had.ids:
             return CallProgress([[] for _ in range(count)], [-1] * count, [None] * count)
-        if spec.logprobs or spec.prompt_logprobs is not None:
+        if request.logprobs or request.prompt_logprobs is not None:
             return CallProgress([[] for _ in range(count)], list(had.cached), [None] * count)
         if not had.ends:  # a journal of before: what ends an answer comes with its last token
             return CallProgress([ids[:-1] for ids in had.ids], list(had.cached), [None] * count)
@@ -98,7 +100,7 @@ class SamplingGeneration(Generation):
                     yield [delta]
             self.is_new_step = True
             async for outputs in self._stream:
-                if self._spec.params.prompt_logprobs is None:
+                if self.request.params.prompt_logprobs is None:
                     for step in self._outputs_to_delta_steps(outputs):
                         yield step
                 elif step := [delta async for delta in self._paced_deltas_with_prompt_logprobs(outputs)]:
@@ -126,7 +128,7 @@ class SamplingGeneration(Generation):
                 self._end_choice_if_last_delta(request_id, delta)
 
     def attach_sink(self, sink: DeltaSink) -> None:
-        if self._spec.params.prompt_logprobs is None:
+        if self.request.params.prompt_logprobs is None:
             self._stream.shortcut = partial(self._pass_to_sink, sink)
 
     def _pass_to_sink(self, sink: DeltaSink, outputs: list[EngineCoreOutput]) -> bool:
@@ -138,9 +140,9 @@ class SamplingGeneration(Generation):
         return True
 
     def _outputs_to_delta_steps(self, outputs: list[EngineCoreOutput]) -> Iterator[list[ChoiceDelta]]:
-        """The steps that outputs make: one, but of a resumable spec one for each token."""
+        """The steps that outputs make: one, but of a resumable request one for each token."""
         now = clock.monotonic()
-        if self._spec.resumable and not (self._cached_tokens_known and len(outputs) == 1 == len(outputs[0].new_ids)):
+        if self._is_resumable and not (self._cached_tokens_known and len(outputs) == 1 == len(outputs[0].new_ids)):
             for output in outputs:
                 for single in self._split_output(output):
                     if (delta := self._process_output(single, now)) is not None:
@@ -158,7 +160,7 @@ class SamplingGeneration(Generation):
         """The deltas of outputs that may hold the log probabilities of a whole prompt."""
         now = clock.monotonic()
         for whole in outputs:
-            for output in self._split_output(whole) if self._spec.resumable else (whole,):
+            for output in self._split_output(whole) if self._is_resumable else (whole,):
                 async with self._loop_work_pacer:
                     delta = self._process_output(output, now)
                 if delta is not None:
@@ -178,7 +180,7 @@ class SamplingGeneration(Generation):
         cached_counts, index = self.progress.cached, self._choices_by_id[output.id].index
         if cached_counts[index] < 0:
             cached_counts[index] = output.cached_tokens
-            self._cached_tokens_known = self._spec.progress is None and min(cached_counts) >= 0
+            self._cached_tokens_known = self.request.answer_identity.progress is None and min(cached_counts) >= 0
         return cached_counts[index]
 
     def attach_journal(self, journal: TokenJournal, number: int, had: Sequence[int]) -> None:
@@ -206,7 +208,7 @@ class SamplingGeneration(Generation):
         if output.finish_reason == "error":
             self._record_choice_end(choice, "error")
             self._record_open_choices_as_cut("error")
-            raise _output_error(output, self._spec)
+            raise _output_error(output, self.request)
         delta = self._add_output_to_choice(choice, output)
         if output.new_ids:
             if choice.first_token_time is None:
@@ -252,7 +254,7 @@ class SamplingGeneration(Generation):
         self._stream.close()
         for output in self._stream.unread:  # who goes on with the answer has its tokens, and is to tell this too
             self._record_first_cached_tokens(output)
-        # No circle: the spec goes with its last reference, not at a collection.
+        # No circle: the request goes with its last reference, not at a collection.
         self._stream.shortcut = self._stream.ended = None
         self._record_open_choices_as_cut(self._deadlines.expired_param or "abort")
 
@@ -276,10 +278,10 @@ def _split_into_single_tokens(output: EngineCoreOutput) -> list[EngineCoreOutput
     return [first, *singles[1:], last]
 
 
-def _output_error(output: EngineCoreOutput, spec: GenerationSpec) -> QuireError:
+def _output_error(output: EngineCoreOutput, request: GenerationRequest) -> QuireError:
     message = output.error or "the engine failed this request"
     if output.cause == "grammar":
-        field = spec.grammar_field
+        field = None if request.checked_grammar is None else request.checked_grammar.field
         return InvalidRequest(f"{field}: {message}" if field else message, param=field)
     if output.cause == "constraints":
         return InvalidRequest(message)

@@ -13,7 +13,7 @@ from quire.engine.common.errors import EngineError
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, Image, MediaSpan, PoolingParams
 from quire.engine.link.client import EngineClient
 from quire.server.generation.deadlines import Deadlines
-from quire.server.generation.request_specs import RequestSpec
+from quire.server.generation.resolved_request import ResolvedRequest
 
 if TYPE_CHECKING:
     from quire.server.observe.metrics import Metrics
@@ -29,7 +29,7 @@ class VectorInput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VectorSpec(RequestSpec):
+class VectorRequest(ResolvedRequest):
     """The texts to make vectors of, and how to answer them."""
 
     inputs: Sequence[VectorInput]
@@ -40,7 +40,7 @@ class VectorSpec(RequestSpec):
         return sum(len(each.ids) for each in self.inputs)
 
 
-VectorBodyWriter = Callable[[VectorSpec, str, Sequence[np.ndarray]], bytes]
+VectorBodyWriter = Callable[[VectorRequest, str, Sequence[np.ndarray]], bytes]
 """Writes a call's answer as JSON. It is given the spec, the version of the weights that computed the last vector, and
 the vectors in float32, one for each of the spec's inputs."""
 
@@ -48,13 +48,14 @@ the vectors in float32, one for each of the spec's inputs."""
 class VectorGeneration:
     """Each input is one request to the engine. Call `collect_vectors` once; `close` ends it at any time."""
 
-    def __init__(self, spec: VectorSpec, client: EngineClient, metrics: Metrics) -> None:
+    def __init__(self, spec: VectorRequest, client: EngineClient, metrics: Metrics) -> None:
         """Submits the requests. Raises EngineError when the engine is gone."""
         self._metrics = metrics
         self._start_time = clock.monotonic()
         self._open_prompt_tokens = {f"{spec.id}-{index}": len(each.ids) for index, each in enumerate(spec.inputs)}
         """Prompt tokens of the requests that have not ended."""
         self._request_ids = list(self._open_prompt_tokens)
+        caller = spec.authorized_caller
         requests = [
             EngineCoreRequest(
                 id=id,
@@ -63,11 +64,11 @@ class VectorGeneration:
                 spans=each.spans,
                 images=each.images,
                 seed=0,
-                cache_salt=spec.cache_salt,
-                priority=spec.priority,
-                tenant=spec.tenant,
-                adapter=spec.adapter,
-                weight=spec.weight,
+                cache_salt=caller.cache_salt,
+                priority=caller.priority,
+                tenant=caller.tenant,
+                adapter=caller.adapter,
+                weight=caller.weight,
             )
             for id, each in zip(self._request_ids, spec.inputs, strict=True)
         ]

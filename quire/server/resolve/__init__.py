@@ -1,1 +1,1 @@
-"""From the pydantic body of a request to the one resolved form, GenerationSpec."""
+"""From the pydantic body of a request to the one resolved form, GenerationRequest."""

@@ -1,4 +1,4 @@
-"""From a chat request to the spec of its generation."""
+"""From the body of a chat to its generation."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from quire.server.formats.chat_formats import ChatFormats
 from quire.server.formats.message_parser import RequestMessageFormat
 from quire.server.formats.reasoning_parser import make_engine_thinking_budget
 from quire.server.formats.thinking_switch import NO_SWITCH, SWITCH_ALIASES
-from quire.server.generation.request_specs import Prompt
-from quire.server.generation.response_writers.answer_writer import WriterFactory
+from quire.server.generation.resolved_request import Prompt
 from quire.server.generation.response_writers.completion_chunks import ChatWriter
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.request_bodies import build_adapted_header, ignored_params_header
 from quire.server.resolve.answer_grammar import AnswerGrammar
 from quire.server.resolve.checks import check_logprobs
-from quire.server.resolve.common import Resolved, clipped_header, resolved, sampling_params
+from quire.server.resolve.other_apis.chat_conversion import CallerFields, rename_adaptation_fields
 from quire.server.resolve.parse import parse_body
 from quire.server.resolve.prompts import build_chat_prompt
 from quire.server.resolve.requested_grammar import requested_grammar
+from quire.server.resolve.resolved_generation import AnswerForm, ResolvedGeneration, build_generation
+from quire.server.resolve.sampling_fields import clipped_header, resolve_sampling_params
 from quire.server.resolve.tool_use import RequestTools, resolve_request_tools
 from quire.server.served_model import ServedModel
 
@@ -30,7 +31,10 @@ PROMPT_TAIL_TOKENS = 32
 """How many tokens at a prompt's end are decoded to see whether it ends with a mark of thinking."""
 
 
-def resolve_chat(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> Resolved:
+CHAT_FORM = AnswerForm(ChatWriter, "chatcmpl-")
+
+
+def resolve_chat(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> ResolvedGeneration:
     """Raises ModelNotFound, and InvalidRequest naming the parameter."""
     return resolve_chat_request(parse_body(body_bytes, ChatRequest), model, config)
 
@@ -39,12 +43,13 @@ def resolve_chat_request(
     body: ChatRequest,
     model: ServedModel,
     config: ServerConfig,
+    form: AnswerForm = CHAT_FORM,
     *,
-    writer: WriterFactory = ChatWriter,
-    id_prefix: str = "chatcmpl-",
     ignored: Sequence[str] = (),
-) -> Resolved:
-    """Raises as above. `ignored`: more names of parameters without effect."""
+    caller_fields: CallerFields | None = None,
+) -> ResolvedGeneration:
+    """`ignored`: more names of parameters without effect. `caller_fields`: the caller's names of messages. Raises as
+    above."""
     name = model.resolve_model_name(body.model)
     tools = resolve_request_tools(body, model.chat_formats.tool_format, close=config.disable_additional_properties)
     ignored = [*ignored, *body.check_params_and_list_ignored(), *params_ignored_by_template(body, model.chat_formats)]
@@ -53,7 +58,7 @@ def resolve_chat_request(
     check_logprobs("prompt_logprobs", body.prompt_logprobs, config.max_logprobs, model.vocab_size)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     headers |= clipped_header(max_tokens, model)
-    params = sampling_params(
+    params = resolve_sampling_params(
         body,
         model,
         config,
@@ -63,7 +68,7 @@ def resolve_chat_request(
         prompt_logprobs=body.prompt_logprobs,
     )
     prompt = build_chat_prompt(body, model, tools.template_tools, trusted=config.trust_request_chat_template)
-    headers |= build_adapted_header(prompt.adaptations)
+    headers |= build_adapted_header(rename_adaptation_fields(prompt.adaptations, caller_fields or {}))
     message = build_message_format(body, tools, prompt, model)
     begun = None if message is None else message.starts_in_thinking
     thinking = make_engine_thinking_budget(
@@ -73,19 +78,19 @@ def resolve_chat_request(
     grammars = answer.build_grammars(model)
     if message is not None and not grammars:  # else a grammar says what a call is
         message = replace(message, reads_code_blocks=model.chat_formats.reads_code_blocks)
-    return resolved(
+    return build_generation(
         body,
-        writer=writer,
-        id_prefix=id_prefix,
+        form,
+        config,
         model=name,
         prompts=[prompt],
         params=msgspec.structs.replace(params, thinking=thinking),
         logprobs=body.logprobs,
-        headers={**headers, **(answer.schema_headers() if grammars else {})},
-        config=config,
+        headers=headers,
         message=message,
         grammars=grammars,
-        answer=answer if grammars else None,
+        answer_grammar=answer if grammars else None,
+        schema_headers=answer.schema_headers(),
         echo=body.echo,
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from quire.engine.common.errors import ContextLengthExceeded, InvalidRequest
-from quire.engine.common.types import SamplingParams
+from quire.engine.common.types import Grammar, SamplingParams
 from quire.server.protocol.field_limits import MAX_COPIED_PARAMS_SIZE
 
 MAX_PROMPT_LOGPROBS = 100_000
@@ -35,20 +35,20 @@ def check_total_prompt_logprobs(alternatives: int | None, num_tokens: int) -> No
         )
 
 
-def copied_param_sizes(params: SamplingParams) -> dict[str, int]:
+def copied_param_sizes(params: SamplingParams, grammar: Grammar | None) -> dict[str, int]:
     """Token ids, and 16 characters of a grammar for one, that each answer carries, by the field that they come from."""
     return {
         "logit_bias": len(params.logit_bias or ()),
         "stop_token_ids": len(params.stop_token_ids),
         "allowed_token_ids": len(params.allowed_token_ids or ()),
         "bad_words": sum(map(len, params.bad_words_ids)),
-        "grammar": 0 if params.grammar is None else len(params.grammar.text) // 16,
+        "grammar": 0 if grammar is None else len(grammar.text) // 16,
     }
 
 
-def check_copied_params_size(params: SamplingParams, num_answers: int) -> None:
+def check_copied_params_size(params: SamplingParams, grammar: Grammar | None, num_answers: int) -> None:
     """Limits what is sent to the engine in total, as each of the answers carries its own lists."""
-    sizes = copied_param_sizes(params)
+    sizes = copied_param_sizes(params, grammar)
     if sum(sizes.values()) * num_answers > MAX_COPIED_PARAMS_SIZE:
         most = max(sizes, key=lambda name: sizes[name])
         name = "structured_outputs" if most == "grammar" else most

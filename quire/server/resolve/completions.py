@@ -1,4 +1,4 @@
-"""From a completion request to the spec of its generation."""
+"""From the body of a completion to its generation."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ import msgspec
 from quire.engine.common.errors import InvalidRequest
 from quire.engine.text.null_tokenizer import check_text_params
 from quire.server.config import ServerConfig
-from quire.server.generation.response_writers.answer_writer import WriterFactory
+from quire.server.generation.resolved_request import OptionQuestion
 from quire.server.generation.response_writers.completion_chunks import CompletionWriter
 from quire.server.protocol.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from quire.server.protocol.request_bodies import ignored_params_header
 from quire.server.resolve.answer_grammar import AnswerGrammar
 from quire.server.resolve.checks import check_logprobs
-from quire.server.resolve.common import Resolved, clipped_header, resolved, sampling_params
 from quire.server.resolve.parse import parse_body
 from quire.server.resolve.prompts import build_completion_prompts
 from quire.server.resolve.requested_grammar import requested_grammar
+from quire.server.resolve.resolved_generation import AnswerForm, ResolvedGeneration, build_generation
+from quire.server.resolve.sampling_fields import clipped_header, resolve_sampling_params
 from quire.server.resolve.tool_use import RequestTools
 from quire.server.served_model import ServedModel
 
+COMPLETION_FORM = AnswerForm(CompletionWriter, "cmpl-")
 
-def resolve_completion(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> Resolved:
+
+def resolve_completion(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> ResolvedGeneration:
     """Raises ModelNotFound, and InvalidRequest naming the parameter."""
     return resolve_completion_request(parse_body(body_bytes, CompletionRequest), model, config)
 
@@ -32,11 +35,13 @@ def resolve_completion_request(
     body: CompletionRequest,
     model: ServedModel,
     config: ServerConfig,
+    form: AnswerForm = COMPLETION_FORM,
     *,
-    writer: WriterFactory = CompletionWriter,
     ignored: Sequence[str] = (),
-) -> Resolved:
-    """Raises as above. `ignored`: more names of parameters without effect."""
+    questions: Sequence[OptionQuestion] = (),
+) -> ResolvedGeneration:
+    """`ignored`: more names of parameters without effect. `questions`: those that the tokens answer. Raises as
+    above."""
     name = model.resolve_model_name(body.model)
     headers = ignored_params_header([*ignored, *body.check_params_and_list_ignored()], config.strict)
     check_logprobs("logprobs", body.logprobs, config.max_logprobs, model.vocab_size)
@@ -47,7 +52,7 @@ def resolve_completion_request(
     if echo_only and body.logprob_token_ids:
         message = "logprob_token_ids is about generated tokens, and echo with max_tokens 0 generates none"
         raise InvalidRequest(message, param="logprob_token_ids")
-    params = sampling_params(
+    params = resolve_sampling_params(
         body,
         model,
         config,
@@ -61,19 +66,20 @@ def resolve_completion_request(
     answer = AnswerGrammar(RequestTools(), requested_format, has_content_delimiters=False)
     check_text_params(model.tokenizer, stop=params.stop, structured_outputs=requested_format)
     prompts = build_completion_prompts(body, model)
-    return resolved(
+    return build_generation(
         body,
-        writer=writer,
-        id_prefix="cmpl-",
+        form,
+        config,
         model=name,
         prompts=prompts,
         params=params,
         logprobs=body.logprobs is not None,
-        headers={**headers, **answer.schema_headers()},
-        config=config,
+        headers=headers,
         echo=body.echo,
         echo_only=echo_only,
+        questions=questions,
         grammars=answer.build_grammars(model),
+        schema_headers=answer.schema_headers(),
     )
 
 

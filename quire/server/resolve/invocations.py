@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 
 from quire.engine.common.errors import InvalidRequest
 from quire.server.config import ServerConfig
-from quire.server.generation.vector_generation import VectorSpec
+from quire.server.generation.vector_generation import VectorRequest
 from quire.server.protocol.request_bodies import misspelling_hint
 from quire.server.resolve.chat import resolve_chat
-from quire.server.resolve.common import Resolved
 from quire.server.resolve.completions import resolve_completion
 from quire.server.resolve.parse import read_json_object
 from quire.server.resolve.pooling_requests import resolve_classification, resolve_embedding
+from quire.server.resolve.resolved_generation import ResolvedGeneration
 from quire.server.resolve.text_pairs import resolve_rerank, resolve_score
 from quire.server.served_model import ServedModel
 
@@ -25,7 +25,7 @@ KIND_BY_FIELD = {
     "queries": "text_1",
 }
 """By the field that tells what a body asks for."""
-RESOLVERS: Mapping[str, Callable[[bytes, ServedModel, ServerConfig], Resolved | VectorSpec]] = {
+RESOLVERS: Mapping[str, Callable[[bytes, ServedModel, ServerConfig], ResolvedGeneration | VectorRequest]] = {
     "messages": resolve_chat,
     "prompt": resolve_completion,
     "input": resolve_embedding,
@@ -34,7 +34,9 @@ RESOLVERS: Mapping[str, Callable[[bytes, ServedModel, ServerConfig], Resolved | 
 }
 
 
-def resolve_invocation(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> Resolved | VectorSpec:
+def resolve_invocation(
+    body_bytes: bytes, model: ServedModel, config: ServerConfig
+) -> ResolvedGeneration | VectorRequest:
     """A body with messages is a chat, one with a prompt a completion, with an input embeddings or labels, as the model
     makes them, with a query a ranking, with text_1 or queries scores. Raises ModelNotFound, and InvalidRequest naming
     the parameter."""

@@ -41,7 +41,7 @@ def parse_body(body: bytes, model: type[BodyType]) -> BodyType:
 
 
 def parse_body_as(body_bytes: bytes, model: ServedModel, config: ServerConfig, *, body: type[BodyType]) -> BodyType:
-    """A body as this model, in the form of work on a body: see server/routes/bodies.py."""
+    """A body as this model, as a resolver: see server/pipeline/resolve.py."""
     return parse_body(body_bytes, body)
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from quire.engine.common import random_source
 from quire.engine.common.errors import ContextLengthExceeded, InvalidRequest
 from quire.engine.common.types import PoolingParams, Task
 from quire.engine.text.pooling_inputs import encode_truncated
 from quire.server.config import ServerConfig
 from quire.server.generation.response_writers.vector_bodies import classification_body, embeddings_body
-from quire.server.generation.vector_generation import VectorBodyWriter, VectorInput, VectorSpec
+from quire.server.generation.vector_generation import VectorBodyWriter, VectorInput, VectorRequest
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.pooling import (
     ClassificationRequest,
@@ -50,7 +48,7 @@ MAX_VECTOR_NUMBERS = 2**24
 """Of one answer, where each token has a vector."""
 
 
-def resolve_embedding(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorSpec:
+def resolve_embedding(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorRequest:
     """Raises ModelNotFound, and InvalidRequest naming the parameter."""
     body_fields = read_json_object(body_bytes)
     if body_fields.get("messages") is not None and body_fields.get("input") is None:
@@ -59,28 +57,30 @@ def resolve_embedding(body_bytes: bytes, model: ServedModel, config: ServerConfi
         )
     body = validate_body(body_fields, EmbeddingRequest)
     answer = partial(embeddings_body, body.encoding_format, "embedding", token_vector_size(body, model))
-    return build_embedding_request_spec(body, answer, model, config, one_vector_per_text=False)
+    return build_embedding_request(body, answer, model, config, one_vector_per_text=False)
 
 
-def build_embedding_request_spec(
+def build_embedding_request(
     body: EmbeddingRequest,
     write_body: VectorBodyWriter,
     model: ServedModel,
     config: ServerConfig,
     *,
     one_vector_per_text: bool = True,
-) -> VectorSpec:
-    """`one_vector_per_text`: each text must have one vector. Raises as above."""
+    headers: Mapping[str, str] | None = None,
+) -> VectorRequest:
+    """`one_vector_per_text`: each text must have one vector. `headers`: see `build_vector_request`. Raises as above."""
     check_pooling_task(body, "embed", model)
     if one_vector_per_text:
         check_one_vector_per_text(model)
     params = embedding_params(body, model)
-    return build_vector_request_spec(body, "embd", tokenize_inputs(body, model), params, write_body, model, config)
+    inputs = vector_inputs(tokenize_inputs(body, model), params)
+    return build_vector_request(body, "embd", inputs, write_body, model, config, headers=headers)
 
 
 def _resolve_conversation_embedding(
     body: ConversationEmbeddingRequest, body_fields: Mapping[str, Any], model: ServedModel, config: ServerConfig
-) -> VectorSpec:
+) -> VectorRequest:
     """Raises as above, and what build_chat_prompt raises."""
     check_pooling_task(body, "embed", model)
     same = {name: body_fields[name] for name in _CHAT_FIELDS if name in body_fields}
@@ -92,9 +92,8 @@ def _resolve_conversation_embedding(
     )
     check_pooling_input_length(prompt.ids, model, "messages")
     answer = partial(embeddings_body, body.encoding_format, "embedding", token_vector_size(body, model))
-    spec = build_vector_request_spec(body, "embd", [prompt.ids], embedding_params(body, model), answer, model, config)
-    shown = [replace(each, spans=prompt.spans, images=prompt.images) for each in spec.inputs]
-    return replace(spec, inputs=shown)
+    inputs = [VectorInput(prompt.ids, embedding_params(body, model), prompt.spans, prompt.images)]
+    return build_vector_request(body, "embd", inputs, answer, model, config)
 
 
 def token_vector_size(body: EmbeddingRequest | ConversationEmbeddingRequest, model: ServedModel) -> int | None:
@@ -111,7 +110,7 @@ def check_one_vector_per_text(model: ServedModel) -> None:
         raise InvalidRequest(message, param="model")
 
 
-def resolve_pooling(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorSpec:
+def resolve_pooling(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorRequest:
     """Raises as above."""
     body = parse_body(body_bytes, PoolingRequest)
     task = body.task or ("classify" if "classify" in model.tasks else "embed")
@@ -123,16 +122,20 @@ def resolve_pooling(body_bytes: bytes, model: ServedModel, config: ServerConfig)
         params = PoolingParams(task=task, activation=body.wants_activation)
     size = None if task == "classify" else token_vector_size(body, model)
     answer = partial(embeddings_body, body.encoding_format, "pooling", size)
-    return build_vector_request_spec(body, "pool", tokenize_inputs(body, model), params, answer, model, config)
+    return build_vector_request(
+        body, "pool", vector_inputs(tokenize_inputs(body, model), params), answer, model, config
+    )
 
 
-def resolve_classification(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorSpec:
+def resolve_classification(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorRequest:
     """Raises as above."""
     body = parse_body(body_bytes, ClassificationRequest)
     check_pooling_task(body, "classify", model)
     params = PoolingParams(task="classify", activation=body.wants_activation)
     answer = partial(classification_body, () if model.pooling is None else model.pooling.labels)
-    return build_vector_request_spec(body, "classify", tokenize_inputs(body, model), params, answer, model, config)
+    return build_vector_request(
+        body, "classify", vector_inputs(tokenize_inputs(body, model), params), answer, model, config
+    )
 
 
 def check_pooling_task(body: PoolingBody, task: Task, model: ServedModel) -> None:
@@ -149,38 +152,43 @@ def embedding_params(body: EmbeddingRequest | ConversationEmbeddingRequest, mode
     return PoolingParams(dimensions=body.dimensions, activation=body.wants_activation)
 
 
-def build_vector_request_spec(
+def vector_inputs(prompts: Sequence[list[int]], params: PoolingParams) -> list[VectorInput]:
+    return [VectorInput(ids, params) for ids in prompts]
+
+
+def build_vector_request(
     body: PoolingBody,
     prefix: str,
-    prompts: Sequence[list[int]],
-    params: PoolingParams | Sequence[PoolingParams],
+    inputs: Sequence[VectorInput],
     write_body: VectorBodyWriter,
     model: ServedModel,
     config: ServerConfig,
-) -> VectorSpec:
-    """`params`: of all prompts, or of each."""
-    each = [params] * len(prompts) if isinstance(params, PoolingParams) else params
+    *,
+    headers: Mapping[str, str] | None = None,
+) -> VectorRequest:
+    """`headers`: of the answer; None: those that name the body's parameters without effect."""
     pooling = model.pooling
     if (
         pooling is not None
         and pooling.pooling_type == "none"
-        and sum(map(len, prompts)) * pooling.vector_size > MAX_VECTOR_NUMBERS
+        and sum(len(each.ids) for each in inputs) * pooling.vector_size > MAX_VECTOR_NUMBERS
     ):
         raise InvalidRequest(
             f"input: vectors of all tokens are more than {MAX_VECTOR_NUMBERS} numbers: send less", param="input"
         )
-    return VectorSpec(
-        id=f"{prefix}-{random_source.token_hex(16)}",
+    if headers is None:
+        headers = ignored_params_header(body.check_params_and_list_ignored(), config.strict)
+    return VectorRequest(
         id_prefix=f"{prefix}-",
-        requested_id="" if body.request_id is None else f"{prefix}-{body.request_id}",
+        body_id="" if body.request_id is None else f"{prefix}-{body.request_id}",
         model=model.resolve_model_name(body.model),
-        inputs=[VectorInput(ids, one) for ids, one in zip(prompts, each, strict=True)],
+        inputs=inputs,
         write_body=write_body,
-        priority=body.priority,
-        cache_salt=body.cache_salt,
+        body_priority=body.priority,
+        body_cache_salt=body.cache_salt,
         timeout=body.timeout,
         queue_timeout=body.queue_timeout,
-        headers=ignored_params_header(body.check_params_and_list_ignored(), config.strict),
+        headers=headers,
     )
 
 

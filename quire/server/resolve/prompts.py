@@ -15,7 +15,7 @@ from quire.engine.text.conversation.conversation_renderer import RenderedConvers
 from quire.engine.text.conversation.literal_encoding import encode_with_literal_texts
 from quire.engine.text.token_offsets import decode_with_offsets, find_token_offsets
 from quire.engine.text.tokenizer import Tokenizer
-from quire.server.generation.request_specs import Prompt
+from quire.server.generation.resolved_request import Prompt
 from quire.server.images.image_parts import check_images_rendered, collect_images, has_images
 from quire.server.protocol.chat import ChatMessage, ChatRequest, TextPart
 from quire.server.protocol.completions import DEFAULT_MAX_TOKENS, CompletionRequest

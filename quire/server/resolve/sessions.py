@@ -1,8 +1,7 @@
-"""From a hint that a conversation's next turn is coming to the spec that brings the conversation into the cache."""
+"""From a hint that a conversation goes on to the generation that brings it into the cache."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 from quire.engine.prefix_misses.recent_turns import Turn
@@ -11,24 +10,23 @@ from quire.server.generation.response_writers.decisions import SessionWarmupWrit
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.request_bodies import ignored_params_header
 from quire.server.protocol.stored_objects import WarmRequest
-from quire.server.resolve.common import Resolved
 from quire.server.resolve.completions import resolve_completion_request
 from quire.server.resolve.parse import parse_body
+from quire.server.resolve.resolved_generation import AnswerForm, ResolvedGeneration
 from quire.server.served_model import ServedModel
 
 
-def parse_warm_request(
-    body_bytes: bytes, model: ServedModel, config: ServerConfig
-) -> tuple[WarmRequest, dict[str, str]]:
-    """The body, and headers of the answer. Raises InvalidRequest, and ModelNotFound."""
+def parse_warm_request(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> WarmRequest:
+    """Raises InvalidRequest, and ModelNotFound."""
     body = parse_body(body_bytes or b"{}", WarmRequest)
     model.resolve_model_name(body.model)
-    return body, ignored_params_header(body.check_params_and_list_ignored(), config.strict)
+    ignored_params_header(body.check_params_and_list_ignored(), config.strict)
+    return body
 
 
 def resolve_warm_request(
     session: str, turn: Turn, body: WarmRequest, model: ServedModel, config: ServerConfig
-) -> Resolved:
+) -> ResolvedGeneration:
     """The last turn as a prompt, for which one token is generated and thrown away. The engine recognises the
     conversation by its tokens, and keeps it as long as its last request asked. Raises ModelNotFound if its adapter is
     gone."""
@@ -41,6 +39,6 @@ def resolve_warm_request(
         "cache_salt": body.cache_salt,
         "session_ttl": body.session_ttl or turn.keep_seconds or None,
     }
-    writer = partial(SessionWarmupWriter, session)
-    call = resolve_completion_request(CompletionRequest.model_validate(fields), model, config, writer=writer)
-    return replace(call, receipts=False)
+    form = AnswerForm(partial(SessionWarmupWriter, session), "cmpl-", allows_receipt=False)
+    ignored = body.check_params_and_list_ignored()
+    return resolve_completion_request(CompletionRequest.model_validate(fields), model, config, form, ignored=ignored)

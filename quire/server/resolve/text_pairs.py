@@ -10,18 +10,19 @@ from quire.engine.common.types import PoolingParams
 from quire.engine.text.pooling_inputs import encode_pairs_with_second_start, encode_reranker_prompts
 from quire.server.config import ServerConfig
 from quire.server.generation.response_writers.vector_bodies import ScorePairs, rerank_body, scores_body
-from quire.server.generation.vector_generation import VectorSpec
+from quire.server.generation.vector_generation import VectorInput, VectorRequest
 from quire.server.protocol.pooling import RerankRequest, ScoreRequest, TextPairBody
 from quire.server.resolve.checks import NeedsWorker, check_no_surrogates
 from quire.server.resolve.parse import parse_body
 from quire.server.resolve.pooling_requests import (
-    build_vector_request_spec,
+    build_vector_request,
     check_one_vector_per_text,
     check_pooling_input_length,
     check_pooling_task,
     input_truncation_limit,
     prompt_by_name,
     tokenize_texts,
+    vector_inputs,
 )
 from quire.server.resolve.prompts import check_num_inputs, check_text_fits
 from quire.server.served_model import ServedModel
@@ -29,10 +30,10 @@ from quire.server.served_model import ServedModel
 MAX_INLINE_CHARACTERS = 2**16
 """Of all pairs; more are tokenized by a worker."""
 NO_LIMIT_MESSAGE = "max_tokens_per_doc needs a cross-encoder; give truncate_prompt_tokens"
-PairInputs = tuple[list[list[int]], list[PoolingParams], ScorePairs]
+PairInputs = tuple[list[VectorInput], ScorePairs]
 
 
-def resolve_score(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorSpec:
+def resolve_score(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorRequest:
     """Raises ModelNotFound, and InvalidRequest naming the parameter."""
     body = parse_body(body_bytes, ScoreRequest)
     names = ("text_1", "text_2") if body.queries is None else ("queries", "documents")
@@ -44,21 +45,23 @@ def resolve_score(body_bytes: bytes, model: ServedModel, config: ServerConfig) -
         message = f"{names[0]} has {len(firsts)} texts and {names[1]} {len(seconds)}: give one or as many"
         raise InvalidRequest(message, param=names[0])
     firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
-    prompts, params, pairs = build_pair_inputs(body, firsts, seconds, names, model)
-    return build_vector_request_spec(body, "score", prompts, params, partial(scores_body, pairs), model, config)
+    inputs, pairs = build_pair_inputs(body, firsts, seconds, names, model)
+    return build_vector_request(body, "score", inputs, partial(scores_body, pairs), model, config)
 
 
-def resolve_rerank(body_bytes: bytes, model: ServedModel, config: ServerConfig, *, cohere: bool = False) -> VectorSpec:
+def resolve_rerank(
+    body_bytes: bytes, model: ServedModel, config: ServerConfig, *, cohere: bool = False
+) -> VectorRequest:
     """As Jina's API has it, or Cohere's second version. Raises as above."""
     body = parse_body(body_bytes, RerankRequest)
     documents = body.document_texts
     if not documents:
         raise InvalidRequest("documents must not be empty", param="documents")
     queries = [body.query] * len(documents)
-    prompts, params, pairs = build_pair_inputs(body, queries, documents, ("query", "documents"), model)
+    inputs, pairs = build_pair_inputs(body, queries, documents, ("query", "documents"), model)
     shown = not cohere if body.return_documents is None else body.return_documents
     answer = partial(rerank_body, pairs, documents if shown else None, body.top_n or 0, cohere=cohere)
-    return build_vector_request_spec(body, "rerank", prompts, params, answer, model, config)
+    return build_vector_request(body, "rerank", inputs, answer, model, config)
 
 
 def build_pair_inputs(
@@ -91,10 +94,11 @@ def build_pair_inputs(
     pairs = encode_pairs_with_second_start(model.tokenizer, list(zip(firsts, seconds, strict=True)), limit, longest)
     for ids, _ in pairs:
         check_pooling_input_length(ids, model, names[1])
-    params = [
-        PoolingParams(task="classify", activation=body.wants_activation, second_segment=begin) for _, begin in pairs
+    inputs = [
+        VectorInput(ids, PoolingParams(task="classify", activation=body.wants_activation, second_segment=begin))
+        for ids, begin in pairs
     ]
-    return [ids for ids, _ in pairs], params, None
+    return inputs, None
 
 
 def _check_can_score(body: TextPairBody, model: ServedModel) -> None:
@@ -151,7 +155,7 @@ def _embedding_inputs(
         (index_by_text[prompt_by_role["query"] + first], index_by_text[prompt_by_role["document"] + second])
         for first, second in zip(firsts, seconds, strict=True)
     ]
-    return prompts, [PoolingParams(activation=True)] * len(prompts), pairs
+    return vector_inputs(prompts, PoolingParams(activation=True)), pairs
 
 
 def _generative_reranker_inputs(
@@ -167,4 +171,4 @@ def _generative_reranker_inputs(
     prompts = encode_reranker_prompts(model.tokenizer, list(zip(firsts, seconds, strict=True)), body.instruction, limit)
     for ids in prompts:
         check_pooling_input_length(ids, model, names[1])
-    return prompts, [PoolingParams(task="classify", activation=body.wants_activation)] * len(prompts), None
+    return vector_inputs(prompts, PoolingParams(task="classify", activation=body.wants_activation)), None

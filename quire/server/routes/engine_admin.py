@@ -25,6 +25,7 @@ from quire.server.encoding import encode_json
 from quire.server.observe.engine_trace import record_trace
 from quire.server.observe.live_view import LiveViewStream
 from quire.server.observe.recent_answers import list_adapter_states, merge_answer_summaries, summarize_recent_answers
+from quire.server.pipeline.resolve import parse_request_body, resolve_body
 from quire.server.protocol.operator_requests import (
     BroadcastTensor,
     CallRequest,
@@ -32,7 +33,7 @@ from quire.server.protocol.operator_requests import (
     WeightsGroupRequest,
 )
 from quire.server.resolve.parse import parse_body
-from quire.server.routes.bodies import Documented, parsed, worked_on
+from quire.server.routes.api_description import BodySchema
 from quire.server.runtime.model_runtime import ModelRuntime, get_runtime
 from quire.server.served_model import ServedModel, get_model
 from quire.server.sse import EventStream
@@ -132,12 +133,12 @@ async def is_sleeping(request: Request) -> Response:
     return _sleep_state_response(request)
 
 
-@sleep_router.post("/update_weights", response_model=None, openapi_extra=Documented(UpdateWeightsRequest))
+@sleep_router.post("/update_weights", response_model=None, openapi_extra=BodySchema(UpdateWeightsRequest))
 async def update_weights(request: Request) -> Response:
     """Serve other weights of the model's shape, without losing an open request: from a path, or with `tensors` over the
     group of /init_weights_group. 400 for what cannot be served: then the weights before go on."""
     runtime = get_runtime(request)
-    body = await worked_on(request, _parse_weights_update)
+    body = await resolve_body(request, _parse_weights_update)
     try:
         if body.path is not None:
             version = await runtime.weight_controller.update(body.path, body.mode, body.version)
@@ -152,10 +153,10 @@ async def update_weights(request: Request) -> Response:
     return _sleep_state_response(request)
 
 
-@router.post("/init_weights_group", response_model=None, openapi_extra=Documented(WeightsGroupRequest))
+@router.post("/init_weights_group", response_model=None, openapi_extra=BodySchema(WeightsGroupRequest))
 async def init_weights_group(request: Request) -> Response:
     """Join a torch.distributed group, whose rank 0 will send weights; answered when all members are there."""
-    body = await worked_on(request, _parse_weights_group)
+    body = await resolve_body(request, _parse_weights_group)
     group = Group(body.master_address, body.master_port, **body.model_dump(exclude={"master_address", "master_port"}))
     await get_runtime(request).weights_group.join(group)
     return _sleep_state_response(request)
@@ -168,13 +169,13 @@ async def close_weights_group(request: Request) -> Response:
     return _sleep_state_response(request)
 
 
-@router.post("/collective_rpc", response_model=None, openapi_extra=Documented(CallRequest))
+@router.post("/collective_rpc", response_model=None, openapi_extra=BodySchema(CallRequest))
 async def collective_rpc(request: Request) -> Response:
     """Call a method of the ranks by its name, between two steps, where --dev-endpoints lets it."""
     runtime = get_runtime(request)
     if not runtime.config.dev_endpoints:
         raise InvalidRequest("Ranks take no calls from here: start the server with --dev-endpoints")
-    body = await parsed(request, CallRequest)
+    body = await parse_request_body(request, CallRequest)
     try:
         async with asyncio.timeout(body.timeout):
             encoded_results = await runtime.client.link.call(encode_call(body.method, body.args, body.call_kwargs))

@@ -18,8 +18,9 @@ from quire.engine.text.tokenizer import ADDED_TOKEN_FIELDS
 from quire.server.access.admission import ModelRoute, RateLimitedRoute
 from quire.server.adapter_registry import AdapterRegistry
 from quire.server.encoding import encode_ascii_json
+from quire.server.pipeline.resolve import parse_request_body
 from quire.server.protocol.operator_requests import LoadAdapterRequest, UnloadAdapterRequest
-from quire.server.routes.bodies import Documented, parsed
+from quire.server.routes.api_description import BodySchema
 from quire.server.runtime.model_runtime import get_runtime
 from quire.server.served_model import TASK_OUTPUTS, ServedModel, get_model
 
@@ -92,21 +93,21 @@ def _input_modalities(model: ServedModel) -> list[str]:
     return ["text"] if model.multimodal_prompt_builder is None else ["text", "image"]
 
 
-@router.post("/v1/load_lora_adapter", response_model=None, openapi_extra=Documented(LoadAdapterRequest))
+@router.post("/v1/load_lora_adapter", response_model=None, openapi_extra=BodySchema(LoadAdapterRequest))
 async def load_lora_adapter(request: Request) -> PlainTextResponse:
     """Serve an adapter as a model of its own, from the next request on. Needs an admin's API key where there are keys.
 
     It is copied and checked before the answer, while streams go on.
     """
-    adapters, body = _require_adapter_registry(request), await parsed(request, LoadAdapterRequest)
+    adapters, body = _require_adapter_registry(request), await parse_request_body(request, LoadAdapterRequest)
     await adapters.load_lora_adapter(body.lora_name, body.lora_path, replace=body.load_inplace)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@router.post("/v1/unload_lora_adapter", response_model=None, openapi_extra=Documented(UnloadAdapterRequest))
+@router.post("/v1/unload_lora_adapter", response_model=None, openapi_extra=BodySchema(UnloadAdapterRequest))
 async def unload_lora_adapter(request: Request) -> PlainTextResponse:
     """Serve an adapter no more; its requests under way finish. Needs an admin's API key where there are keys."""
-    adapters, body = _require_adapter_registry(request), await parsed(request, UnloadAdapterRequest)
+    adapters, body = _require_adapter_registry(request), await parse_request_body(request, UnloadAdapterRequest)
     await adapters.unload_lora_adapter(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 

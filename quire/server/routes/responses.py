@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
@@ -12,16 +11,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.common.errors import InvalidRequest, Overloaded, RequestNotFound
-from quire.server.access.admission import GenerationRoute, RateLimitedRoute, admission_of
-from quire.server.access.memory_lease import grow_request_lease, lease_of
+from quire.server.access.admission import GenerationRoute, RateLimitedRoute
+from quire.server.access.authentication import owner_of
+from quire.server.access.memory_lease import grow_request_lease
 from quire.server.encoding import encode_event
-from quire.server.generation.background import RunningAnswer
-from quire.server.generation.request_specs import GenerationSpec
+from quire.server.generation.resolved_request import GenerationRequest
 from quire.server.generation.response_writers.responses import ResponsesWriter
+from quire.server.pipeline.answer import generate_and_write, prepare_generation
+from quire.server.pipeline.authorize import open_durable_request
+from quire.server.pipeline.resolve import resolve_body
+from quire.server.pipeline.stored_response import ResponseRecorder, answer_in_background, ignore_disconnect
 from quire.server.protocol.responses import ResponsesRequest
 from quire.server.resolve.other_apis.responses import count_input_tokens, resolve_response
-from quire.server.resumable_calls import RESUMED_SCOPE_KEY
-from quire.server.routes.bodies import Documented, owner_of, resolved_spec, worked_on
+from quire.server.routes.api_description import BodySchema
 from quire.server.routes.data_dir.list_pages import (
     Limit,
     Order,
@@ -29,14 +31,10 @@ from quire.server.routes.data_dir.list_pages import (
     leased_json_response,
     list_items_response,
 )
-from quire.server.routes.reply import begin, events_of, journaled, nothing, reply
-from quire.server.runtime.model_runtime import get_runtime
 from quire.server.runtime.server_context import get_server_context
 from quire.server.served_model import get_model
 from quire.server.sse import EventStream
-from quire.server.store.data_dir import DataDir
-from quire.server.store.response_store import ObjectSummary, ObjectToStore, ObjectWithoutItems, Store
-from quire.server.store.write_retry import retry_until_written
+from quire.server.store.response_store import ObjectSummary, Store
 
 router = APIRouter()
 generation_router = APIRouter(route_class=GenerationRoute)
@@ -50,149 +48,46 @@ UNFINISHED_STATUSES = ("queued", "in_progress")
 """What is stored of the status of a response that has not ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseRecorder:
-    """Stores one response."""
-
-    data: DataDir | None
-    """None where nothing is stored."""
-    owner: str
-    spec: GenerationSpec
-    writer: ResponsesWriter
-
-    async def store_ended_response(self) -> None:
-        """Store the response, which has ended, and add its items to its conversation."""
-        fields, writer = self.spec.responses_fields, self.writer
-        assert fields is not None
-        if self.data is None:
-            return
-        if writer.final_response is None:
-            writer.status = "cancelled"
-        if fields.store:
-            await self._put_response(writer.final_response or writer.current_response(writer.status))
-        if fields.conversation_id is not None and writer.final_response is not None:
-            new_items = [*fields.input_items, *writer.output_items]
-            append = self.data.store.append_items
-            await self.data.owner_executor.run_for_owner(
-                self.owner, append, self.owner, fields.conversation_id, new_items
-            )
-
-    async def store_queued_response(self, response: bytes) -> None:
-        """Store a response that goes on in the background."""
-        self.writer.status = "queued"
-        await self._put_response(response, unfinished=True)
-
-    async def _put_response(self, response: bytes, *, unfinished: bool = False) -> None:
-        fields, data = self.spec.responses_fields, self.data
-        assert fields is not None
-        assert data is not None, "refused otherwise"
-        about = {
-            "status": self.writer.status,
-            "background": fields.background,
-            "previous": fields.previous_id,
-            "events": self.writer.next_sequence_number,
-            "streamed": self.spec.stream,
-        }
-        stored_object = ObjectToStore(
-            self.spec.answer_id,
-            ObjectWithoutItems("response", about, response),
-            fields.input_items,
-            unfinished=unfinished,
-        )
-        await data.owner_executor.run_for_owner(self.owner, data.store.put, self.owner, stored_object)
-
-
-@generation_router.post("/v1/responses", response_model=None, openapi_extra=Documented(ResponsesRequest))
+@generation_router.post("/v1/responses", response_model=None, openapi_extra=BodySchema(ResponsesRequest))
 async def create_response(request: Request) -> Response:
     """Answer an input."""
     model, owner = get_model(request), owner_of(request)
-    spec = await resolved_spec(request, partial(resolve_response, owner=owner))
-    fields = spec.responses_fields
+    durable = open_durable_request(request)
+    keep_body = durable.keep_body if durable.keeps_body else None
+    resolution = await resolve_body(request, partial(resolve_response, owner=owner), keep_body)
+    resolved = await prepare_generation(request, resolution, durable)
+    fields = resolved.responses_fields
     assert fields is not None
-    if fields.store:
-        spec = replace(spec, requested_id="")  # an id of ours: the one that a caller chooses may name several answers
-    grow_request_lease(
-        request.scope, 2 * len(fields.echoed_fields)
-    )  # in the events that open the stream; or once, in the answer
-    writer = ResponsesWriter(spec, model.tokenizer, model.fingerprint)
-    recorder = ResponseRecorder(get_server_context(request).data_dir, owner, spec, writer)
+    # in the events that open the stream; or once, in the answer
+    grow_request_lease(request.scope, 2 * len(fields.echoed_fields))
+    writer = ResponsesWriter(resolved, model.tokenizer, model.fingerprint)
+    recorder = ResponseRecorder(get_server_context(request).data_dir, owner, resolved, writer)
     if fields.background:
-        return await _answer_in_background(request, recorder)
-    return await reply(request, spec, writer, recorder.store_ended_response)
+        if durable.repeats_stored_response and (existing := await _existing_response(request, resolved)) is not None:
+            return existing
+        return await answer_in_background(request, recorder, durable)
+    return await generate_and_write(request, resolved, writer, durable, recorder.store_ended_response)
 
 
-@counting_router.post("/v1/responses/input_tokens", response_model=None, openapi_extra=Documented(ResponsesRequest))
+@counting_router.post("/v1/responses/input_tokens", response_model=None, openapi_extra=BodySchema(ResponsesRequest))
 async def count_tokens(request: Request) -> Response:
     """The number of tokens that an input has as a prompt."""
-    counted = await worked_on(request, partial(count_input_tokens, owner=owner_of(request)))
+    counted = await resolve_body(request, partial(count_input_tokens, owner=owner_of(request)))
     return Response(counted.body, 200, counted.headers, "application/json")
 
 
-async def _answer_in_background(request: Request, recorder: ResponseRecorder) -> Response:
-    runtime = get_runtime(request)
-    server = get_server_context(request)
-    spec = recorder.spec
-    writer = recorder.writer
-    resumed = request.scope.get(RESUMED_SCOPE_KEY)
-    if (
-        resumed is not None
-        and not resumed.attempt
-        and (existing := await _existing_response(request, spec)) is not None
-    ):
-        return existing
-    lease = lease_of(request.scope).move_to_new_lease()
-    assert spec.responses_fields is not None
-    close = lease.release_lease
-    try:
-        grow_request_lease(request.scope, 2 * len(spec.responses_fields.echoed_fields))  # in what the caller is sent
-        generation, close = begin(request, spec)
-        close = await journaled(request, spec, generation, close)
-        queued = writer.current_response("queued")
-        await recorder.store_queued_response(queued)
-        if server.resumable_calls is not None:
-            server.resumable_calls.mark_stored_unfinished(recorder.owner, spec.id)
-    except BaseException:
-        close()
-        lease.release_lease()
-        raise
-
-    def is_leaving() -> bool:
-        return server.background.is_closing or admission_of(request).is_draining
-
-    async def store_and_forget() -> None:
-        await recorder.store_ended_response()
-        if server.resumable_calls is not None:
-            await server.resumable_calls.forget_call(recorder.owner, spec.id, with_key=False)
-
-    async def finish_response() -> None:
-        try:
-            if running.can_restart and server.persistence is not None:
-                server.persistence.schedule_response_restart(recorder.owner, spec.answer_id)
-            elif not (writer.has_ended_unfinished and is_leaving()):  # else the next process goes on with it
-                await retry_until_written(f"the end of {spec.answer_id} waits", store_and_forget, is_leaving)
-        finally:
-            lease.release_lease()
-
-    running = RunningAnswer(writer, close, [] if spec.stream else None, can_restart=server.resumable_calls is not None)
-    events = events_of(generation, writer, spec, runtime, nothing)
-    server.background.start_answer((recorder.owner, spec.answer_id), running, events, finish_response)
-    if spec.stream and (resumed is None or not resumed.attempt):
-        return EventStream(
-            running.follow_events(-1), _ignore_disconnect, spec.headers, runtime.config, ping=writer.ping_event
-        )
-    return Response(queued, 200, dict(spec.headers), "application/json")
-
-
-async def _existing_response(request: Request, spec: GenerationSpec) -> Response | None:
+async def _existing_response(request: Request, resolved: GenerationRequest) -> Response | None:
     """The response of a call whose Idempotency-Key was used before. None if the server ended after it had written the
     call to the journal and before it stored the response. Raises HTTPException while another request is at that
     point."""
     try:
-        return Response(await _load_response(request, spec.answer_id), 200, dict(spec.headers), "application/json")
+        return Response(
+            await _load_response(request, resolved.answer_id), 200, resolved.response_headers, "application/json"
+        )
     except RequestNotFound:
         streams = get_server_context(request).resumable_calls
         assert streams is not None
-        await streams.check_not_answering(owner_of(request), spec.id)
+        await streams.check_not_answering(owner_of(request), resolved.id)
         return None
 
 
@@ -217,14 +112,14 @@ async def retrieve_response(
         after = -1 if starting_after is None else starting_after
         if is_unfinished and (events := await background.follow_answer(key, after)) is not None:
             grow_request_lease(request.scope, 3 * summary.length)  # each event is sent again
-            return EventStream(events, _ignore_disconnect, {}, config)
+            return EventStream(events, ignore_disconnect, {}, config)
         summary = await _find_response_summary(request, response_id)  # it may have ended just now
         if (
             summary.about["status"] in UNFINISHED_STATUSES
         ):  # by nobody: its server has ended, and another has not begun it yet
             raise Overloaded("The response is about to be gone on with. Please try again")
         return EventStream(
-            _last_event(summary, await _load_response(request, response_id)), _ignore_disconnect, {}, config
+            _last_event(summary, await _load_response(request, response_id)), ignore_disconnect, {}, config
         )
     if is_unfinished and (snapshot := await background.current_response(key)) is not None:
         return leased_json_response(request, snapshot)
@@ -301,7 +196,3 @@ async def _last_event(summary: ObjectSummary, response: bytes) -> AsyncGenerator
     kind = FINAL_EVENTS.get(summary.about["status"], "response.incomplete")
     number = max(0, summary.about["events"] - 1)
     yield encode_event(kind, {"type": kind, "sequence_number": number}, response=response)
-
-
-def _ignore_disconnect() -> None:
-    """A follower that leaves ends nothing."""

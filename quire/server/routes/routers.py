@@ -9,7 +9,7 @@ from fastapi import APIRouter, FastAPI
 
 from quire.server.observe.http_metrics import HttpMetrics
 from quire.server.routes import endpoints, engine_admin, models, requests, responses, sessions, status, web_pages
-from quire.server.routes.bodies import describe_bodies
+from quire.server.routes.api_description import describe_bodies
 from quire.server.routes.data_dir import batches, conversations, files, streams
 from quire.server.routes.ollama import model_info, pull
 

@@ -14,6 +14,7 @@ from quire.server.access.admission import Admission
 from quire.server.access.fair_semaphore import FairSemaphore
 from quire.server.adapter_registry import AdapterRegistry
 from quire.server.config import ServerConfig
+from quire.server.durability.answer_pins import ComputeIdentity
 from quire.server.generation.event_loop_work_pacer import EventLoopWorkPacer
 from quire.server.generation.output_parts import LogprobBudget
 from quire.server.images.image_fetcher import MAX_FETCHING_REQUESTS, ImageFetcher
@@ -66,6 +67,17 @@ class ModelRuntime:
     def started_at(self) -> int:
         """When the engine was ready, in seconds of the Unix clock."""
         return self.model.created
+
+    def describe_compute(self, model_fingerprint: str) -> ComputeIdentity:
+        """What computes answers in this process now. `model_fingerprint`: that of the request's model."""
+        weights = (
+            self.info.content or self.info.model,
+            self.info.dtype,
+            self.client.link.weights_version,
+            self.config.quantization,
+            self.config.quantize_embedding,
+        )
+        return ComputeIdentity(model_fingerprint, self.info.deterministic, repr(weights))
 
     def set_weights_version(self, version: str) -> None:
         """Its weights have been replaced."""

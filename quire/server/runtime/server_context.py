@@ -15,10 +15,10 @@ from quire.server.access.body_reader import BodyReader
 from quire.server.access.gateway_headers import TrustedGateways
 from quire.server.batches.runner import BatchRunner
 from quire.server.config import ServerConfig
-from quire.server.generation.background import Background
+from quire.server.durability.background import Background
+from quire.server.durability.persistence import Persistence
+from quire.server.durability.resumable_calls import ResumableCalls
 from quire.server.observe.http_metrics import HttpMetrics
-from quire.server.persistence import Persistence
-from quire.server.resumable_calls import ResumableCalls
 from quire.server.runtime.model_runtime import ModelRuntime
 from quire.server.store.data_dir import DataDir
 from quire.server.store.response_store import Store

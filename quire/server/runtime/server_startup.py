@@ -16,12 +16,12 @@ from quire.server.access.body_reader import BodyReader
 from quire.server.access.gateway_headers import TrustedGateways
 from quire.server.access.tenants import Tenants
 from quire.server.config import ServerConfig
-from quire.server.generation.background import Background
+from quire.server.durability.background import Background
+from quire.server.durability.persistence import Persistence, open_persistence, resume_unfinished_work_forever
 from quire.server.observe.http_metrics import HttpMetrics
 from quire.server.observe.metric_collectors import CallbackCollector, data_dir_metrics
 from quire.server.observe.request_spans import RequestSpanExporter
 from quire.server.peers import PeerLink, Peers
-from quire.server.persistence import Persistence, open_persistence, resume_unfinished_work_forever
 from quire.server.runtime.server_context import ModelDispatcher, ServerContext
 from quire.server.store.data_dir import DataDir
 

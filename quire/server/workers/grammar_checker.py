@@ -16,9 +16,10 @@ from quire.engine.schemas.enforcement import WEAKEST_LEVEL
 from quire.engine.text.grammar_compiler import CHECK_STACK_BYTES, MAX_CHECK_CPU_SECONDS, MAX_CHECK_MEMORY_BYTES
 from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
+from quire.server.generation.resolved_request import CheckedGrammar
 from quire.server.resolve.answer_grammar import AnswerGrammar
-from quire.server.resolve.common import Resolved, with_answer
 from quire.server.resolve.other_apis.chat_conversion import rename_fields_in_error_text
+from quire.server.resolve.resolved_generation import ResolvedGeneration
 from quire.server.served_model import ServedModel
 from quire.server.workers.pool import WorkerPool
 from quire.server.workers.worker import JobLimits
@@ -80,27 +81,31 @@ class GrammarChecker:
                     raise InvalidRequest(f"{name}: {part_error}", param=param)
             raise InvalidRequest(f"{param}: {error_message}", param=param)
 
-    async def with_compilable_grammars(self, call: Resolved, tenant: Tenant, model: ServedModel) -> Resolved:
-        """The call, whose grammars compile. Where they do not, tools that nobody asked to hold have the nearest weaker
-        schema with which they do. Raises as `check_grammars`, which names fields as the caller calls them."""
-        *first, last = call.grammars
+    async def choose_compilable_grammar(
+        self, resolved: ResolvedGeneration, tenant: Tenant, model: ServedModel
+    ) -> CheckedGrammar:
+        """The grammar that the answers are to match, which compiles. If the one that was asked for does not, tools that
+        nobody asked to hold get the nearest weaker schema with which it does. Raises as `check_grammars`, which names
+        fields as the caller calls them."""
+        *first, last = resolved.grammars
         await self.check_grammars(first, tenant)
         try:
             await self.check_grammars([last], tenant)
-            return call
+            return resolved.unchecked_grammar
         except InvalidRequest:
-            if call.answer is None:
+            if resolved.answer_grammar is None:
                 raise
-        answer = call.answer
+        answer = resolved.answer_grammar
         weakest = dict.fromkeys(answer.tools.non_strict_tool_names, WEAKEST_LEVEL)
         for levels in (await self._nearest_compilable_levels_by_tool(answer, tenant), weakest) if weakest else ():
-            weaker = await asyncio.to_thread(with_answer, call, answer.with_weaker_tools(levels), model)
-            if await self._grammar_error_message(weaker.grammars[-1][1], tenant) is None:
+            weaker = await asyncio.to_thread(resolved.build_weaker_grammar, answer.with_weaker_tools(levels), model)
+            if await self._grammar_error_message(weaker.grammar, tenant) is None:
                 return weaker
         schemas = await asyncio.to_thread(lambda: answer.tools.schema_grammars)
-        parts = [(rename_fields_in_error_text(place, None, call.names), schema) for place, schema in schemas]
+        field_names = resolved.form.field_names
+        parts = [(rename_fields_in_error_text(place, None, field_names), schema) for place, schema in schemas]
         await self.check_grammars([last], tenant, parts)
-        return call
+        return resolved.unchecked_grammar
 
     async def _nearest_compilable_levels_by_tool(self, answer: AnswerGrammar, tenant: Tenant) -> dict[str, int]:
         """The nearest level, of each tool that nobody asked to hold, at which its schema compiles by itself."""

@@ -13,7 +13,7 @@ from quire.engine.common.types import SamplingParams
 from quire.server.encoding import encode_json
 from quire.server.generation.choice_state import ChoiceDelta
 from quire.server.generation.generation import Usage
-from quire.server.generation.request_specs import GenerationSpec, Prompt
+from quire.server.generation.resolved_request import AnswerIdentity, Caller, GenerationRequest, Prompt
 from quire.server.generation.response_writers.completion_chunks import ChatWriter, CompletionWriter
 from tests.texts import byte_level_tokenizer
 
@@ -22,10 +22,11 @@ ODD = ['"', "\\", "\u2028\u2029", "\x00\x1f\x7f", "👩‍👩‍👧", "</scrip
 TEXTS = st.one_of(st.sampled_from(ODD), st.text(st.characters(exclude_categories=["Cs"])))
 
 
-def spec(*, usage: bool, token_ids: bool, model: str = "m") -> GenerationSpec:
+def spec(*, usage: bool, token_ids: bool, model: str = "m") -> GenerationRequest:
     prompts, params = [Prompt([1], "")], SamplingParams(n=4)
-    return GenerationSpec(
-        id="id",
+    return GenerationRequest(
+        identity=AnswerIdentity(id="id"),
+        caller=Caller(),
         model=model,
         prompts=prompts,
         params=params,

@@ -13,8 +13,8 @@ from quire.server.generation import output_parts as folds
 from quire.server.generation.choice_state import AnswerToken, ChoiceDelta
 from quire.server.generation.generation import Generation
 from quire.server.generation.output_parts import collect_choices
-from quire.server.generation.request_specs import GenerationSpec, Prompt
-from quire.server.routes.reply import start
+from quire.server.generation.resolved_request import AnswerIdentity, Caller, GenerationRequest, Prompt
+from quire.server.pipeline.generate import submit_generation
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, scripted
 
@@ -26,8 +26,9 @@ both_ways = pytest.mark.parametrize("beam_search", [False, True])
 def generation(api: Api, *, max_tokens: int, **fields: Any) -> Generation:
     """Three choices for each of two prompts."""
     params = SamplingParams(n=3, max_tokens=max_tokens)
-    spec = GenerationSpec(id="cmpl-1", model="m", prompts=PROMPTS, params=params, num_returned=3, **fields)
-    return start(spec, api.runtime)
+    named = {"identity": AnswerIdentity(id="cmpl-1"), "caller": Caller(), "model": "m"}
+    request = GenerationRequest(prompts=PROMPTS, params=params, num_returned=3, **named, **fields)
+    return submit_generation(request, api.runtime)
 
 
 async def metrics(api: Api) -> dict[str, float]:

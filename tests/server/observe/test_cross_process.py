@@ -8,7 +8,7 @@ from quire.engine.link.client import EngineClient
 from quire.engine.link.hub_link import HubLink
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
-from quire.server.generation.background import Background
+from quire.server.durability.background import Background
 from quire.server.observe.cross_process import CrossProcessObserver
 from quire.server.observe.metrics import Metrics
 from quire.server.observe.request_log import RequestLog

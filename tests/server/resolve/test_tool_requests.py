@@ -20,7 +20,7 @@ from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.formats.tools.tool_call_sink import ToolCallDelta
 from quire.server.generation.choice_state import ChoiceDelta
-from quire.server.generation.request_specs import GenerationSpec, Prompt
+from quire.server.generation.resolved_request import AnswerIdentity, Caller, GenerationRequest, Prompt
 from quire.server.generation.response_writers.completion_chunks import ChatWriter
 from quire.server.served_model import ServedModelSpec
 from tests.server.api import Api, open_api, parse_events
@@ -190,7 +190,8 @@ async def test_max_tokens_gives_length_and_what_there_is(length: int) -> None:
 def test_what_one_step_brings_comes_in_order() -> None:
     """With several tokens per step, content and the call behind it are in one delta."""
     tokenizer = byte_level_tokenizer().tokenizer
-    spec = GenerationSpec(id="id", model="m", prompts=[Prompt([1], "")], params=SamplingParams(), num_returned=1)
+    named = {"identity": AnswerIdentity(id="id"), "caller": Caller(), "model": "m"}
+    spec = GenerationRequest(prompts=[Prompt([1], "")], params=SamplingParams(), num_returned=1, **named)
     writer = ChatWriter(spec, tokenizer, "fp")
     calls = (ToolCallDelta(0, id="call_1", name="f"), ToolCallDelta(0, "{}"))
     delta = ChoiceDelta(0, "Hm.", [], "tool_calls", None, reasoning="why", tool_calls=calls)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.server.routes.bodies import QUICK_BYTES, SMALL_BYTES
+from quire.server.pipeline.resolve import QUICK_BYTES, SMALL_BYTES
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, scripted
 from tests.server.test_error_responses import BAD_INPUTS

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.server.generation.request_specs import GenerationSpec
+from quire.server.generation.resolved_request import GenerationRequest
 from tests.server.api import NAME
 from tests.server.fake import FakeEngine, hashed, scripted
 from tests.server.hosted import idle, serving
@@ -36,7 +36,7 @@ def uncollected() -> Iterator[None]:
 
 
 def specs() -> int:
-    return sum(type(each) is GenerationSpec for each in gc.get_objects())
+    return sum(type(each) is GenerationRequest for each in gc.get_objects())
 
 
 @pytest.mark.usefixtures("uncollected")

@@ -13,7 +13,7 @@ from quire.engine.common.errors import InvalidRequest
 from quire.engine.common.types import TokenLogprob
 from quire.engine.text.bad_words import bad_words_ids
 from quire.server.generation.choice_state import has_repetition
-from quire.server.generation.request_specs import RepetitionRule
+from quire.server.generation.resolved_request import RepetitionRule
 from quire.server.resolve.prompts import INFILL_TOKENS, build_infill_ids
 from tests.server.api import NAME, Api, open_api
 from tests.server.fake import FakeEngine, hashed, scripted

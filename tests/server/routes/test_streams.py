@@ -392,7 +392,7 @@ async def test_a_stream_goes_on_without_its_reader(tmp_path: Path) -> None:
 
 
 async def test_readers_who_leave_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.server.generation.background.MAX_ABANDONED", 2)
+    monkeypatch.setattr("quire.server.durability.background.MAX_ABANDONED", 2)
     path, _, body = CALLS["chat"]
     async with keeping(tmp_path, engine={"step_seconds": 0.01, "burst": 1}) as (port, engine):
         for _ in range(4):

@@ -12,13 +12,13 @@ from quire.server.error_responses import encode_openai_stream_error
 from quire.server.generation.choice_state import ChoiceDelta
 from quire.server.generation.generation import Usage
 from quire.server.generation.output_parts import CollectedChoice, OutputPart, OutputParts
-from quire.server.generation.request_specs import GenerationSpec
+from quire.server.generation.resolved_request import GenerationRequest
 
 
 class AnswerWriter(ABC):
     """Writes one call's deltas as server-sent events, or its whole answers as one body."""
 
-    def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, fingerprint: str) -> None:
+    def __init__(self, spec: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
         """`fingerprint`: see ServedModel."""
         self._spec = spec
         self._tokenizer = tokenizer
@@ -77,7 +77,7 @@ class AnswerWriter(ABC):
         """The body of an answer that is not streamed."""
 
 
-WriterFactory = Callable[[GenerationSpec, Tokenizer, str], AnswerWriter]
+WriterFactory = Callable[[GenerationRequest, Tokenizer, str], AnswerWriter]
 """Makes the writer of one call: most often its class."""
 
 
@@ -95,7 +95,7 @@ class OutputPartWriter(AnswerWriter):
     """Writes the only choice part by part: thinking, text and calls, in their order. A part ends where the next one
     begins."""
 
-    def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, fingerprint: str) -> None:
+    def __init__(self, spec: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
         super().__init__(spec, tokenizer, fingerprint)
         self._parts = OutputParts()
         self._open_part: OutputPart | None = None

@@ -14,7 +14,7 @@ from quire.server.formats.tools.tool_call_sink import ToolCallDelta
 from quire.server.generation.choice_state import AnswerToken, ChoiceDelta
 from quire.server.generation.generation import Usage
 from quire.server.generation.output_parts import CollectedChoice, OutputPart
-from quire.server.generation.request_specs import GenerationSpec
+from quire.server.generation.resolved_request import GenerationRequest
 from quire.server.generation.response_writers.answer_writer import AnswerWriter
 from quire.server.generation.response_writers.custom_tool_input import CustomInputDecoder, decode_custom_input
 from quire.server.generation.response_writers.logprob_fields import chat_logprobs, completion_logprobs, prompt_logprobs
@@ -34,7 +34,7 @@ class ChunkWriter(AnswerWriter):
     UNFINISHED_FIELDS: ClassVar[bytes]
     """Follows that part in a choice that has neither log probabilities nor an end."""
 
-    def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, fingerprint: str) -> None:
+    def __init__(self, spec: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
         super().__init__(spec, tokenizer, fingerprint)
         self._chunk_head = self._event_head()
         self._choice_heads: dict[int, bytes] = {}
@@ -180,7 +180,7 @@ class ChatWriter(ChunkWriter):
     AFTER_TEXT = b"}"
     UNFINISHED_FIELDS = b',"logprobs":null,"finish_reason":null'
 
-    def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, fingerprint: str) -> None:
+    def __init__(self, spec: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
         super().__init__(spec, tokenizer, fingerprint)
         self._custom_inputs: dict[int, tuple[int, CustomInputDecoder]] = {}
         """By choice: the custom tool's call that it has open, by its index, and the reader of its input."""

@@ -11,7 +11,7 @@ from quire.engine.text.tokenizer import Tokenizer
 from quire.server.encoding import encode_json, encode_with_raw_fields
 from quire.server.generation.generation import Usage
 from quire.server.generation.output_parts import CollectedChoice
-from quire.server.generation.request_specs import GenerationSpec, OptionQuestion
+from quire.server.generation.resolved_request import GenerationRequest, OptionQuestion
 from quire.server.generation.response_writers.answer_writer import UnstreamableAnswerWriter
 from quire.server.generation.response_writers.responses import responses_usage
 
@@ -134,7 +134,7 @@ def clamp_probability(value: float) -> float:
 class SessionWarmupWriter(UnstreamableAnswerWriter):
     """Tells how much of the conversation was cached, and how much was computed."""
 
-    def __init__(self, session: str, spec: GenerationSpec, tokenizer: Tokenizer, fingerprint: str) -> None:
+    def __init__(self, session: str, spec: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
         super().__init__(spec, tokenizer, fingerprint)
         self._session, self._start_time = session, clock.monotonic()
 

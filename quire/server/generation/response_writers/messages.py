@@ -14,7 +14,7 @@ from quire.server.error_responses import error_info
 from quire.server.generation.choice_state import ChoiceDelta
 from quire.server.generation.generation import Usage
 from quire.server.generation.output_parts import CollectedChoice, OutputPart
-from quire.server.generation.request_specs import GenerationSpec
+from quire.server.generation.resolved_request import GenerationRequest
 from quire.server.generation.response_writers.answer_writer import OutputPartWriter
 
 DELTA_TEMPLATES = {
@@ -31,7 +31,7 @@ class MessagesWriter(OutputPartWriter):
     def ping_event(self) -> bytes:
         return encode_event("ping", {"type": "ping"})
 
-    def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, fingerprint: str) -> None:
+    def __init__(self, spec: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
         super().__init__(spec, tokenizer, fingerprint)
         self._has_started = False
         self._block_index = -1
@@ -122,7 +122,7 @@ def parse_tool_arguments(text: str) -> dict[str, Any]:
 
 
 def stop_reason_fields(
-    finish_reason: str | None, stop_reason: int | str | None, spec: GenerationSpec, usage: Usage
+    finish_reason: str | None, stop_reason: int | str | None, spec: GenerationRequest, usage: Usage
 ) -> dict[str, str | None]:
     """Anthropic has no stop reason for an answer that was cancelled or that repeats itself: the first is reported as
     cut off, the second as finished."""

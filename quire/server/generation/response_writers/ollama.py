@@ -14,10 +14,10 @@ from quire.server.encoding import encode_json
 from quire.server.error_responses import error_info
 from quire.server.generation.generation import Usage
 from quire.server.generation.output_parts import CollectedChoice, OutputPart
-from quire.server.generation.request_specs import GenerationSpec
+from quire.server.generation.resolved_request import GenerationRequest
 from quire.server.generation.response_writers.answer_writer import OutputPartWriter
 from quire.server.generation.response_writers.messages import parse_tool_arguments
-from quire.server.generation.vector_generation import VectorSpec
+from quire.server.generation.vector_generation import VectorRequest
 
 OllamaShape = Literal["message", "response"]
 """Where the text is: in the message of /api/chat, or the response of /api/generate."""
@@ -29,7 +29,7 @@ class OllamaWriter(OutputPartWriter):
     MEDIA_TYPE: ClassVar[bytes] = b"application/x-ndjson"
     SHAPE: ClassVar[OllamaShape] = "response"
 
-    def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, fingerprint: str) -> None:
+    def __init__(self, spec: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
         super().__init__(spec, tokenizer, fingerprint)
         self._start_nanoseconds = int(clock.monotonic() * 1e9)
 
@@ -104,13 +104,13 @@ class OllamaChatWriter(OllamaWriter):
     SHAPE: ClassVar[OllamaShape] = "message"
 
 
-def ollama_embed_body(spec: VectorSpec, weights_version: str, vectors: Sequence[np.ndarray]) -> bytes:
+def ollama_embed_body(spec: VectorRequest, weights_version: str, vectors: Sequence[np.ndarray]) -> bytes:
     """The answer of /api/embed."""
     took = {"total_duration": 0, "load_duration": 0, "prompt_eval_count": spec.prompt_tokens}
     return encode_json({"model": spec.model, "embeddings": [normalize_vector(each) for each in vectors], **took})
 
 
-def ollama_embeddings_body(spec: VectorSpec, weights_version: str, vectors: Sequence[np.ndarray]) -> bytes:
+def ollama_embeddings_body(spec: VectorRequest, weights_version: str, vectors: Sequence[np.ndarray]) -> bytes:
     """The answer of /api/embeddings, of one prompt."""
     return encode_json({"embedding": vectors[0].tolist()})
 

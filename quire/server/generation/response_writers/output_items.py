@@ -7,7 +7,7 @@ from typing import Any
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.generation.choice_state import AnswerToken
 from quire.server.generation.output_parts import OutputPart
-from quire.server.generation.request_specs import GenerationSpec, ResponsesApiFields
+from quire.server.generation.resolved_request import GenerationRequest, ResponsesApiFields
 from quire.server.generation.response_writers.custom_tool_input import decode_custom_input
 from quire.server.generation.response_writers.logprob_fields import chat_logprobs
 from quire.server.protocol.response_items import encode_reasoning
@@ -18,7 +18,7 @@ ID_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "c
 class OutputItemBuilder:
     """Makes the items of one answer."""
 
-    def __init__(self, spec: GenerationSpec, fields: ResponsesApiFields, tokenizer: Tokenizer) -> None:
+    def __init__(self, spec: GenerationRequest, fields: ResponsesApiFields, tokenizer: Tokenizer) -> None:
         self._spec = spec
         self._api_fields = fields
         self._tokenizer = tokenizer

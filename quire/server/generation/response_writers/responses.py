@@ -11,7 +11,7 @@ from quire.server.encoding import encode_event, encode_json, encode_with_raw_fie
 from quire.server.error_responses import error_info
 from quire.server.generation.generation import Usage
 from quire.server.generation.output_parts import CollectedChoice, OutputPart
-from quire.server.generation.request_specs import GenerationSpec
+from quire.server.generation.resolved_request import GenerationRequest
 from quire.server.generation.response_writers.answer_writer import OutputPartWriter
 from quire.server.generation.response_writers.custom_tool_input import CustomInputDecoder
 from quire.server.generation.response_writers.output_items import OutputItemBuilder
@@ -29,7 +29,7 @@ TEXT_EVENTS = {
 class ResponsesWriter(OutputPartWriter):
     """Each part of the answer is an item; an answer without any is an empty message."""
 
-    def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, fingerprint: str) -> None:
+    def __init__(self, spec: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
         super().__init__(spec, tokenizer, fingerprint)
         assert spec.responses_fields is not None
         self._echoed_fields = spec.responses_fields.echoed_fields

@@ -11,19 +11,19 @@ import numpy as np
 
 from quire.engine.common import clock
 from quire.server.encoding import encode_json
-from quire.server.generation.vector_generation import VectorSpec
+from quire.server.generation.vector_generation import VectorRequest
 
 VectorList = Sequence[np.ndarray]
 ScorePairs = Sequence[tuple[int, int]] | None
 """The two inputs of each score, their embeddings' cosine; None: each input is a pair, and its vector the score."""
 
 
-def _list_body(spec: VectorSpec, weights_version: str, data: list[dict[str, Any]]) -> bytes:
+def _list_body(spec: VectorRequest, weights_version: str, data: list[dict[str, Any]]) -> bytes:
     about = {"id": spec.answer_id, "object": "list", "created": int(clock.time()), "model": spec.model}
     return encode_json({**about, "weights_version": weights_version, "data": data, "usage": _usage_fields(spec)})
 
 
-def _usage_fields(spec: VectorSpec) -> dict[str, int]:
+def _usage_fields(spec: VectorRequest) -> dict[str, int]:
     return {"prompt_tokens": spec.prompt_tokens, "total_tokens": spec.prompt_tokens}
 
 
@@ -31,7 +31,7 @@ def embeddings_body(
     encoding: Literal["float", "base64"],
     kind: Literal["embedding", "pooling"],
     vector_size: int | None,
-    spec: VectorSpec,
+    spec: VectorRequest,
     weights_version: str,
     vectors: VectorList,
 ) -> bytes:
@@ -55,7 +55,7 @@ def _to_numbers(vector: np.ndarray, size: int | None) -> list[Any]:
 
 
 def cohere_embed_body(
-    types: Sequence[str], texts: Sequence[str], spec: VectorSpec, weights_version: str, vectors: VectorList
+    types: Sequence[str], texts: Sequence[str], spec: VectorRequest, weights_version: str, vectors: VectorList
 ) -> bytes:
     """/v2/embed."""
     embeddings_by_type = {kind: [_to_embedding_type(each, kind) for each in vectors] for kind in types}
@@ -74,7 +74,7 @@ def _to_embedding_type(vector: np.ndarray, kind: str) -> object:
     return (bits if kind == "ubinary" else (bits.astype(np.int16) - 128).astype(np.int8)).tolist()
 
 
-def classification_body(names: Sequence[str], spec: VectorSpec, weights_version: str, vectors: VectorList) -> bytes:
+def classification_body(names: Sequence[str], spec: VectorRequest, weights_version: str, vectors: VectorList) -> bytes:
     """/classify."""
     data = [
         {
@@ -94,7 +94,7 @@ def pair_scores(pairs: ScorePairs, vectors: VectorList) -> list[float]:
     return [cosine_similarity(vectors[first], vectors[second]) for first, second in pairs]
 
 
-def scores_body(pairs: ScorePairs, spec: VectorSpec, weights_version: str, vectors: VectorList) -> bytes:
+def scores_body(pairs: ScorePairs, spec: VectorRequest, weights_version: str, vectors: VectorList) -> bytes:
     """/v1/score."""
     numbered_scores = enumerate(pair_scores(pairs, vectors))
     data = [{"index": index, "object": "score", "score": score} for index, score in numbered_scores]
@@ -105,7 +105,7 @@ def rerank_body(
     pairs: ScorePairs,
     documents: Sequence[str] | None,
     top_n: int,
-    spec: VectorSpec,
+    spec: VectorRequest,
     weights_version: str,
     vectors: VectorList,
     *,

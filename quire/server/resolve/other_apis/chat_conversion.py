@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from quire.engine.common.errors import InvalidRequest
@@ -15,9 +14,8 @@ from quire.engine.text.conversation.literal_encoding import encode_with_literal_
 from quire.server.config import ServerConfig
 from quire.server.images.image_parts import UnfetchedImagesError
 from quire.server.protocol.chat import ChatRequest
-from quire.server.protocol.request_bodies import ADAPTED_HEADER, build_adapted_header
+from quire.server.protocol.request_bodies import build_adapted_header
 from quire.server.resolve.checks import check_no_surrogates
-from quire.server.resolve.common import Resolved
 from quire.server.resolve.prompts import adaptation_summary, expand_image_placeholders_in_text, render_chat
 from quire.server.resolve.tool_use import resolve_request_tools
 from quire.server.served_model import ServedModel
@@ -51,18 +49,7 @@ def rename_fields_in_raised_errors(names: Mapping[str, str]) -> Iterator[CallerF
         raise
 
 
-def rename_fields_in_resolved(
-    call: Resolved, names: Mapping[str, str], caller_fields: CallerFields | None = None
-) -> Resolved:
-    """The call, with the caller's names of the fields that its grammars come from, and of what was adapted."""
-    if caller_fields and (adapted := call.spec.headers.get(ADAPTED_HEADER)):
-        headers = {**call.spec.headers, ADAPTED_HEADER: rename_adaptation_fields(adapted, caller_fields)}
-        call = replace(call, spec=replace(call.spec, headers=headers))
-    grammars = [(names.get(param, param), grammar) for param, grammar in call.grammars]
-    return replace(call, grammars=grammars, names=names)
-
-
-def rename_adaptation_fields(adapted: str, caller_fields: CallerFields) -> str:
+def rename_adaptation_fields(adapted: str, caller_fields: Mapping[str, str]) -> str:
     """What was adapted, with the caller's names of the places."""
     return re.sub(r"messages\[\d+\]", lambda match: caller_fields.get(match[0], match[0]), adapted)
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 from quire.server.config import ServerConfig
 from quire.server.generation.response_writers.vector_bodies import cohere_embed_body
-from quire.server.generation.vector_generation import VectorSpec
+from quire.server.generation.vector_generation import VectorRequest
 from quire.server.protocol.pooling import CohereEmbedRequest, EmbeddingRequest, PoolingBody
 from quire.server.protocol.request_bodies import ignored_params_header
 from quire.server.resolve.other_apis.chat_conversion import rename_fields_in_raised_errors
 from quire.server.resolve.parse import parse_body, validate_body
-from quire.server.resolve.pooling_requests import build_embedding_request_spec
+from quire.server.resolve.pooling_requests import build_embedding_request
 from quire.server.served_model import ServedModel
 
 COHERE_FIELD_NAMES = {"input": "texts", "dimensions": "output_dimension", "truncate_prompt_tokens": "max_tokens"}
 
 
-def resolve_cohere_embedding(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorSpec:
+def resolve_cohere_embedding(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorRequest:
     """Raises ModelNotFound, and InvalidRequest naming the parameter."""
     body = parse_body(body_bytes, CohereEmbedRequest)
     known = {} if model.pooling is None else model.pooling.prompts
@@ -30,6 +29,7 @@ def resolve_cohere_embedding(body_bytes: bytes, model: ServedModel, config: Serv
         fields["truncate_prompt_tokens"] = min(body.max_tokens or model.context_length, model.context_length)
         fields["truncation_side"] = "left" if body.truncate == "START" else "right"
     answer = partial(cohere_embed_body, tuple(body.embedding_types), tuple(body.texts))
+    headers = ignored_params_header(body.check_params_and_list_ignored(), config.strict)
     with rename_fields_in_raised_errors(COHERE_FIELD_NAMES):
-        spec = build_embedding_request_spec(validate_body(fields, EmbeddingRequest), answer, model, config)
-    return replace(spec, headers=ignored_params_header(body.check_params_and_list_ignored(), config.strict))
+        request = validate_body(fields, EmbeddingRequest)
+        return build_embedding_request(request, answer, model, config, headers=headers)

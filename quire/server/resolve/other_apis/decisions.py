@@ -5,22 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from quire.server.config import ServerConfig
-from quire.server.generation.request_specs import QuestionType
+from quire.server.generation.resolved_request import QuestionType
 from quire.server.generation.response_writers.decisions import DecisionsWriter, SystemOneApiWriter
 from quire.server.protocol.questions.decisions import AnyQuestion, Choice, DecisionRequest, Score
 from quire.server.protocol.questions.systemone import SystemOneRequest, is_model_alias, to_prompt_text
 from quire.server.protocol.response_items import InputItem, Message
-from quire.server.resolve.common import Resolved
 from quire.server.resolve.other_apis.input_items import content_texts
 from quire.server.resolve.other_apis.option_questions import DecisionApiVariant, PromptQuestion
 from quire.server.resolve.parse import parse_body
+from quire.server.resolve.resolved_generation import AnswerForm, ResolvedGeneration
 from quire.server.served_model import ServedModel
 
-DECISION_FIELD_NAMES = {"messages": "input"}
+DECISIONS_API = DecisionApiVariant(
+    AnswerForm(DecisionsWriter, "decision_", {"messages": "input"}), options_are_distinct=True
+)
+SYSTEMONE_API = DecisionApiVariant(
+    AnswerForm(SystemOneApiWriter, "systemone_", {"messages": "state"}), options_are_distinct=False
+)
 SYSTEMONE_QUESTION_TYPES: Mapping[str, QuestionType] = {"noul": "predicate", "choice": "choice", "score": "score"}
 
 
-def resolve_decisions(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> Resolved:
+def resolve_decisions(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> ResolvedGeneration:
     """Raises ModelNotFound, and InvalidRequest naming the parameter."""
     body = parse_body(body_bytes, DecisionRequest)
     name = model.resolve_model_name(body.model)
@@ -31,8 +36,7 @@ def resolve_decisions(body_bytes: bytes, model: ServedModel, config: ServerConfi
     items: Sequence[InputItem] = (
         body.input if isinstance(body.input, list) else [Message(role="user", content=body.input)]
     )
-    call = DecisionApiVariant(DecisionsWriter, "decision_", DECISION_FIELD_NAMES, options_are_distinct=True)
-    return call.resolve_questions(body, name, items, posed, model, config)
+    return DECISIONS_API.resolve_questions(body, name, items, posed, model, config)
 
 
 def question_options(question: AnyQuestion) -> list[tuple[str | bool, str]]:
@@ -44,7 +48,7 @@ def question_options(question: AnyQuestion) -> list[tuple[str | bool, str]]:
     return [("yes", ""), ("no", "")]
 
 
-def resolve_systemone_request(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> Resolved:
+def resolve_systemone_request(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> ResolvedGeneration:
     """Raises ModelNotFound, and InvalidRequest naming the parameter."""
     body = parse_body(body_bytes, SystemOneRequest)
     served_name = is_model_alias(body.model, (*model.names, *model.adapters))
@@ -56,5 +60,4 @@ def resolve_systemone_request(body_bytes: bytes, model: ServedModel, config: Ser
         for id, question in body.questions.items()
     ]
     state = [Message(role="user", content=to_prompt_text(body.state))]
-    call = DecisionApiVariant(SystemOneApiWriter, "systemone_", {"messages": "state"}, options_are_distinct=False)
-    return call.resolve_questions(body, name, state, posed, model, config)
+    return SYSTEMONE_API.resolve_questions(body, name, state, posed, model, config)

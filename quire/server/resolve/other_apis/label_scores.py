@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from quire.engine.common.errors import InvalidRequest
 from quire.server.config import ServerConfig
-from quire.server.generation.request_specs import OptionQuestion
+from quire.server.generation.resolved_request import OptionQuestion
 from quire.server.generation.response_writers.decisions import LabelScoresWriter
-from quire.server.generation.vector_generation import VectorSpec
+from quire.server.generation.vector_generation import VectorRequest
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.field_limits import MAX_PROMPT_ENTRIES
 from quire.server.protocol.questions.label_scores import LabelScoreRequest
-from quire.server.resolve.common import Resolved
 from quire.server.resolve.completions import resolve_completion_request
-from quire.server.resolve.other_apis.chat_conversion import rename_fields_in_raised_errors, rename_fields_in_resolved
+from quire.server.resolve.other_apis.chat_conversion import rename_fields_in_raised_errors
 from quire.server.resolve.parse import read_json_object, validate_body
+from quire.server.resolve.resolved_generation import AnswerForm, ResolvedGeneration
 from quire.server.resolve.text_pairs import resolve_score
 from quire.server.served_model import ServedModel
 
 LABEL_SCORE_FIELD_NAMES = {"prompt": "items", "logprob_token_ids": "label_token_ids"}
+LABEL_SCORES_FORM = AnswerForm(LabelScoresWriter, "cmpl-", LABEL_SCORE_FIELD_NAMES, allows_receipt=False)
 
 
-def resolve_score_or_label_scores(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorSpec | Resolved:
+def resolve_score_or_label_scores(
+    body_bytes: bytes, model: ServedModel, config: ServerConfig
+) -> VectorRequest | ResolvedGeneration:
     """A body with label_token_ids is SGLang's, all others are vLLM's. Raises ModelNotFound, and InvalidRequest naming
     the parameter."""
     body = read_json_object(body_bytes)
@@ -31,7 +32,7 @@ def resolve_score_or_label_scores(body_bytes: bytes, model: ServedModel, config:
     return resolve_label_scores(validate_body(body, LabelScoreRequest), model, config)
 
 
-def resolve_label_scores(body: LabelScoreRequest, model: ServedModel, config: ServerConfig) -> Resolved:
+def resolve_label_scores(body: LabelScoreRequest, model: ServedModel, config: ServerConfig) -> ResolvedGeneration:
     """Raises as above."""
     items = [body.items] if isinstance(body.items, str) else body.items
     if len(items) * len(body.query) + sum(map(len, items)) > MAX_PROMPT_ENTRIES:
@@ -46,14 +47,13 @@ def resolve_label_scores(body: LabelScoreRequest, model: ServedModel, config: Se
             raise InvalidRequest("items must be texts where the query is one, and else token ids", param="items")
     fields = {"prompt": prompts, "logprob_token_ids": body.label_token_ids, "logprobs": 0}
     fields |= {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+    question = OptionQuestion("shares" if body.apply_softmax else "labels", None, (), body.label_token_ids)
     with rename_fields_in_raised_errors(LABEL_SCORE_FIELD_NAMES):
-        call = resolve_completion_request(
+        return resolve_completion_request(
             validate_body({**fields, **body.engine_request_fields}, CompletionRequest),
             model,
             config,
-            writer=LabelScoresWriter,
+            LABEL_SCORES_FORM,
             ignored=body.check_params_and_list_ignored(),
+            questions=[question],
         )
-    question = OptionQuestion("shares" if body.apply_softmax else "labels", None, (), body.label_token_ids)
-    spec = replace(call.spec, questions=[question])
-    return rename_fields_in_resolved(replace(call, spec=spec, receipts=False), LABEL_SCORE_FIELD_NAMES)

@@ -26,7 +26,6 @@ from quire.server.protocol.messages import (
 )
 from quire.server.protocol.request_bodies import ignored_params_header
 from quire.server.resolve.chat import params_ignored_by_template, resolve_chat_request
-from quire.server.resolve.common import Resolved
 from quire.server.resolve.other_apis.chat_conversion import (
     CallerFields,
     ChatTurn,
@@ -36,10 +35,10 @@ from quire.server.resolve.other_apis.chat_conversion import (
     merge_user_turns,
     record_caller_field,
     rename_fields_in_raised_errors,
-    rename_fields_in_resolved,
     tool_result_turn,
 )
 from quire.server.resolve.parse import parse_body, validate_body
+from quire.server.resolve.resolved_generation import AnswerForm, ResolvedGeneration
 from quire.server.resolve.tokenize_requests import JsonReply
 from quire.server.served_model import ServedModel
 
@@ -51,12 +50,13 @@ ANTHROPIC_FIELD_NAMES = {
     "function.parameters": "input_schema",
 }
 """Names of a chat's fields, and what Anthropic calls them."""
+MESSAGES_FORM = AnswerForm(MessagesWriter, "msg_", ANTHROPIC_FIELD_NAMES)
 BILLING_HEADER = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
 """A line that Claude Code begins its system prompt with. It changes with every request, and no prefix would be found in
 the cache again."""
 
 
-def resolve_message(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> Resolved:
+def resolve_message(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> ResolvedGeneration:
     """Raises ModelNotFound, and InvalidRequest naming the parameter."""
     body = parse_body(body_bytes, MessagesRequest)
     model.resolve_model_name(body.model)
@@ -72,8 +72,7 @@ def resolve_message(body_bytes: bytes, model: ServedModel, config: ServerConfig)
             "stream_options": {"include_usage": True, "continuous_usage_stats": True} if body.stream else None,
         }
         chat = chat_request_from_messages(body, model, fields, caller_fields)
-        call = resolve_chat_request(chat, model, config, writer=MessagesWriter, id_prefix="msg_", ignored=ignored)
-    return rename_fields_in_resolved(call, ANTHROPIC_FIELD_NAMES, caller_fields)
+        return resolve_chat_request(chat, model, config, MESSAGES_FORM, ignored=ignored, caller_fields=caller_fields)
 
 
 def count_message_tokens(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> JsonReply:

@@ -15,7 +15,7 @@ from quire.server.generation.response_writers.ollama import (
     ollama_embed_body,
     ollama_embeddings_body,
 )
-from quire.server.generation.vector_generation import VectorBodyWriter, VectorSpec
+from quire.server.generation.vector_generation import VectorBodyWriter, VectorRequest
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.ollama import (
@@ -28,17 +28,16 @@ from quire.server.protocol.ollama import (
 )
 from quire.server.protocol.pooling import EmbeddingRequest
 from quire.server.resolve.chat import resolve_chat_request
-from quire.server.resolve.common import Resolved
 from quire.server.resolve.completions import resolve_completion_request
 from quire.server.resolve.other_apis.chat_conversion import (
     FIELD_KEY,
     image_content_part,
     merge_user_turns,
     rename_fields_in_raised_errors,
-    rename_fields_in_resolved,
 )
 from quire.server.resolve.parse import parse_body, validate_body
-from quire.server.resolve.pooling_requests import build_embedding_request_spec
+from quire.server.resolve.pooling_requests import build_embedding_request
+from quire.server.resolve.resolved_generation import AnswerForm, ResolvedGeneration
 from quire.server.resolve.tokenize_requests import JsonReply
 from quire.server.served_model import ServedModel
 
@@ -55,9 +54,12 @@ OLLAMA_FIELD_NAMES = {
     "response_format": "format",
 }
 """Names of a chat's fields, and what Ollama calls them."""
+CHAT_FORM = AnswerForm(OllamaChatWriter, "chatcmpl-", OLLAMA_FIELD_NAMES)
+GENERATE_FORM = AnswerForm(OllamaWriter, "chatcmpl-", {**OLLAMA_FIELD_NAMES, "messages": "prompt"})
+GENERATE_RAW_FORM = AnswerForm(OllamaWriter, "cmpl-", OLLAMA_FIELD_NAMES)
 
 
-def resolve_ollama_chat(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> Resolved | JsonReply:
+def resolve_ollama_chat(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> ResolvedGeneration | JsonReply:
     """A chat without messages is Ollama's way to load a model, which is loaded here already. Raises ModelNotFound, and
     InvalidRequest naming the parameter."""
     body = parse_body(body_bytes, OllamaChatRequest)
@@ -67,7 +69,9 @@ def resolve_ollama_chat(body_bytes: bytes, model: ServedModel, config: ServerCon
     return _resolve_chat_turns(body, turns_from_ollama(body.messages), body.tools, name, model, config)
 
 
-def resolve_ollama_generate(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> Resolved | JsonReply:
+def resolve_ollama_generate(
+    body_bytes: bytes, model: ServedModel, config: ServerConfig
+) -> ResolvedGeneration | JsonReply:
     """A chat whose only message is the prompt, as in Ollama; a completion where the body has raw or a suffix. Raises
     what `resolve_ollama_chat` raises."""
     body = parse_body(body_bytes, OllamaGenerateRequest)
@@ -85,8 +89,7 @@ def resolve_ollama_generate(body_bytes: bytes, model: ServedModel, config: Serve
         if body.suffix:
             fields["suffix"] = body.suffix
         request, ignored = validate_body(fields, CompletionRequest), body.check_params_and_list_ignored()
-        call = resolve_completion_request(request, model, config, writer=OllamaWriter, ignored=ignored)
-    return rename_fields_in_resolved(call, OLLAMA_FIELD_NAMES)
+        return resolve_completion_request(request, model, config, GENERATE_RAW_FORM, ignored=ignored)
 
 
 def _resolve_chat_turns(
@@ -96,10 +99,9 @@ def _resolve_chat_turns(
     name: str,
     model: ServedModel,
     config: ServerConfig,
-) -> Resolved:
-    is_chat = isinstance(body, OllamaChatRequest)
-    names = OLLAMA_FIELD_NAMES if is_chat else {**OLLAMA_FIELD_NAMES, "messages": "prompt"}
-    with rename_fields_in_raised_errors(names) as caller_fields:
+) -> ResolvedGeneration:
+    form = CHAT_FORM if isinstance(body, OllamaChatRequest) else GENERATE_FORM
+    with rename_fields_in_raised_errors(form.field_names) as caller_fields:
         fields = {
             **sampling_fields(body, model),
             "model": name,
@@ -107,15 +109,14 @@ def _resolve_chat_turns(
             "tools": [tool.to_template_tool() for tool in tools],
             **thinking_fields(body, model),
         }
-        writer = OllamaChatWriter if is_chat else OllamaWriter
-        call = resolve_chat_request(
+        return resolve_chat_request(
             validate_body(fields, ChatRequest),
             model,
             config,
-            writer=writer,
+            form,
             ignored=body.check_params_and_list_ignored(),
+            caller_fields=caller_fields,
         )
-    return rename_fields_in_resolved(call, names, caller_fields)
 
 
 def model_name_without_latest_tag(requested_name: str | None, model: ServedModel) -> str | None:
@@ -194,7 +195,7 @@ def thinking_fields(body: OllamaGenerationBody, model: ServedModel) -> dict[str,
     return fields
 
 
-def resolve_ollama_embed(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorSpec:
+def resolve_ollama_embed(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorRequest:
     """Raises as above."""
     body = parse_body(body_bytes, OllamaEmbedRequest)
     fields = {"input": body.input, "dimensions": body.dimensions}
@@ -203,7 +204,7 @@ def resolve_ollama_embed(body_bytes: bytes, model: ServedModel, config: ServerCo
     return _resolve_vectors(body.model, fields, ollama_embed_body, model, config)
 
 
-def resolve_ollama_embeddings(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorSpec:
+def resolve_ollama_embeddings(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorRequest:
     """Raises as above."""
     body = parse_body(body_bytes, OllamaEmbeddingsRequest)
     fields = {"input": body.prompt, "truncate_prompt_tokens": -1}
@@ -216,6 +217,6 @@ def _resolve_vectors(
     write_body: VectorBodyWriter,
     model: ServedModel,
     config: ServerConfig,
-) -> VectorSpec:
+) -> VectorRequest:
     body = validate_body({**fields, "model": model_name_without_latest_tag(requested_name, model)}, EmbeddingRequest)
-    return build_embedding_request_spec(body, write_body, model, config)
+    return build_embedding_request(body, write_body, model, config)

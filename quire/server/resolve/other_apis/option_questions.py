@@ -11,8 +11,7 @@ from quire.engine.common.errors import InvalidRequest
 from quire.engine.common.types import SamplingParams
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.config import ServerConfig
-from quire.server.generation.request_specs import OptionQuestion, Prompt, QuestionType
-from quire.server.generation.response_writers.answer_writer import WriterFactory
+from quire.server.generation.resolved_request import OptionQuestion, Prompt, QuestionType
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.chat_translation import TranslatableBody
 from quire.server.protocol.field_limits import MAX_PROMPT_ENTRIES
@@ -20,7 +19,6 @@ from quire.server.protocol.request_bodies import ignored_params_header
 from quire.server.protocol.response_items import InputItem, Message
 from quire.server.resolve.chat import PROMPT_TAIL_TOKENS
 from quire.server.resolve.checks import check_json_no_surrogates, check_prompt_length
-from quire.server.resolve.common import Resolved, resolved
 from quire.server.resolve.other_apis.chat_conversion import (
     CallerFields,
     merge_user_turns,
@@ -29,6 +27,7 @@ from quire.server.resolve.other_apis.chat_conversion import (
 from quire.server.resolve.other_apis.input_items import turns_from_items
 from quire.server.resolve.parse import validate_body
 from quire.server.resolve.prompts import build_chat_prompt
+from quire.server.resolve.resolved_generation import AnswerForm, ResolvedGeneration, build_generation
 from quire.server.served_model import ServedModel
 
 QUESTION_PHRASES: Mapping[QuestionType, str] = {
@@ -69,10 +68,7 @@ class PromptQuestion:
 class DecisionApiVariant:
     """The differences between the APIs that ask questions."""
 
-    writer: WriterFactory
-    id_prefix: str
-    field_names: Mapping[str, str]
-    """See rename_fields_in_raised_errors."""
+    form: AnswerForm
     options_are_distinct: bool
     """Whether a question's options must be distinct."""
 
@@ -84,7 +80,7 @@ class DecisionApiVariant:
         posed: Sequence[PromptQuestion],
         model: ServedModel,
         config: ServerConfig,
-    ) -> Resolved:
+    ) -> ResolvedGeneration:
         """A call that poses questions about these items; `name`: the model's in the answer. Raises InvalidRequest,
         naming the parameter."""
         headers = ignored_params_header(body.check_params_and_list_ignored(), config.strict)
@@ -92,7 +88,7 @@ class DecisionApiVariant:
         ids = tuple(labels.values())
         questions = [each.to_option_question(ids, must_be_distinct=self.options_are_distinct) for each in posed]
         check_json_no_surrogates([[question.name, *question.options] for question in questions], "questions")
-        with rename_fields_in_raised_errors(self.field_names) as caller_fields:
+        with rename_fields_in_raised_errors(self.form.field_names) as caller_fields:
             chats = [
                 question_chat_request(body, items, each.question_text(labels), model, caller_fields) for each in posed
             ]
@@ -103,18 +99,17 @@ class DecisionApiVariant:
             params = SamplingParams(
                 max_tokens=1, temperature=0.0, logprobs=0, logprob_token_ids=ids, allowed_token_ids=ids, ignore_eos=True
             )
-            call = resolved(
+            return build_generation(
                 chats[0],
-                writer=self.writer,
-                id_prefix=self.id_prefix,
+                self.form,
+                config,
                 model=name,
                 prompts=prompts,
                 params=params,
                 logprobs=True,
                 headers=headers,
-                config=config,
+                questions=questions,
             )
-        return replace(call, spec=replace(call.spec, questions=questions))
 
 
 def single_token_labels(tokenizer: Tokenizer, count: int) -> dict[str, int]:

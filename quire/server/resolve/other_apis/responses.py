@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -12,7 +11,7 @@ from quire.engine.common.errors import InvalidRequest
 from quire.engine.common.types import SamplingParams
 from quire.server.config import ServerConfig
 from quire.server.encoding import encode_json
-from quire.server.generation.request_specs import ResponsesApiFields
+from quire.server.generation.resolved_request import ResponsesApiFields
 from quire.server.generation.response_writers.responses import ResponsesWriter
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.request_bodies import ignored_params_header
@@ -29,13 +28,11 @@ from quire.server.protocol.responses import (
 )
 from quire.server.resolve.chat import params_ignored_by_template, resolve_chat_request
 from quire.server.resolve.checks import NeedsWorker, check_json_no_surrogates, check_no_surrogates
-from quire.server.resolve.common import Resolved
 from quire.server.resolve.other_apis.chat_conversion import (
     CallerFields,
     count_chat_tokens,
     merge_user_turns,
     rename_fields_in_raised_errors,
-    rename_fields_in_resolved,
 )
 from quire.server.resolve.other_apis.history import (
     conversation_items,
@@ -45,6 +42,7 @@ from quire.server.resolve.other_apis.history import (
 )
 from quire.server.resolve.other_apis.input_items import turns_from_items
 from quire.server.resolve.parse import parse_body, validate_body
+from quire.server.resolve.resolved_generation import AnswerForm, ResolvedGeneration
 from quire.server.resolve.tokenize_requests import JsonReply
 from quire.server.served_model import ServedModel
 
@@ -61,6 +59,7 @@ RESPONSES_FIELD_NAMES = {
     "custom.format": "format",
 }
 """Names of a chat's fields, and what they are called here."""
+RESPONSES_FORM = AnswerForm(ResponsesWriter, "resp_", RESPONSES_FIELD_NAMES)
 
 FIELDS_NOT_OF_PROMPT = {
     "max_output_tokens",
@@ -79,7 +78,7 @@ FIELDS_NOT_OF_PROMPT = {
 """What says nothing of the prompt."""
 
 
-def resolve_response(body_bytes: bytes, model: ServedModel, config: ServerConfig, *, owner: str) -> Resolved:
+def resolve_response(body_bytes: bytes, model: ServedModel, config: ServerConfig, *, owner: str) -> ResolvedGeneration:
     """`owner`: whose stored responses may be named. Raises ModelNotFound, and InvalidRequest naming the parameter."""
     body = parse_body(body_bytes, ResponsesRequest)
     model.resolve_model_name(body.model)
@@ -90,8 +89,12 @@ def resolve_response(body_bytes: bytes, model: ServedModel, config: ServerConfig
         ignored.append("store")
     with rename_fields_in_raised_errors(RESPONSES_FIELD_NAMES) as caller_fields:
         chat = chat_request_from_items(body, earlier, items, model, caller_fields)
-        call = resolve_chat_request(chat, model, config, writer=ResponsesWriter, id_prefix="resp_", ignored=ignored)
-    if chat.logprobs and call.spec.message_format is not None:  # which tokens are the text's, the parsers do not tell
+        resolved = resolve_chat_request(
+            chat, model, config, RESPONSES_FORM, ignored=ignored, caller_fields=caller_fields
+        )
+    if (
+        chat.logprobs and resolved.request.message_format is not None
+    ):  # which tokens are the text's, the parsers do not tell
         message = "log probabilities are not available here with tools or thinking: /v1/chat/completions has them"
         raise InvalidRequest(f"top_logprobs: {message}", param="top_logprobs")
     stored = config.data_dir is not None and body.store is not False
@@ -100,7 +103,7 @@ def resolve_response(body_bytes: bytes, model: ServedModel, config: ServerConfig
         to_stored_items(items, "input", in_conversation=conversation is not None) if stored or conversation else ()
     )
     fields = ResponsesApiFields(
-        echoed_fields=encode_echoed_fields({**echoed_fields(body, call.spec.params), "store": stored}),
+        echoed_fields=encode_echoed_fields({**echoed_fields(body, resolved.request.params), "store": stored}),
         namespaces={
             namespaced_tool_name(space, tool.name): (space, tool.name)
             for space, tool in body.tools_with_namespace
@@ -113,9 +116,7 @@ def resolve_response(body_bytes: bytes, model: ServedModel, config: ServerConfig
         previous_id=body.previous_response_id,
         conversation_id=conversation,
     )
-    return rename_fields_in_resolved(
-        replace(call, spec=replace(call.spec, responses_fields=fields)), RESPONSES_FIELD_NAMES, caller_fields
-    )
+    return resolved.with_responses_fields(fields)
 
 
 def count_input_tokens(body_bytes: bytes, model: ServedModel, config: ServerConfig, *, owner: str) -> JsonReply:

@@ -11,10 +11,12 @@ from starlette.responses import Response
 
 from quire.engine.common.errors import InvalidRequest, RequestNotFound
 from quire.server.access.admission import StoredDataRoute
+from quire.server.access.authentication import owner_of
 from quire.server.encoding import encode_json
+from quire.server.pipeline.resolve import resolve_body
 from quire.server.protocol.stored_objects import BatchRequest
 from quire.server.resolve.other_apis.stored_bodies import parse_new_batch
-from quire.server.routes.bodies import Documented, owner_of, worked_on
+from quire.server.routes.api_description import BodySchema
 from quire.server.routes.data_dir.files import BATCH_PURPOSE, file_not_found, require_batch_runner
 from quire.server.routes.data_dir.list_pages import Limit, find_or_raise, list_page_response, unknown_cursor_error
 from quire.server.store.batches import Batch
@@ -22,11 +24,11 @@ from quire.server.store.batches import Batch
 router = APIRouter(route_class=StoredDataRoute)
 
 
-@router.post("/v1/batches", response_model=None, openapi_extra=Documented(BatchRequest))
+@router.post("/v1/batches", response_model=None, openapi_extra=BodySchema(BatchRequest))
 async def create_batch(request: Request) -> Response:
     """Process a file of requests at lower priority than all other requests."""
     runner, owner = require_batch_runner(request), owner_of(request)
-    batch = await worked_on(request, parse_new_batch)
+    batch = await resolve_body(request, parse_new_batch)
     not_found = file_not_found(batch.input_file_id, "input_file_id")
     file = await find_or_raise(request, runner.files.find, batch.input_file_id, not_found=not_found)
     if file.purpose != BATCH_PURPOSE:

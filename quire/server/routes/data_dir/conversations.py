@@ -10,10 +10,11 @@ from quire.engine.common import clock, random_source
 from quire.engine.common.errors import RequestNotFound
 from quire.server.access.admission import StoredDataRoute
 from quire.server.encoding import encode_json
+from quire.server.pipeline.resolve import resolve_body
 from quire.server.protocol.stored_objects import ConversationRequest, ItemsRequest, MetadataRequest
 from quire.server.resolve.other_apis.history import CONVERSATION_BOUNDS
 from quire.server.resolve.other_apis.stored_bodies import parse_metadata, parse_new_conversation, parse_new_items
-from quire.server.routes.bodies import Documented, worked_on
+from quire.server.routes.api_description import BodySchema
 from quire.server.routes.data_dir.list_pages import (
     Limit,
     Order,
@@ -29,10 +30,10 @@ router = APIRouter(route_class=StoredDataRoute)
 CONVERSATION_PATH = "/v1/conversations/{conversation_id}"
 
 
-@router.post("/v1/conversations", response_model=None, openapi_extra=Documented(ConversationRequest))
+@router.post("/v1/conversations", response_model=None, openapi_extra=BodySchema(ConversationRequest))
 async def create_conversation(request: Request) -> Response:
     store = require_store(request, "conversation")
-    body = await worked_on(request, parse_new_conversation)
+    body = await resolve_body(request, parse_new_conversation)
     id = f"conv_{random_source.token_hex(16)}"
     fields = {"id": id, "created_at": int(clock.time()), "metadata": body.metadata, "object": "conversation"}
     stored = ObjectWithoutItems("conversation", {}, encode_json(fields))
@@ -45,11 +46,11 @@ async def retrieve_conversation(conversation_id: str, request: Request) -> Respo
     return leased_json_response(request, (await _find_conversation(request, conversation_id)).data)
 
 
-@router.post(CONVERSATION_PATH, response_model=None, openapi_extra=Documented(MetadataRequest))
+@router.post(CONVERSATION_PATH, response_model=None, openapi_extra=BodySchema(MetadataRequest))
 async def update_conversation(conversation_id: str, request: Request) -> Response:
     """Replace the metadata."""
     store = require_store(request, conversation_id)
-    metadata, not_found = await worked_on(request, parse_metadata), _conversation_not_found(conversation_id)
+    metadata, not_found = await resolve_body(request, parse_metadata), _conversation_not_found(conversation_id)
     return leased_json_response(
         request, await find_or_raise(request, store.replace_metadata, conversation_id, metadata, not_found=not_found)
     )
@@ -73,10 +74,10 @@ async def list_items(
     )
 
 
-@router.post(f"{CONVERSATION_PATH}/items", response_model=None, openapi_extra=Documented(ItemsRequest))
+@router.post(f"{CONVERSATION_PATH}/items", response_model=None, openapi_extra=BodySchema(ItemsRequest))
 async def add_items(conversation_id: str, request: Request) -> Response:
     store = require_store(request, conversation_id)
-    added = await worked_on(request, parse_new_items)
+    added = await resolve_body(request, parse_new_items)
     if not await write_in_owner_thread(request, store.append_items, conversation_id, added, CONVERSATION_BOUNDS):
         raise _conversation_not_found(conversation_id)
     return leased_json_response(request, encode_item_page(ItemPage(added, more=False)))

@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.common.errors import InvalidRequest, QuireError
+from quire.server.access.authentication import owner_of
 from quire.server.access.memory_lease import grow_request_lease
 from quire.server.encoding import encode_json
-from quire.server.routes.bodies import owner_of
 from quire.server.store.response_store import ItemPage, Store
 
 Result = TypeVar("Result")

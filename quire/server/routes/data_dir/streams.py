@@ -12,12 +12,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.engine.common.errors import InvalidRequest, RequestNotFound
-from quire.server.access.authentication import tenant_of
+from quire.server.access.authentication import owner_of, tenant_of
 from quire.server.access.body_reader import READ_BODY_SCOPE_KEY, BodyBuffer
-from quire.server.generation.response_writers.event_ids import parse_event_id
-from quire.server.resumable_calls import CLAIMS_SCOPE_KEY, RESUMABLE_PATHS, RESUMED_SCOPE_KEY, Claim
-from quire.server.resumption import ResumedCall
-from quire.server.routes.bodies import owner_of
+from quire.server.durability.answer_pins import ResumedCall
+from quire.server.durability.event_ids import parse_event_id
+from quire.server.durability.resumable_calls import CLAIMS_SCOPE_KEY, RESUMABLE_PATHS, RESUMED_SCOPE_KEY, Claim
 from quire.server.runtime.server_context import get_server_context
 
 router = APIRouter()

@@ -7,12 +7,8 @@ from dataclasses import dataclass
 from pydantic import BaseModel
 
 from quire.server.access.admission import GenerationRoute, RateLimitedRoute
-from quire.server.generation.vector_generation import VectorSpec
-from quire.server.resolve.common import Resolved
-from quire.server.resolve.tokenize_requests import JsonReply
-from quire.server.routes.bodies import Work
-
-Resolution = Resolved | VectorSpec | JsonReply
+from quire.server.pipeline.answer import Resolution
+from quire.server.pipeline.resolve import Resolver
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +17,7 @@ class Endpoint:
     name: str
     """The name of the operation in the API's description."""
     description: str
-    resolve: Work[Resolution]
+    resolve: Resolver[Resolution]
     """Makes of the body what is to be computed, or the answer itself."""
     body_models: tuple[type[BaseModel], ...]
     """The models, one of which a body must match."""

@@ -10,9 +10,10 @@ from starlette.requests import Request
 
 from quire.engine import VERSION
 from quire.server.access.admission import ModelRoute
+from quire.server.pipeline.resolve import parse_request_body
 from quire.server.protocol.ollama import OllamaShowRequest
 from quire.server.resolve.other_apis.ollama import model_name_without_latest_tag
-from quire.server.routes.bodies import Documented, parsed
+from quire.server.routes.api_description import BodySchema
 from quire.server.runtime.model_runtime import ModelRuntime, get_runtime
 from quire.server.served_model import ServedModel, get_model
 
@@ -36,10 +37,10 @@ async def running(request: Request) -> dict[str, Any]:
     return {"models": ps_entries(get_runtime(request))}
 
 
-@router.post("/api/show", response_model=None, openapi_extra=Documented(OllamaShowRequest))
+@router.post("/api/show", response_model=None, openapi_extra=BodySchema(OllamaShowRequest))
 async def show(request: Request) -> dict[str, Any]:
     """What is known of a model. Raises ModelNotFound."""
-    body = await parsed(request, OllamaShowRequest)
+    body = await parse_request_body(request, OllamaShowRequest)
     model, info = get_model(request), get_runtime(request).info
     model.resolve_model_name(model_name_without_latest_tag(body.model or body.name, model))
     capabilities = ["completion"] if "generate" in model.tasks else []

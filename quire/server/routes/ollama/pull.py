@@ -9,17 +9,16 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncGenerator
 
 from fastapi import APIRouter
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from quire.engine.common.errors import InvalidRequest, Overloaded
 from quire.server.encoding import encode_json
+from quire.server.pipeline.read import read_body
 from quire.server.protocol.ollama import OllamaPullRequest
 from quire.server.resolve.parse import parse_body
-from quire.server.routes.bodies import Documented
+from quire.server.routes.api_description import BodySchema
 from quire.server.runtime.server_context import get_server_context
-from quire.server.sse import CLIENT_CLOSED_REQUEST
 
 _PROGRESS_SECONDS = 5.0
 """Seconds after which a caller hears that the download goes on."""
@@ -31,7 +30,7 @@ _FIRST_LINE = encode_json({"status": "pulling manifest"}) + b"\n"
 router = APIRouter()
 
 
-@router.post("/api/pull", response_model=None, openapi_extra=Documented(OllamaPullRequest))
+@router.post("/api/pull", response_model=None, openapi_extra=BodySchema(OllamaPullRequest))
 async def pull(request: Request) -> Response:
     """Download a model. Needs an admin's API key; on a server without keys, only callers on this machine may."""
     server = get_server_context(request)
@@ -98,10 +97,7 @@ async def _wait_for_download(process: Process) -> str | None:
 
 async def _read_small_body(request: Request) -> bytes:
     """Raises InvalidRequest for more than a name takes."""
-    try:
-        async with get_server_context(request).body_reader.hold_request_body(request) as body:
-            if body.received_bytes > _MAX_BODY_BYTES:
-                raise InvalidRequest(f"The body has more than {_MAX_BODY_BYTES} bytes")
-            return b"".join(body.chunks)
-    except ClientDisconnect:
-        raise HTTPException(CLIENT_CLOSED_REQUEST) from None
+    async with read_body(request) as body:
+        if body.received_bytes > _MAX_BODY_BYTES:
+            raise InvalidRequest(f"The body has more than {_MAX_BODY_BYTES} bytes")
+        return b"".join(body.chunks)

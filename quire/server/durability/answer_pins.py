@@ -5,14 +5,11 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import replace as replaced
-
-import msgspec
+from dataclasses import dataclass, replace
 
 from quire.engine.common import random_source
 from quire.engine.common.types import MediaSpan
-from quire.server.generation.request_specs import GenerationSpec
+from quire.server.generation.resolved_request import AnswerIdentity, GenerationRequest
 from quire.server.store.journal import JournaledCall
 
 
@@ -38,41 +35,39 @@ class ComputeIdentity:
     """What the fingerprint says of the weights alone: with others, no answer goes on."""
 
 
-def with_pinned_fields(
-    spec: GenerationSpec, resumed: ResumedCall | None, *, has_key: bool, is_journaled: bool
-) -> GenerationSpec:
-    """The spec with everything that its answer depends on besides the request: what the journal noted, for a call that
-    is made again, else values of its own.
+def pin_identity(
+    spec: GenerationRequest, fresh: AnswerIdentity, resumed: ResumedCall | None, *, has_key: bool, is_journaled: bool
+) -> AnswerIdentity:
+    """What the journal noted of an answer that is made again; else `fresh`, with a seed, so that it can be made again.
 
-    keyed: whether it has an Idempotency-Key. kept: whether it can be resumed, because its tokens are the same when they
-    are computed again, or because the journal has all of them.
+    `has_key`: whether the request has an Idempotency-Key. `is_journaled`: whether the answer can be resumed, because
+    its tokens are the same if they are computed again, or because the journal has all of them.
     """
+    resumable = _is_resumable(spec, has_key=has_key)
     if resumed is not None:
         pins = resumed.call.pins
-        return replaced(
-            spec,
+        return AnswerIdentity(
             id=pins.id,
             requested_id=pins.name,
             created=pins.created,
-            params=msgspec.structs.replace(spec.params, seed=pins.seed),
-            resumable=_is_resumable(spec, has_key=has_key),
+            seed=pins.seed,
+            resumable=resumable,
             progress=resumed.call.progress,
             num_earlier_attempts=resumed.attempt,
         )
     if spec.beam_search or not is_journaled:
-        return spec
-    seed = spec.params.seed
-    params = msgspec.structs.replace(spec.params, seed=random_source.randbits(63) if seed is None else seed)
-    return replaced(spec, params=params, resumable=_is_resumable(spec, has_key=has_key))
+        return fresh
+    seed = random_source.randbits(63) if fresh.seed is None else fresh.seed
+    return replace(fresh, seed=seed, resumable=resumable)
 
 
-def _is_resumable(spec: GenerationSpec, *, has_key: bool) -> bool:
+def _is_resumable(spec: GenerationRequest, *, has_key: bool) -> bool:
     if spec.beam_search:
         return False
     return has_key or spec.stream or (spec.responses_fields is not None and spec.responses_fields.background)
 
 
-def input_digest(spec: GenerationSpec, identity: ComputeIdentity) -> str:
+def input_digest(spec: GenerationRequest, identity: ComputeIdentity) -> str:
     """Digest of the weights and of the prompts as the model reads them."""
     digest = hashlib.blake2b(identity.weights_fingerprint.encode(), digest_size=12)
     for prompt in spec.prompts:
@@ -101,7 +96,7 @@ def may_compute_other_tokens(resumed: ResumedCall, identity: ComputeIdentity) ->
     return resumed.call.pins.kernels != identity.fingerprint or not identity.deterministic
 
 
-def resume_conflict(resumed: ResumedCall, spec: GenerationSpec, identity: ComputeIdentity) -> str | None:
+def resume_conflict(resumed: ResumedCall, spec: GenerationRequest, identity: ComputeIdentity) -> str | None:
     """Why a call that is made again would have another answer than it had; None: it has the same, or goes on."""
     pins = resumed.call.pins
     if pins.adapter != ("" if spec.adapter is None else spec.adapter.digest):

@@ -22,10 +22,11 @@ from starlette.requests import Request
 
 from quire.engine.common import clock, random_source
 from quire.engine.common.errors import InvalidRequest
+from quire.server.durability.answer_pins import ComputeIdentity, ResumedCall, all_compute_fingerprints, input_digest
 from quire.server.generation.generation import Generation
-from quire.server.generation.request_specs import GenerationSpec
+from quire.server.generation.resolved_request import GenerationRequest
+from quire.server.generation.running_generation import RunningGeneration
 from quire.server.peers import Peers, StoreUnreachable
-from quire.server.resumption import ComputeIdentity, ResumedCall, all_compute_fingerprints, input_digest
 from quire.server.store.journal import CLAIM_SECONDS, Calls, JournaledCall, PinnedReplayFields, ProgressUpdate
 from quire.server.store.progress import CallProgress
 from quire.server.store.write_ahead_log import WriteAheadLog
@@ -35,8 +36,6 @@ RESUMED_SCOPE_KEY = "quire.resumed"
 """The scope's key of a Resumed: the call is made again."""
 CLAIMS_SCOPE_KEY = "quire.claims"
 """The scope's key of a list of the Claims that the request has."""
-JOURNAL_BODY_SCOPE_KEY = "quire.kept_body"
-"""The scope's key of a body that may go into the journal."""
 RESUMABLE_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 """What can be asked for again."""
 IDEMPOTENCY_HEADER = "idempotency-key"
@@ -77,7 +76,8 @@ class RunningCall:
     progress: CallProgress
     retention_seconds: float
     """Seconds for which it is kept once it has ended."""
-    close_generation: Callable[[], None] = lambda: None
+    close_generation: Callable[[], None] | None = None
+    """None once it has ended."""
     num_saved_tokens: int = 0
     """Tokens in the journal."""
     num_skipped_saves: int = 0
@@ -87,6 +87,10 @@ class RunningCall:
     is_stored_response: bool = False
     """Whether it is a response that is stored as one that has not ended; see `is_stored_response`."""
     ended_event: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def mark_ended(self) -> None:
+        self.ended_event.set()
+        self.close_generation = None  # no circle: the request goes with its last reference, not at a collection
 
 
 class ResumableCalls:
@@ -251,55 +255,59 @@ class ResumableCalls:
         with suppress(sqlite3.OperationalError):  # the process that has the calls does not answer, or is gone
             await asyncio.to_thread(self._calls.release_claim, claim.owner, claim.name, claim.attempt)
 
-    async def journal_call_and_wrap_close(
+    async def journal_call(
         self,
         request: Request,
+        body: bytes,
         owner: str,
-        spec: GenerationSpec,
+        resolved: GenerationRequest,
         identity: ComputeIdentity,
-        generation: Generation,
-        close_generation: Callable[[], None],
-    ) -> Callable[[], None]:
-        """Put a call into the journal. Returns what ends it: `close_generation`, and its journal goes on from there."""
+        running: RunningGeneration[Generation],
+    ) -> None:
+        """Put a call into the journal, which follows its generation until `running` is closed. Closes it if that
+        fails."""
+        generation = running.generation
         progress = generation.progress
-        body = request.scope.pop(JOURNAL_BODY_SCOPE_KEY)
         resumed: ResumedCall | None = request.scope.get(RESUMED_SCOPE_KEY)
         key = request.headers.get(IDEMPOTENCY_HEADER) if resumed is None else resumed.call.key
         pins = PinnedReplayFields(
-            id=spec.id,
-            name=spec.requested_id,
-            created=spec.created,
-            seed=spec.params.seed,
-            adapter="" if spec.adapter is None else spec.adapter.digest,
+            id=resolved.id,
+            name=resolved.answer_identity.requested_id,
+            created=resolved.created,
+            seed=resolved.answer_identity.seed,
+            adapter="" if resolved.adapter is None else resolved.adapter.digest,
             kernels=identity.fingerprint,
-            background=spec.responses_fields is not None and spec.responses_fields.background,
-            model=spec.model,
+            background=resolved.responses_fields is not None and resolved.responses_fields.background,
+            model=resolved.model,
             before=() if resumed is None else all_compute_fingerprints(resumed, identity)[:-1],
-            given=input_digest(spec, identity),
+            given=input_digest(resolved, identity),
         )
         call = JournaledCall(path=request.scope["path"], body=body, pins=pins, key=key, progress=progress.copy())
-        running = RunningCall(progress, self._grace_seconds if key is None else KEY_RETENTION_SECONDS)
-        running.close_generation = partial(_end_call, running, close_generation)
-        self._running[owner, spec.id] = running
+        retention_seconds = self._grace_seconds if key is None else KEY_RETENTION_SECONDS
+        running_call = RunningCall(progress, retention_seconds, running.close)
+        running.call_at_end(running_call.mark_ended)
+        self._running[owner, resolved.id] = running_call
         try:
             ends = clock.time() + _MAX_RUNNING_SECONDS
             if not await self._put_call_with_retries(owner, call, ends):
                 raise still_answering_error()  # another process was asked at the same time
         except sqlite3.OperationalError as error:
             if key is not None and resumed is None:  # else it would be answered twice
-                _end_call(running, close_generation)
+                running.close()
                 raise
-            log.error("%s is not in the journal, or not so far: data_dir cannot be written: %s", spec.answer_id, error)
+            log.error(
+                "%s is not in the journal, or not so far: data_dir cannot be written: %s", resolved.answer_id, error
+            )
         except BaseException:
-            _end_call(running, close_generation)
+            running.close()
             raise
         finally:
             self._pending_attempts.discard(0 if resumed is None else resumed.attempt)
             self.release_claims(request.scope.get(CLAIMS_SCOPE_KEY, ()))
         if self._write_ahead_log is not None:
-            running.log_number = self._write_ahead_log.log_call(owner, spec.id, len(progress.ids))
-            generation.attach_journal(self._write_ahead_log, running.log_number, [*map(len, call.progress.ids)])
-        return running.close_generation
+            running_call.log_number = self._write_ahead_log.log_call(owner, resolved.id, len(progress.ids))
+            known_counts = [len(ids) for ids in call.progress.ids]
+            generation.attach_journal(self._write_ahead_log, running_call.log_number, known_counts)
 
     async def _put_call_with_retries(self, owner: str, call: JournaledCall, ends: float) -> bool:
         """As Calls.put, which may be done twice. While who has the calls is replaced, a stream waits to begin."""
@@ -381,21 +389,12 @@ def still_answering_error() -> HTTPException:
     return HTTPException(409, "The request with this Idempotency-Key is still answered", {"Retry-After": "1"})
 
 
-def _noop() -> None:
-    pass
-
-
 async def _stop_and_get_progress(running: RunningCall) -> CallProgress:
     """What a call has whose answer is ended here."""
-    running.close_generation()
+    if running.close_generation is not None:
+        running.close_generation()
     await running.ended_event.wait()
     return running.progress.copy()
-
-
-def _end_call(running: RunningCall, close_generation: Callable[[], None]) -> None:
-    close_generation()
-    running.ended_event.set()
-    running.close_generation = _noop  # no circle: the spec goes with its last reference, not at a collection
 
 
 def parse_stream_grace_header(request: Request, max_seconds: float) -> float:

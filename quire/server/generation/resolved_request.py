@@ -1,14 +1,16 @@
-"""The resolved form of a call that generates text: all endpoints translate their requests to it."""
+"""The resolved form of a request: all endpoints translate their bodies to it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self
 
-from quire.engine.common import clock
-from quire.engine.common.types import Adapter, EngineCoreRequest, Image, MediaSpan, SamplingParams
+import msgspec
+
+from quire.engine.common.types import Adapter, EngineCoreRequest, Grammar, Image, MediaSpan, SamplingParams
 from quire.server.formats.message_parser import RequestMessageFormat
+from quire.server.protocol.request_bodies import IGNORED_PARAMS_HEADER
 from quire.server.store.progress import CallProgress
 from quire.server.store.response_store import StoredItem
 
@@ -74,52 +76,142 @@ class RepetitionRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestSpec:
-    """The part of a resolved call that is the same for generations and vectors."""
+class Caller:
+    """Who sent a request, and what its headers ask for. The station `authorize` makes it."""
 
-    id: str
-    """No other call has it. The ids of its sequences begin with it."""
-    id_prefix: str = ""
-    """The beginning of the ids of all answers of this endpoint."""
-    requested_id: str = ""
-    """The answer's id, if the caller chose one; another call may have the same."""
-    model: str
-    """The name that the answer gives the model."""
-    adapter: Adapter | None = None
-    """The adapter that this name stands for, if it is an adapter's."""
     tenant: str = ""
     """The tenant charged."""
     weight: float = 1.0
     """The tenant's share."""
     priority: int = 0
+    """The body's, or the one that a trusted gateway sets."""
     cache_salt: str = ""
+    """The body's, made the tenant's own."""
+    adapter: Adapter | None = None
+    """The adapter that the request's model name stands for, if it is an adapter's."""
+    chosen_id: str = ""
+    """The answer's id by the header X-Request-Id."""
+    include_receipt: bool = False
+    """The answer gives a receipt."""
+    record_receipt: bool = False
+    """What a receipt needs is recorded, for the answer or for the receipt log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerIdentity:
+    """What makes this answer the one that it is, and the same one when it is computed again. The station `identify`
+    makes it: of fresh values, or of those in the journal."""
+
+    id: str
+    """No other answer has it. The ids of its sequences begin with it."""
+    requested_id: str = ""
+    """The answer's id, if the caller chose one; another answer may have the same."""
+    created: int = 0
+    """In seconds of the Unix clock."""
+    seed: int | None = None
+    """The body's, or one that was drawn so that the answer can be computed again."""
+    resumable: bool = False
+    """Its events are numbered, and always the same: each token is a step of its own."""
+    progress: CallProgress | None = None
+    """What an answer that is made again had before."""
+    num_earlier_attempts: int = 0
+    """How often the answer was made before."""
+    ignored_headers: str = ""
+    """Headers of the request that have no effect, as the answer's header names them."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedGrammar:
+    """The grammar that the answers match, which compiles."""
+
+    field: str
+    """The request's field that it comes from."""
+    grammar: Grammar
+    headers: Mapping[str, str]
+    """What the answer's headers say of its schemas."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedRequest:
+    """A request as it passes through the stations of server/pipeline. Each station completes the field that is its own,
+    once; nothing that one station set is changed by another. This class has what generations and vectors share."""
+
+    id_prefix: str = ""
+    """The beginning of the ids of all answers of this endpoint."""
+    body_id: str = ""
+    """The answer's id by the body's field request_id."""
+    model: str
+    """The name that the answer gives the model."""
+    body_priority: int = 0
+    body_cache_salt: str = ""
     timeout: float | None = None
     """Seconds in which the answer must be complete."""
     queue_timeout: float | None = None
     """Seconds in which the first token, or the first vector, must come."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Headers of the response."""
+    """Headers of the response, as far as the body decides them."""
+    caller: Caller | None = None
+    """Completed by `authorize`."""
+    identity: AnswerIdentity | None = None
+    """Completed by `identify`."""
+
+    def with_caller(self, caller: Caller) -> Self:
+        assert self.caller is None, "authorized once"
+        return replace(self, caller=caller)
+
+    def with_identity(self, identity: AnswerIdentity) -> Self:
+        assert self.identity is None, "identified once"
+        return replace(self, identity=identity)
+
+    @property
+    def authorized_caller(self) -> Caller:
+        assert self.caller is not None, "not authorized yet"
+        return self.caller
+
+    @property
+    def answer_identity(self) -> AnswerIdentity:
+        assert self.identity is not None, "not identified yet"
+        return self.identity
+
+    @property
+    def id(self) -> str:
+        return self.answer_identity.id
 
     @property
     def answer_id(self) -> str:
-        return self.requested_id or self.id
+        """The id that the caller sees."""
+        return self.answer_identity.requested_id or self.answer_identity.id
+
+    @property
+    def created(self) -> int:
+        return self.answer_identity.created
+
+    @property
+    def adapter(self) -> Adapter | None:
+        return self.authorized_caller.adapter
+
+    @property
+    def response_headers(self) -> dict[str, str]:
+        ignored = [self.headers.get(IGNORED_PARAMS_HEADER), self.answer_identity.ignored_headers]
+        names = ", ".join(filter(None, ignored))
+        return {**self.headers, IGNORED_PARAMS_HEADER: names} if names else dict(self.headers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationSpec(RequestSpec):
+class GenerationRequest(ResolvedRequest):
     """What to generate and how to answer it: n choices for each prompt. Choice i of prompt p has index p * n + i."""
 
     prompts: Sequence[Prompt]
     params: SamplingParams
-    """n is the number of choices that are generated for each prompt."""
+    """Those of the body: without the grammar, and with the seed that the caller gave. `sampling_params` has all."""
     num_returned: int
     """The number of choices for each prompt that a whole answer shows, the most likely ones; n at most."""
     session_id: str = ""
     """The conversation that it is a turn of, by the caller's name for it."""
     keep_seconds: float = 0.0
     """How long the conversation is to be kept; 0: it is not."""
-    grammar_field: str | None = None
-    """The request's field that gives the grammar of the answers, where one does."""
+    checked_grammar: CheckedGrammar | None = None
+    """Completed by `check_grammars`; None: the answers are any text."""
 
     beam_search: bool = False
     """Search for the n most likely hypotheses instead of sampling."""
@@ -148,23 +240,29 @@ class GenerationSpec(RequestSpec):
     """Log probabilities name tokens `token_id:123`."""
     include_metrics: bool = False
     """Whether its usage tells when what came: of one answer."""
-    include_receipt: bool = False
-    """The answer gives a receipt."""
-    record_receipt: bool = False
-    """What a receipt needs is noted, for the answer or for a log."""
+    body_receipt: bool = False
+    """The body asks for a receipt."""
+    allows_receipt: bool = True
+    """Whether the answer can have a receipt: not if nothing is generated that anybody reads."""
     responses_fields: ResponsesApiFields | None = None
     """Of a call of the Responses API."""
     questions: Sequence[OptionQuestion] = ()
     """Of a call of the Decisions API, one for each prompt."""
 
-    created: int = field(default_factory=lambda: int(clock.time()))
-    """Of the answer, in seconds of the Unix clock."""
-    resumable: bool = False
-    """Its events are numbered, and always the same: each token is a step of its own."""
-    progress: CallProgress | None = None
-    """What an answer that is made again had before."""
-    num_earlier_attempts: int = 0
-    """How often the answer was made before."""
+    def with_checked_grammar(self, checked_grammar: CheckedGrammar) -> GenerationRequest:
+        assert self.checked_grammar is None, "checked once"
+        return replace(self, checked_grammar=checked_grammar)
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """The body's parameters with the checked grammar and the answer's seed."""
+        grammar = None if self.checked_grammar is None else self.checked_grammar.grammar
+        return msgspec.structs.replace(self.params, grammar=grammar, seed=self.answer_identity.seed)
+
+    @property
+    def response_headers(self) -> dict[str, str]:
+        schema_headers = {} if self.checked_grammar is None else self.checked_grammar.headers
+        return {**super(GenerationRequest, self).response_headers, **schema_headers}
 
     @property
     def custom_tool_names(self) -> frozenset[str]:
@@ -194,6 +292,7 @@ class GenerationSpec(RequestSpec):
         generated_ids: Sequence[int] = (),
     ) -> EngineCoreRequest:
         """The engine's request for one sequence; `generated_ids`: tokens behind the prompt."""
+        caller = self.authorized_caller
         return EngineCoreRequest(
             id=id,
             prompt_ids=[*prompt.ids, *generated_ids] if generated_ids else prompt.ids,
@@ -201,12 +300,12 @@ class GenerationSpec(RequestSpec):
             images=prompt.images,
             params=params,
             seed=seed,
-            cache_salt=self.cache_salt,
+            cache_salt=caller.cache_salt,
             session=self.session_id,
             keep_seconds=self.keep_seconds,
-            priority=self.priority,
-            tenant=self.tenant,
-            weight=self.weight,
-            adapter=self.adapter,
+            priority=caller.priority,
+            tenant=caller.tenant,
+            weight=caller.weight,
+            adapter=caller.adapter,
             emitted_ids=emitted or [],
         )

@@ -16,7 +16,7 @@ from quire.server.encoding import EVENT_END, encode_json
 from quire.server.generation.choice_state import ChoiceDelta
 from quire.server.generation.generation import Usage
 from quire.server.generation.output_parts import CollectedChoice
-from quire.server.generation.request_specs import GenerationSpec
+from quire.server.generation.resolved_request import GenerationRequest
 from quire.server.generation.response_writers.answer_writer import AnswerWriter
 from quire.server.protocol.request_bodies import SAFE_ID_PATTERN
 
@@ -37,7 +37,7 @@ class EventIdWriter(AnswerWriter):
     def __init__(
         self,
         writer: AnswerWriter,
-        spec: GenerationSpec,
+        spec: GenerationRequest,
         seen_counts: Sequence[int] = (),
         is_journaled_step: Callable[[], bool] | None = None,
     ) -> None:

@@ -24,8 +24,8 @@ from quire.server.access.tenants import Tenants
 from quire.server.batches.asgi_client import ASGIClient
 from quire.server.batches.runner import BatchRunner
 from quire.server.config import ServerConfig
+from quire.server.durability.resumable_calls import RESUMED_SCOPE_KEY, Claim, ResumableCalls
 from quire.server.peers import PeerLink, Peers, RunFromThread, make_blocking_data_dir_call
-from quire.server.resumable_calls import RESUMED_SCOPE_KEY, Claim, ResumableCalls
 from quire.server.store.data_dir import OPEN_BATCHES_KEY, DataDir, DataDirStatus, ProcessStatus, open_data_dir
 from quire.server.store.data_dir_rpc import remote_data_dir
 from quire.server.store.database import SQLiteConnect

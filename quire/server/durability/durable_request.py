@@ -1,0 +1,257 @@
+"""The door of durability for one HTTP request: what of it is journaled, and how its answer is made again.
+
+The pipeline calls one interface at fixed places and knows nothing of the journal. `JournaledRequest` is a request whose
+answer can be asked for again; `NullDurableRequest` is every other one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from quire.engine.common.errors import InvalidRequest
+from quire.server.access.memory_lease import grow_request_lease, lease_of
+from quire.server.durability.answer_pins import (
+    ComputeIdentity,
+    ResumedCall,
+    all_compute_fingerprints,
+    pin_identity,
+    resume_conflict,
+)
+from quire.server.durability.background import Background, RunningAnswer
+from quire.server.durability.event_ids import EventIdWriter
+from quire.server.durability.resumable_calls import (
+    IDEMPOTENCY_HEADER,
+    KEEP_ALIVE_HEADER,
+    RESUMED_SCOPE_KEY,
+    ResumableCalls,
+    parse_stream_grace_header,
+    still_answering_error,
+)
+from quire.server.generation.generation import Generation
+from quire.server.generation.resolved_request import AnswerIdentity, GenerationRequest
+from quire.server.generation.response_writers.answer_writer import AnswerWriter
+from quire.server.generation.running_generation import RunningGeneration
+from quire.server.protocol.request_bodies import IGNORED_PARAMS_HEADER, ignored_params_header
+from quire.server.store.progress import CallProgress
+
+STREAM_ID = "X-Stream-Id"
+"""The header of a stream that can be resumed: GET /v1/streams/{id}."""
+COMPUTED_BY = "X-Computed-By"
+"""The header of a stream whose tokens were not all computed by the same: the fingerprints, in their order."""
+
+
+class DurableRequest(ABC):
+    """Called by the stations of the pipeline, in the order of these methods."""
+
+    def __init__(self, request: Request, stream_grace: float) -> None:
+        """`stream_grace`: the most seconds that a stream may go on without its reader (--stream-grace); 0 without a
+        data directory."""
+        self._request = request
+        self._stream_grace = stream_grace
+
+    @property
+    def has_idempotency_key(self) -> bool:
+        return IDEMPOTENCY_HEADER in self._request.headers
+
+    @property
+    def keeps_body(self) -> bool:
+        """Whether `keep_body` is to be called."""
+        return False
+
+    @property
+    def repeats_stored_response(self) -> bool:
+        """Whether its Idempotency-Key names a response in the background, which is stored."""
+        return False
+
+    @property
+    def is_restart(self) -> bool:
+        """Whether the answer is made again by this process, not by a caller's wish."""
+        return False
+
+    def keep_body(self, body: bytes) -> None:  # noqa: B027 - nothing, if it is not journaled
+        """Hold the request's body, decompressed, for the journal."""
+
+    @abstractmethod
+    async def identify(self, resolved: GenerationRequest, fresh: AnswerIdentity) -> AnswerIdentity:
+        """The identity of the answer: `fresh`, or what the journal noted of an answer that is made again. Raises
+        HTTPException and InvalidRequest for one that cannot be."""
+
+    def reader_grace_seconds(self, resolved: GenerationRequest) -> float:
+        """Seconds for which a stream goes on without its reader; 0: it does not. Raises InvalidRequest."""
+        seconds = parse_stream_grace_header(self._request, self._stream_grace)
+        if seconds and not (resolved.stream and resolved.answer_identity.resumable):
+            raise InvalidRequest(f"{KEEP_ALIVE_HEADER}: only for a stream that can be resumed", param=KEEP_ALIVE_HEADER)
+        return seconds
+
+    async def journal(self, resolved: GenerationRequest, running: RunningGeneration[Generation]) -> None:  # noqa: B027 - as above
+        """Put the request into the journal, before the first event is sent. Ends `running` if that fails."""
+
+    def number_events(self, writer: AnswerWriter, generation: Generation) -> AnswerWriter:
+        """The writer of a stream whose events can be named later."""
+        return writer
+
+    def stream_headers(self, resolved: GenerationRequest) -> Mapping[str, str]:
+        return {}
+
+    def keep_streaming_without_reader(
+        self,
+        writer: AnswerWriter,
+        running: RunningGeneration[Generation],
+        events: AsyncGenerator[bytes],
+        seconds: float,
+    ) -> tuple[AsyncGenerator[bytes], Callable[[], None]]:
+        """The events of a stream that goes on for `seconds` after its reader has left, and the function to call when
+        the reader leaves."""
+        return events, running.close
+
+    async def forget_failed_answer(self, resolved: GenerationRequest) -> None:  # noqa: B027 - as above
+        """The answer failed before anything of it was sent: the same Idempotency-Key may be used again."""
+
+    def take_over_error(self) -> HTTPException | None:
+        """The error for a reader whose answer another request goes on with."""
+        return still_answering_error() if self.has_idempotency_key else None
+
+
+class NullDurableRequest(DurableRequest):
+    """A request whose answer cannot be asked for again."""
+
+    def __init__(self, request: Request, stream_grace: float, *, strict: bool) -> None:
+        """`strict`: refuse what has no effect."""
+        super().__init__(request, stream_grace)
+        self._strict = strict
+
+    async def identify(self, resolved: GenerationRequest, fresh: AnswerIdentity) -> AnswerIdentity:
+        if not self.has_idempotency_key:
+            return fresh
+        ignored = ignored_params_header(["Idempotency-Key"], self._strict)
+        return replace(fresh, ignored_headers=ignored[IGNORED_PARAMS_HEADER])
+
+
+class JournaledRequest(DurableRequest):
+    """A request to an endpoint whose answers can be asked for again, on a server with a data directory."""
+
+    def __init__(
+        self,
+        request: Request,
+        calls: ResumableCalls,
+        background: Background,
+        owner: str,
+        compute: Callable[[], ComputeIdentity],
+        stream_grace: float,
+    ) -> None:
+        """`owner`: whose answer it is. `compute`: what computes in this process now."""
+        super().__init__(request, stream_grace)
+        self._calls = calls
+        self._background = background
+        self._owner = owner
+        self._compute = compute
+        self._body: bytes | None = None
+        """Of a request that may go into the journal."""
+
+    @property
+    def resumed(self) -> ResumedCall | None:
+        resumed: ResumedCall | None = self._request.scope.get(RESUMED_SCOPE_KEY)
+        return resumed
+
+    @property
+    def keeps_body(self) -> bool:
+        return True
+
+    @property
+    def repeats_stored_response(self) -> bool:
+        return self.resumed is not None and not self.resumed.attempt
+
+    @property
+    def is_restart(self) -> bool:
+        return self.resumed is not None and bool(self.resumed.attempt)
+
+    def keep_body(self, body: bytes) -> None:
+        grow_request_lease(self._request.scope, len(body))
+        self._body = body
+
+    async def identify(self, resolved: GenerationRequest, fresh: AnswerIdentity) -> AnswerIdentity:
+        assert self._body is not None, "read first"
+        fields = resolved.responses_fields
+        if fields is not None and fields.conversation_id is not None:  # which is another one the next time
+            if self.has_idempotency_key:
+                message = "Idempotency-Key: not with a conversation, which each answer changes"
+                raise InvalidRequest(message, param=IDEMPOTENCY_HEADER)
+            self._body = None
+            return fresh
+        resumed = self.resumed
+        if resumed is None:
+            resumed = await self._calls.claim_key_or_resume(
+                self._request, self._owner, self._body, stream=resolved.stream
+            )
+            self._request.scope[RESUMED_SCOPE_KEY] = resumed
+        if resumed is not None and (reason := resume_conflict(resumed, resolved, self._compute())) is not None:
+            if not resumed.call.pins.background:
+                raise HTTPException(409, reason)
+            resumed = replace(resumed, call=msgspec.structs.replace(resumed.call, progress=CallProgress()))
+        return pin_identity(
+            resolved,
+            fresh,
+            resumed,
+            has_key=self.has_idempotency_key or (resumed is not None and resumed.call.key is not None),
+            is_journaled=self._compute().deterministic or self._calls.has_write_ahead_log,
+        )
+
+    async def journal(self, resolved: GenerationRequest, running: RunningGeneration[Generation]) -> None:
+        if self._body is None or not (resolved.answer_identity.resumable or self.has_idempotency_key):
+            return
+        body, self._body = self._body, None
+        try:
+            await self._calls.journal_call(self._request, body, self._owner, resolved, self._compute(), running)
+        except BaseException:
+            running.close()
+            raise
+
+    def number_events(self, writer: AnswerWriter, generation: Generation) -> AnswerWriter:
+        resolved, resumed = generation.request, self.resumed
+        if not resolved.answer_identity.resumable:
+            return writer
+        seen = () if resumed is None else resumed.seen_events
+        may_differ = len(self._computed_by) > 1 or not self._compute().deterministic
+        return EventIdWriter(writer, resolved, seen, (lambda: not generation.is_new_step) if may_differ else None)
+
+    @property
+    def _computed_by(self) -> tuple[str, ...]:
+        """The fingerprints of all that compute the answer. The reader may have tokens of any of them."""
+        return () if self.resumed is None else all_compute_fingerprints(self.resumed, self._compute())
+
+    def stream_headers(self, resolved: GenerationRequest) -> Mapping[str, str]:
+        if not resolved.answer_identity.resumable:
+            return {}
+        headers = {STREAM_ID: resolved.id}
+        if len(self._computed_by) > 1:
+            headers[COMPUTED_BY] = ", ".join(self._computed_by)
+        return headers
+
+    async def forget_failed_answer(self, resolved: GenerationRequest) -> None:
+        if self.has_idempotency_key:
+            await self._calls.forget_call(self._owner, resolved.id)
+
+    def keep_streaming_without_reader(
+        self,
+        writer: AnswerWriter,
+        running: RunningGeneration[Generation],
+        events: AsyncGenerator[bytes],
+        seconds: float,
+    ) -> tuple[AsyncGenerator[bytes], Callable[[], None]]:
+        key = (self._owner, running.generation.request.id)
+        lease = lease_of(self._request.scope).move_to_new_lease()
+
+        async def release_lease() -> None:
+            lease.release_lease()
+
+        answer = RunningAnswer(writer, running.close, [])
+        self._background.start_answer(key, answer, events, release_lease)
+        on_reader_left = partial(self._background.schedule_close_after_reader_left, key, answer, seconds)
+        return answer.follow_events(-1), on_reader_left

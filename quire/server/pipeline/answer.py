@@ -1,0 +1,79 @@
+"""The way of a request: each station once, in this order, for every endpoint that generates or computes."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.durability.durable_request import DurableRequest
+from quire.server.generation.generation import Generation
+from quire.server.generation.resolved_request import GenerationRequest
+from quire.server.generation.response_writers.answer_writer import AnswerWriter
+from quire.server.generation.running_generation import RunningGeneration
+from quire.server.generation.vector_generation import VectorRequest
+from quire.server.pipeline.authorize import authorize, identify, open_durable_request
+from quire.server.pipeline.generate import compute_vectors, generate
+from quire.server.pipeline.resolve import Resolver, check_grammars, resolve_body
+from quire.server.pipeline.write import EndCallback, do_nothing, write_answer, write_vectors
+from quire.server.resolve.resolved_generation import ResolvedGeneration
+from quire.server.resolve.tokenize_requests import JsonReply
+from quire.server.runtime.model_runtime import get_runtime
+from quire.server.served_model import get_model
+
+Resolution = ResolvedGeneration | VectorRequest | JsonReply
+"""What a resolver makes of a body: what is to be computed, or the answer itself."""
+
+
+async def answer(request: Request, resolve: Resolver[Resolution]) -> Response:
+    """Raises what the stations raise; server/routes/error_handlers.py turns it into the API's form of an error."""
+    durable = open_durable_request(request)
+    resolution = await resolve_body(request, resolve, durable.keep_body if durable.keeps_body else None)
+    if isinstance(resolution, JsonReply):
+        return Response(resolution.body, 200, resolution.headers, "application/json")
+    if isinstance(resolution, VectorRequest):
+        return await answer_with_vectors(request, resolution)
+    return await answer_with_text(request, resolution, durable)
+
+
+async def answer_with_vectors(request: Request, resolved: VectorRequest) -> Response:
+    resolved = authorize(request, resolved)
+    resolved = resolved.with_identity(identify(resolved))
+    return await write_vectors(request, compute_vectors(request, resolved), resolved)
+
+
+async def answer_with_text(request: Request, resolution: ResolvedGeneration, durable: DurableRequest) -> Response:
+    resolved = await prepare_generation(request, resolution, durable)
+    get_runtime(request).metrics.count_questions_by_type(question.type for question in resolved.questions)
+    model = get_model(request)
+    writer = resolution.form.writer(resolved, model.tokenizer, model.fingerprint)
+    return await generate_and_write(request, resolved, writer, durable)
+
+
+async def generate_and_write(
+    request: Request,
+    resolved: GenerationRequest,
+    writer: AnswerWriter,
+    durable: DurableRequest,
+    on_written: EndCallback = do_nothing,
+) -> Response:
+    """`on_written`: see `write_answer`."""
+    reader_grace = durable.reader_grace_seconds(resolved)
+    running = await begin_generation(request, resolved, durable)
+    return await write_answer(request, running, writer, durable, on_written, reader_grace=reader_grace)
+
+
+async def prepare_generation(
+    request: Request, resolution: ResolvedGeneration, durable: DurableRequest
+) -> GenerationRequest:
+    """From resolved to identified: all that is decided before the engine has work."""
+    resolved = authorize(request, await check_grammars(request, resolution))
+    return resolved.with_identity(await durable.identify(resolved, identify(resolved)))
+
+
+async def begin_generation(
+    request: Request, resolved: GenerationRequest, durable: DurableRequest
+) -> RunningGeneration[Generation]:
+    """A generation that is admitted, submitted and journaled. The caller must close it."""
+    running = generate(request, resolved)
+    await durable.journal(resolved, running)
+    return running

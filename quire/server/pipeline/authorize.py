@@ -1,0 +1,99 @@
+"""Fourth station: who asks, under which terms, and what the answer will be called.
+
+API keys are checked before a body is read (server/access/authentication.py); here is what needs the resolved request.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from quire.engine.common import clock, random_source
+from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.types import Adapter
+from quire.server.access.authentication import owner_of, tenant_of
+from quire.server.durability.answer_pins import ComputeIdentity
+from quire.server.durability.durable_request import DurableRequest, JournaledRequest, NullDurableRequest
+from quire.server.durability.resumable_calls import RESUMABLE_PATHS
+from quire.server.generation.resolved_request import AnswerIdentity, Caller, GenerationRequest, ResolvedRequest
+from quire.server.observe.request_log import REQUEST_ID_HEADER, is_safe_id
+from quire.server.runtime.model_runtime import get_runtime
+from quire.server.runtime.server_context import get_server_context
+from quire.server.served_model import get_model
+
+AnyRequest = TypeVar("AnyRequest", bound=ResolvedRequest)
+
+RECEIPT_HEADER = "X-Receipt"
+"""The header of a request that asks for a receipt, as the field `receipt` of its body does."""
+
+
+def authorize(request: Request, resolved: AnyRequest) -> AnyRequest:
+    """The request with its caller. Raises ModelNotFound if its adapter has been unloaded since it was resolved, and
+    InvalidRequest for a receipt that it cannot have."""
+    tenant = tenant_of(request.scope)
+    gateway_priority = get_server_context(request).gateways.resolve_priority(request.scope)
+    header_id = request.headers.get(REQUEST_ID_HEADER)
+    include_receipt = record_receipt = False
+    if isinstance(resolved, GenerationRequest) and resolved.allows_receipt:
+        include_receipt = _includes_receipt(request, resolved)
+        record_receipt = include_receipt or get_runtime(request).receipt_writer.receipt_log is not None
+    caller = Caller(
+        tenant=tenant.name,
+        weight=tenant.weight,
+        priority=resolved.body_priority if gateway_priority is None else gateway_priority,
+        cache_salt=tenant.prefix_cache_salt(resolved.body_cache_salt),
+        adapter=_find_adapter(request, resolved.model),
+        chosen_id=f"{resolved.id_prefix}{header_id}" if is_safe_id(header_id) else "",
+        include_receipt=include_receipt,
+        record_receipt=record_receipt,
+    )
+    return resolved.with_caller(caller)
+
+
+def identify(resolved: ResolvedRequest) -> AnswerIdentity:
+    """A fresh identity. The answer's id is ours, or the one that the caller chose: the body's request_id, or the header
+    X-Request-Id."""
+    chosen_id = resolved.body_id or resolved.authorized_caller.chosen_id
+    seed = None
+    if isinstance(resolved, GenerationRequest):
+        seed = resolved.params.seed
+        if resolved.responses_fields is not None and resolved.responses_fields.store:
+            chosen_id = ""  # the id that a caller chooses may name several answers
+    return AnswerIdentity(
+        id=f"{resolved.id_prefix}{random_source.token_hex(16)}",
+        requested_id=chosen_id,
+        created=int(clock.time()),
+        seed=seed,
+    )
+
+
+def open_durable_request(request: Request) -> DurableRequest:
+    server, runtime = get_server_context(request), get_runtime(request)
+    calls = server.resumable_calls
+    if calls is None or request.scope["path"] not in RESUMABLE_PATHS:
+        stream_grace = 0.0 if calls is None else runtime.config.stream_grace
+        return NullDurableRequest(request, stream_grace, strict=runtime.config.strict)
+
+    def describe_compute() -> ComputeIdentity:
+        return runtime.describe_compute(get_model(request).fingerprint)
+
+    return JournaledRequest(
+        request, calls, server.background, owner_of(request), describe_compute, runtime.config.stream_grace
+    )
+
+
+def _includes_receipt(request: Request, resolved: GenerationRequest) -> bool:
+    is_asked_for = request.headers.get(RECEIPT_HEADER, "").lower() in ("1", "true")
+    if is_asked_for and (resolved.beam_search or request.scope["path"].startswith("/api/")):
+        what = "use_beam_search" if resolved.beam_search else "Ollama's API"
+        raise InvalidRequest(f"{RECEIPT_HEADER} is not available with {what}", param=RECEIPT_HEADER)
+    return resolved.body_receipt or is_asked_for
+
+
+def _find_adapter(request: Request, model_name: str) -> Adapter | None:
+    """The adapter that a resolved model name stands for; None: the model itself. Raises ModelNotFound."""
+    adapters, model = get_runtime(request).adapter_registry, get_model(request)
+    if adapters is None or model_name in model.names:
+        return None
+    return adapters.find_adapter(model.resolve_model_name(model_name))

@@ -1,0 +1,24 @@
+"""First station: the body of a request, received within limits and decompressed."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+
+from quire.server.access.body_reader import BodyBuffer
+from quire.server.runtime.server_context import get_server_context
+from quire.server.sse import CLIENT_CLOSED_REQUEST
+
+
+@asynccontextmanager
+async def read_body(request: Request) -> AsyncIterator[BodyBuffer]:
+    """The body, whose bytes count as received until the block ends. Raises what BodyReader.hold_request_body raises,
+    and HTTPException, which nobody will see, if the client has left."""
+    try:
+        async with get_server_context(request).body_reader.hold_request_body(request) as body:
+            yield body
+    except ClientDisconnect:
+        raise HTTPException(CLIENT_CLOSED_REQUEST) from None

@@ -1,0 +1,146 @@
+"""Third station: what a body asks for, in the engine's words, within limits of time and memory.
+
+A resolver (server/resolve has them all) is a pure function of the body's bytes, the model and the configuration; its
+first line parses the body. Small bodies are resolved in the event loop, all others in a worker process, which can be
+killed.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from quire.server.access.authentication import tenant_of
+from quire.server.access.body_reader import BodyBuffer
+from quire.server.access.memory_lease import grow_request_lease
+from quire.server.access.tenants import Tenant
+from quire.server.config import ServerConfig
+from quire.server.generation.resolved_request import GenerationRequest
+from quire.server.generation.vector_generation import VectorRequest
+from quire.server.images.image_parts import UnfetchedImagesError
+from quire.server.pipeline.read import read_body
+from quire.server.resolve.checks import NeedsWorker, copied_param_sizes
+from quire.server.resolve.parse import BodyType, parse_body_as
+from quire.server.resolve.resolved_generation import ResolvedGeneration
+from quire.server.runtime.model_runtime import ModelRuntime, get_runtime
+from quire.server.served_model import ServedModel, get_model
+from quire.server.sse import cancel_on_disconnect
+
+Resolution = TypeVar("Resolution")
+Resolver = Callable[[bytes, ServedModel, ServerConfig], Resolution]
+"""Raises ModelNotFound, InvalidRequest naming the parameter, NeedsWorker and UnfetchedImagesError."""
+
+QUICK_BYTES, SMALL_BYTES = 1024, 4096
+"""Bodies up to these sizes are resolved in the event loop: up to the first many in one turn, up to the second, which
+takes about a millisecond, one in a turn."""
+BYTES_PER_TOKEN_ID = 32
+"""Memory of an entry of a list, beyond its bytes in a message."""
+
+
+async def resolve_body(
+    request: Request, resolve: Resolver[Resolution], keep_body: Callable[[bytes], None] | None = None
+) -> Resolution:
+    """What `resolve` makes of the request's body. `keep_body` is given the body itself.
+
+    The memory of what was made counts until the request is answered: see server/access/memory_lease.py. Raises what
+    `resolve`, read_body, WorkerPool.run_job and MemoryLease.grow_lease raise.
+    """
+    async with read_body(request) as body:
+        chunks = () if keep_body is None else tuple(body.chunks)
+        resolution = await _resolve_here_or_in_worker(request, body, resolve)
+        if keep_body is not None:
+            keep_body(b"".join(chunks))
+        return resolution
+
+
+async def parse_request_body(request: Request, body_type: type[BodyType]) -> BodyType:
+    """The request's body as this model, for endpoints that compute nothing. Raises what `resolve_body` raises, and
+    InvalidRequest naming the field."""
+    return await resolve_body(request, partial(parse_body_as, body=body_type))
+
+
+async def check_grammars(request: Request, resolved: ResolvedGeneration) -> GenerationRequest:
+    """The resolved request with a grammar that compiles. Raises what GrammarChecker.check_grammars raises."""
+    if not resolved.grammars:
+        return resolved.request
+    checker, tenant = get_runtime(request).grammar_checker, tenant_of(request.scope)
+    checking = checker.choose_compilable_grammar(resolved, tenant, get_model(request))
+    return resolved.request.with_checked_grammar(await cancel_on_disconnect(request.receive, checking))
+
+
+async def _resolve_here_or_in_worker(request: Request, body: BodyBuffer, resolve: Resolver[Resolution]) -> Resolution:
+    runtime, is_slow = get_runtime(request), False
+    try:
+        if body.received_bytes <= QUICK_BYTES:
+            return resolve(b"".join(body.chunks), get_model(request), runtime.config)
+        if body.received_bytes <= SMALL_BYTES:
+            async with runtime.loop_work_pacer:
+                return resolve(b"".join(body.chunks), get_model(request), runtime.config)
+    except NeedsWorker:
+        is_slow = True
+    tenant = tenant_of(request.scope)
+    try:
+        working = runtime.workers.run_job(
+            partial(resolve_and_measure, resolve=resolve), body.chunks, tenant, is_slow=is_slow
+        )
+        resolution, size = await cancel_on_disconnect(request.receive, working)
+    except UnfetchedImagesError as needed:
+        fetching = _fetch_images(runtime, tenant, needed.fields_by_url, partial(grow_request_lease, request.scope))
+        images = await cancel_on_disconnect(request.receive, fetching)
+        job = partial(resolve_and_measure, resolve=partial(resolve_with_images, resolve=resolve, images=images))
+        image_bytes = sum(map(len, images.values()))
+        working = runtime.workers.run_job(job, body.chunks, tenant, is_slow=is_slow, extra_bytes=image_bytes)
+        resolution, size = await cancel_on_disconnect(request.receive, working)
+    try:
+        grow_request_lease(request.scope, size)
+    except Exception:
+        del resolution  # else it stays as long as the error's traceback
+        raise
+    return resolution
+
+
+async def _fetch_images(
+    runtime: ModelRuntime, tenant: Tenant, urls: Mapping[str, str], grow_lease: Callable[[int], None]
+) -> dict[str, bytes]:
+    """The images of a request, when it is its turn. Raises what ImageFetcher.fetch_images raises."""
+    async with runtime.fetch_semaphore.hold_slot(tenant.name):
+        return await runtime.image_fetcher.fetch_images(urls, grow_lease)
+
+
+def resolve_with_images(
+    body: bytes,
+    model: ServedModel,
+    config: ServerConfig,
+    *,
+    resolve: Resolver[Resolution],
+    images: dict[str, bytes],
+) -> Resolution:
+    """Resolve a body of which some images had to be fetched. Runs in a worker."""
+    return resolve(body, replace(model, fetched_images=images), config)
+
+
+def resolve_and_measure(
+    body: bytes, model: ServedModel, config: ServerConfig, *, resolve: Resolver[Resolution]
+) -> tuple[Resolution, int]:
+    """The resolution, and its size in bytes without the prompts' token ids, which the queue bounds. Runs in a
+    worker."""
+    resolution = resolve(body, model, config)
+    measured: object = resolution
+    num_ids = num_pixel_bytes = 0
+    if isinstance(resolution, ResolvedGeneration):
+        resolved = resolution.request
+        grammar = resolution.grammars[-1][1] if resolution.grammars else None
+        num_ids = sum(copied_param_sizes(resolved.params, grammar).values())
+        num_pixel_bytes = sum(len(image.pixels) for prompt in resolved.prompts for image in prompt.images)
+        prompts = [replace(prompt, ids=[], images=()) for prompt in resolved.prompts]
+        measured = replace(resolution, request=replace(resolved, prompts=prompts))
+    elif isinstance(resolution, VectorRequest):
+        num_pixel_bytes = sum(len(image.pixels) for each in resolution.inputs for image in each.images)
+        measured = replace(resolution, inputs=())
+    pickled_bytes = len(pickle.dumps(measured, pickle.HIGHEST_PROTOCOL))
+    return resolution, pickled_bytes + BYTES_PER_TOKEN_ID * num_ids + num_pixel_bytes

@@ -1,0 +1,135 @@
+"""A response that is stored, and may go on in the background: its last station writes to the store, too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.access.admission import admission_of
+from quire.server.access.memory_lease import grow_request_lease, lease_of
+from quire.server.durability.background import RunningAnswer
+from quire.server.durability.durable_request import DurableRequest
+from quire.server.generation.resolved_request import GenerationRequest
+from quire.server.generation.response_writers.responses import ResponsesWriter
+from quire.server.pipeline.answer import begin_generation
+from quire.server.pipeline.write import do_nothing, stream_events
+from quire.server.runtime.model_runtime import get_runtime
+from quire.server.runtime.server_context import get_server_context
+from quire.server.sse import EventStream
+from quire.server.store.data_dir import DataDir
+from quire.server.store.response_store import ObjectToStore, ObjectWithoutItems
+from quire.server.store.write_retry import retry_until_written
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseRecorder:
+    """Stores one response."""
+
+    data: DataDir | None
+    """None where nothing is stored."""
+    owner: str
+    resolved: GenerationRequest
+    writer: ResponsesWriter
+
+    async def store_ended_response(self) -> None:
+        """Store the response, which has ended, and add its items to its conversation."""
+        fields, writer = self.resolved.responses_fields, self.writer
+        assert fields is not None
+        if self.data is None:
+            return
+        if writer.final_response is None:
+            writer.status = "cancelled"
+        if fields.store:
+            await self._put_response(writer.final_response or writer.current_response(writer.status))
+        if fields.conversation_id is not None and writer.final_response is not None:
+            new_items = [*fields.input_items, *writer.output_items]
+            append = self.data.store.append_items
+            await self.data.owner_executor.run_for_owner(
+                self.owner, append, self.owner, fields.conversation_id, new_items
+            )
+
+    async def store_queued_response(self, response: bytes) -> None:
+        """Store a response that goes on in the background."""
+        self.writer.status = "queued"
+        await self._put_response(response, unfinished=True)
+
+    async def _put_response(self, response: bytes, *, unfinished: bool = False) -> None:
+        fields, data = self.resolved.responses_fields, self.data
+        assert fields is not None
+        assert data is not None, "refused otherwise"
+        about = {
+            "status": self.writer.status,
+            "background": fields.background,
+            "previous": fields.previous_id,
+            "events": self.writer.next_sequence_number,
+            "streamed": self.resolved.stream,
+        }
+        stored_object = ObjectToStore(
+            self.resolved.answer_id,
+            ObjectWithoutItems("response", about, response),
+            fields.input_items,
+            unfinished=unfinished,
+        )
+        await data.owner_executor.run_for_owner(self.owner, data.store.put, self.owner, stored_object)
+
+
+async def answer_in_background(request: Request, recorder: ResponseRecorder, durable: DurableRequest) -> Response:
+    """Start an answer that goes on without its reader. Returns its events, or the response as it is now."""
+    runtime = get_runtime(request)
+    server = get_server_context(request)
+    resolved = recorder.resolved
+    writer = recorder.writer
+    lease = lease_of(request.scope).move_to_new_lease()
+    assert resolved.responses_fields is not None
+    close = lease.release_lease
+    try:
+        grow_request_lease(
+            request.scope, 2 * len(resolved.responses_fields.echoed_fields)
+        )  # in what the caller is sent
+        running = await begin_generation(request, resolved, durable)
+        close = running.close
+        queued = writer.current_response("queued")
+        await recorder.store_queued_response(queued)
+        if server.resumable_calls is not None:
+            server.resumable_calls.mark_stored_unfinished(recorder.owner, resolved.id)
+    except BaseException:
+        close()
+        lease.release_lease()
+        raise
+
+    def is_leaving() -> bool:
+        return server.background.is_closing or admission_of(request).is_draining
+
+    async def store_and_forget() -> None:
+        await recorder.store_ended_response()
+        if server.resumable_calls is not None:
+            await server.resumable_calls.forget_call(recorder.owner, resolved.id, with_key=False)
+
+    async def finish_response() -> None:
+        try:
+            if answer.can_restart and server.persistence is not None:
+                server.persistence.schedule_response_restart(recorder.owner, resolved.answer_id)
+            elif not (writer.has_ended_unfinished and is_leaving()):  # else the next process goes on with it
+                await retry_until_written(f"the end of {resolved.answer_id} waits", store_and_forget, is_leaving)
+        finally:
+            lease.release_lease()
+
+    can_restart = server.resumable_calls is not None
+    answer = RunningAnswer(writer, close, [] if resolved.stream else None, can_restart=can_restart)
+    events = stream_events(running.generation, writer, runtime, do_nothing)
+    server.background.start_answer((recorder.owner, resolved.answer_id), answer, events, finish_response)
+    if resolved.stream and not durable.is_restart:
+        return EventStream(
+            answer.follow_events(-1),
+            ignore_disconnect,
+            resolved.response_headers,
+            runtime.config,
+            ping=writer.ping_event,
+        )
+    return Response(queued, 200, resolved.response_headers, "application/json")
+
+
+def ignore_disconnect() -> None:
+    """A follower that leaves ends nothing."""

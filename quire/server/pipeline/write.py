@@ -1,0 +1,206 @@
+"""Last station: the answer's bytes, streamed or whole."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import nullcontext
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.durability.durable_request import DurableRequest
+from quire.server.generation.choice_state import ChoiceDelta
+from quire.server.generation.generation import Generation
+from quire.server.generation.output_parts import CollectedChoice, collect_choices
+from quire.server.generation.response_writers.answer_writer import AnswerWriter
+from quire.server.generation.running_generation import RunningGeneration
+from quire.server.generation.vector_generation import VectorGeneration, VectorRequest
+from quire.server.runtime.model_runtime import ModelRuntime, get_runtime
+from quire.server.sse import CLIENT_CLOSED_REQUEST, EventStream, closing_on_disconnect
+from quire.server.write_batching import TRANSPORT_SCOPE_KEY, BatchingTransport
+
+EndCallback = Callable[[], Awaitable[None]]
+WEIGHTS_VERSION_HEADER = "X-Weights-Version"
+"""The header of an answer that names the weights: those of its last token, of a stream those that it began with."""
+MAX_INLINE_NUMBERS = 2**14
+"""JSON of that many numbers takes a few milliseconds; a thread writes it for more."""
+
+
+async def do_nothing() -> None:
+    pass
+
+
+async def write_answer(
+    request: Request,
+    running: RunningGeneration[Generation],
+    writer: AnswerWriter,
+    durable: DurableRequest,
+    on_written: EndCallback = do_nothing,
+    *,
+    reader_grace: float = 0.0,
+) -> Response:
+    """The response. `on_written` is awaited when the writer has written a whole answer, before the answer's last part
+    is sent. `reader_grace`: seconds for which a stream goes on without its reader. Raises EngineError if the engine
+    failed an answer that is not streamed."""
+    if running.generation.request.stream:
+        return _write_stream(request, running, writer, durable, on_written, reader_grace)
+    return await _write_whole(request, running, writer, durable, on_written)
+
+
+async def write_vectors(
+    request: Request, running: RunningGeneration[VectorGeneration], resolved: VectorRequest
+) -> Response:
+    """Raises EngineError, Timeout and QueueTimeout."""
+    generation = running.generation
+    async with closing_on_disconnect(request.receive, running.close):
+        vectors = await generation.collect_vectors()
+    if vectors is None:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    version = generation.weights_version
+    if sum(map(len, vectors)) > MAX_INLINE_NUMBERS:
+        pacer = get_runtime(request).loop_work_pacer
+        body = await pacer.run_in_thread(resolved.write_body, resolved, version, vectors)
+    else:
+        body = resolved.write_body(resolved, version, vectors)
+    return Response(body, 200, {**resolved.response_headers, WEIGHTS_VERSION_HEADER: version}, "application/json")
+
+
+async def _write_whole(
+    request: Request,
+    running: RunningGeneration[Generation],
+    writer: AnswerWriter,
+    durable: DurableRequest,
+    on_written: EndCallback,
+) -> Response:
+    runtime, generation = get_runtime(request), running.generation
+    resolved = generation.request
+    with runtime.logprob_budget.track_call() as count_logprobs:
+        async with closing_on_disconnect(request.receive, running.close):
+            choices = await _collect_choices(generation, durable, count_logprobs)
+        if not generation.is_complete:
+            error = durable.take_over_error()
+            if error is not None and not await request.is_disconnected():
+                raise error
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        best = generation.select_best(choices)
+        writer.weights_version = generation.weights_version
+        if resolved.authorized_caller.include_receipt:
+            writer.receipt = await runtime.receipt_writer.encode_answer_receipt(resolved, generation)
+        if resolved.logprobs or resolved.prompt_logprobs is not None:
+            body = await runtime.loop_work_pacer.run_in_thread(writer.response_body, best, generation.usage)
+        else:
+            body = writer.response_body(best, generation.usage)
+    await on_written()
+    headers = {**resolved.response_headers, WEIGHTS_VERSION_HEADER: writer.weights_version}
+    return Response(body, 200, headers, "application/json")
+
+
+async def _collect_choices(
+    generation: Generation, durable: DurableRequest, count_logprobs: Callable[[Sequence[ChoiceDelta]], None]
+) -> list[CollectedChoice]:
+    try:
+        return await collect_choices(generation.deltas(), count_logprobs)
+    except Exception:
+        await durable.forget_failed_answer(generation.request)
+        raise
+
+
+def _write_stream(
+    request: Request,
+    running: RunningGeneration[Generation],
+    writer: AnswerWriter,
+    durable: DurableRequest,
+    on_written: EndCallback,
+    reader_grace: float,
+) -> Response:
+    runtime, generation = get_runtime(request), running.generation
+    resolved = generation.request
+    headers = {
+        **resolved.response_headers,
+        WEIGHTS_VERSION_HEADER: generation.weights_version,
+        **durable.stream_headers(resolved),
+    }
+    writer = durable.number_events(writer, generation)
+    transport: BatchingTransport | None = request.scope.get(TRANSPORT_SCOPE_KEY)
+    close = running.close
+    if reader_grace:
+        transport = None
+        events = stream_events(generation, writer, runtime, on_written)
+        events, close = durable.keep_streaming_without_reader(writer, running, events, reader_grace)
+    else:
+        events = stream_events(generation, writer, runtime, on_written, transport)
+    return EventStream(
+        events,
+        close,
+        headers,
+        runtime.config,
+        content_type=writer.MEDIA_TYPE,
+        ping=writer.ping_event,
+        encode_error=writer.error_event,
+        transport=transport,
+    )
+
+
+async def stream_events(
+    generation: Generation,
+    writer: AnswerWriter,
+    runtime: ModelRuntime,
+    on_written: EndCallback,
+    transport: BatchingTransport | None = None,
+) -> AsyncGenerator[bytes]:
+    """The events of a stream, one chunk for each step. If `transport` is given, steps that arrive while the stream
+    waits are written to it directly, except the first and the last."""
+    resolved = generation.request
+    if resolved.continuous_usage:
+        writer.set_usage(generation.usage)
+    opening, is_first = writer.first_events(), True
+    keeps_logprobs = resolved.logprobs and writer.keeps_logprobs_until_end
+    with runtime.logprob_budget.track_call() if keeps_logprobs else nullcontext(_count_nothing) as count_logprobs:
+        async for step in generation.deltas():
+            count_logprobs(step)
+            writer.weights_version = generation.weights_version
+            if resolved.continuous_usage:
+                writer.set_usage(generation.usage)
+            if resolved.echo and resolved.logprobs:  # all of the prompt's may come in one step
+                yield opening + await runtime.loop_work_pacer.run_in_thread(writer.step_events, step)
+            elif events := opening + writer.step_events(step):  # else the reader of a stream that goes on has seen them
+                yield events
+                if is_first and transport is not None and not keeps_logprobs:
+                    generation.attach_sink(TransportSink(generation, writer, transport))
+                is_first = False
+            opening = b""
+        if generation.is_complete:
+            writer.weights_version = generation.weights_version
+            if resolved.authorized_caller.include_receipt:
+                writer.receipt = await runtime.receipt_writer.encode_answer_receipt(resolved, generation)
+            last = writer.last_events(generation.usage)
+            await on_written()
+            if last:
+                yield last
+
+
+def _count_nothing(step: Sequence[ChoiceDelta]) -> None:
+    pass
+
+
+class TransportSink:
+    """Writes steps directly to a transport, as chunks of a body that has begun. It is kept small, because the memory
+    that it touches costs more for each token than what it does."""
+
+    __slots__ = ("_generation", "_includes_usage", "_transport", "_writer")
+
+    def __init__(self, generation: Generation, writer: AnswerWriter, transport: BatchingTransport) -> None:
+        self._generation = generation
+        self._writer = writer
+        self._transport = transport
+        self._includes_usage = generation.request.continuous_usage
+
+    def can_take_step(self) -> bool:
+        return self._transport.writable
+
+    def take_step(self, step: list[ChoiceDelta]) -> None:
+        writer, generation = self._writer, self._generation
+        writer.weights_version = generation.weights_version
+        if self._includes_usage:
+            writer.set_usage(generation.usage)
+        self._transport.write_chunk(writer.step_events(step))

@@ -1,0 +1,106 @@
+"""From the sampling fields of a body to the engine's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.types import SamplingParams
+from quire.engine.text.bad_words import bad_words_ids, check_allowed_tokens_remain
+from quire.server.config import ServerConfig
+from quire.server.protocol.request_bodies import GenerationBody
+from quire.server.resolve.checks import check_no_surrogates, check_token_ids
+from quire.server.served_model import ServedModel
+
+CLIPPED_HEADER = "X-Max-Tokens-Clipped"
+"""The header with the tokens that an answer may have, if the request asked for more than the context holds."""
+
+
+def resolve_sampling_params(
+    body: GenerationBody,
+    model: ServedModel,
+    config: ServerConfig,
+    *,
+    max_tokens: int | None,
+    max_tokens_name: str = "max_tokens",
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
+    """The body's values, by default those of the model's generation_config.json.
+
+    Raises InvalidRequest naming the parameter.
+    """
+    model.check_task("generate")
+    defaults = model.default_sampling
+    if max_tokens == -1:
+        max_tokens = None
+    if (most := model.max_output_tokens) is not None:
+        max_tokens = most if max_tokens is None else min(max_tokens, most)
+    for name, ids in (
+        ("logit_bias", body.logit_bias),
+        ("stop_token_ids", body.stop_token_ids),
+        ("allowed_token_ids", body.allowed_token_ids),
+        ("logprob_token_ids", body.logprob_token_ids),
+    ):
+        check_token_ids(ids or (), model.vocab_size, name)
+    if body.logprob_token_ids and logprobs is None:
+        raise InvalidRequest("logprob_token_ids needs logprobs", param="logprob_token_ids")
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    _check_no_surrogates_in(
+        stop=stop, cache_salt=[body.cache_salt], session_id=[body.session_id], bad_words=body.bad_words
+    )
+    params = SamplingParams(
+        n=body.n,
+        temperature=_first_given(body.temperature, defaults["temperature"]),
+        top_p=_first_given(body.top_p, defaults["top_p"]),
+        top_k=int(_first_given(body.top_k, defaults["top_k"])),
+        min_p=_first_given(body.min_p, defaults["min_p"]),
+        repetition_penalty=_first_given(body.repetition_penalty, defaults["repetition_penalty"]),
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=body.logit_bias or None,
+        allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
+        bad_words_ids=bad_words_ids(body.bad_words, model.tokenizer),
+        max_tokens=_limit_max_tokens(max_tokens, max_tokens_name, model.context_length, clip=config.clip_max_tokens),
+        min_tokens=body.min_tokens,
+        stop=stop,
+        stop_token_ids=tuple(body.stop_token_ids),
+        ignore_eos=body.ignore_eos,
+        seed=body.seed,
+        logprobs=logprobs,
+        logprob_token_ids=tuple(body.logprob_token_ids) or None,
+        prompt_logprobs=prompt_logprobs,
+        skip_special_tokens=body.skip_special_tokens,
+        include_stop_str_in_output=body.include_stop_str_in_output,
+    )
+    check_allowed_tokens_remain(params, model.tokenizer.eos_token_ids)
+    return params
+
+
+def _limit_max_tokens(max_tokens: int | None, name: str, context: int, *, clip: bool) -> int | None:
+    """Most tokens of an answer; None: as many as the context holds. Raises InvalidRequest for more, unless they are
+    clipped."""
+    if max_tokens is None:
+        return None
+    if max_tokens > context and not clip:
+        raise InvalidRequest(
+            f"{name} is too large: {max_tokens}. This model's context is {context} tokens, prompt and answer together",
+            param=name,
+        )
+    return min(max_tokens, context)
+
+
+def clipped_header(max_tokens: int | None, model: ServedModel) -> dict[str, str]:
+    """The header of an answer that has less room than its request gave it."""
+    most = model.context_length
+    return {CLIPPED_HEADER: str(most)} if max_tokens is not None and max_tokens > most else {}
+
+
+def _check_no_surrogates_in(**texts: Sequence[str]) -> None:
+    for name, several in texts.items():
+        for text in several:
+            check_no_surrogates(text, name)
+
+
+def _first_given(*values: float | None) -> float:
+    return next(value for value in values if value is not None)
