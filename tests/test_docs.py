@@ -43,21 +43,6 @@ def test_files_that_comments_name_are_there() -> None:
     assert missing == []
 
 
-def test_functions_on_the_way_are_there() -> None:
-    """A trace wrote docs/way.md; `python -m tests.way` does it again."""
-    rows = re.findall(
-        r"^\| \w+ \| `([\w/.]+)` \| (.*) \|$", (ROOT / "docs" / "way.md").read_text(encoding="utf-8"), re.M
-    )
-    assert len(rows) > 100
-    gone = {
-        f"{path}: {name}"
-        for path, names in rows
-        for name in re.findall(r"`([\w.]+)`", names)
-        if f"def {name.rpartition('.')[2]}(" not in (ROOT / path).read_text(encoding="utf-8")
-    }
-    assert gone == set(), "`python -m tests.way` traces the way afresh"
-
-
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 600
 

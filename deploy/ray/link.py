@@ -13,7 +13,7 @@ from quire.engine.common.errors import ConfigError, Overloaded
 from quire.engine.link.answering import Answering
 from quire.engine.link.hub_messages import HUB
 from quire.engine.link.tasks import Tasks
-from quire.server.persistence import STATUS_TOPIC
+from quire.server.durability.persistence import STATUS_TOPIC
 
 log = logging.getLogger("quire.server")
 Call = Callable[..., Awaitable[Any]]

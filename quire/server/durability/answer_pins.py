@@ -19,7 +19,7 @@ class ResumedCall:
 
     call: JournaledCall
     seen_events: Sequence[int]
-    """Events that its reader has; see response_writers/event_ids.py."""
+    """Events that its reader has; see event_ids.py."""
     attempt: int
     """The number of this attempt, which no other has; 0 for a background response, whose answer is stored instead."""
 

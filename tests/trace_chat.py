@@ -1,5 +1,5 @@
 """The way of one chat through the code, traced: which functions of Quire run for it, in the order of their first calls,
-in the server's process and in the engine's. `python -m tests.way` writes docs/way.md.
+in the server's process and in the engine's. `python -m tests.trace_chat` prints them.
 
 Functions that also run while nobody asks anything (heartbeats, watchdogs) are left out; so are those of the start.
 """
@@ -10,9 +10,9 @@ import ast
 import re
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import httpx
@@ -20,7 +20,6 @@ import httpx
 from tests.e2e.server import Server
 from tests.tree import ROOT
 
-WAY = ROOT / "docs" / "way.md"
 _ROOMS = ("quire/server", "quire/engine", "quire/kernels")
 _IDLE_SECONDS = 3.0
 _TRACER = """
@@ -142,14 +141,35 @@ def _lines(path: str, firsts: set[int]) -> set[int]:
 
 
 def page(calls: list[Call]) -> str:
-    """docs/way.md."""
-    named = [call for call in calls if re.fullmatch(r"[\w.]+", _short(call.name))]
-    paths, lines = len({call.path for call in named}), lines_of(named)
+    """A line for each stay in a file: the process, the file, and the functions that run there."""
     rows = []
-    for (process, path), group in groupby(named, key=lambda call: (call.process, call.path)):
+    for (process, path), group in groupby(named(calls), key=lambda call: (call.process, call.path)):
         names = dict.fromkeys(_short(call.name) for call in group)
-        rows.append(f"| {process} | `{path}` | {', '.join(f'`{name}`' for name in names)} |")
-    return _HEAD.format(paths=paths, functions=len(named), lines=round(lines, -2)) + "\n".join(rows) + "\n"
+        rows.append(f"{process} {path}: {', '.join(names)}")
+    return "\n".join(rows)
+
+
+def named(calls: Iterable[Call]) -> list[Call]:
+    """Without lambdas and comprehensions."""
+    return [call for call in calls if re.fullmatch(r"[\w.]+", _short(call.name))]
+
+
+def summary(calls: Sequence[Call]) -> str:
+    """The server's part, the engine's, and both: how many functions, files, changes of room, lines."""
+    parts = {process: [call for call in named(calls) if call.process == process] for process in ("server", "engine")}
+    rows = []
+    for name, part in {**parts, "both": named(calls)}.items():
+        paths, changes = {call.path for call in part}, sum(room_changes(part, process) for process in parts)
+        rows.append(
+            f"{name}: {len(part)} functions, {len(paths)} files, {changes} changes of room, {lines_of(part)} lines"
+        )
+    return "\n".join(rows)
+
+
+def room_changes(calls: Iterable[Call], process: str) -> int:
+    """How often the first calls of functions leave one folder for another, within one process."""
+    rooms = [call.path.rpartition("/")[0] for call in calls if call.process == process]
+    return sum(before != after for before, after in pairwise(rooms))
 
 
 def _short(name: str) -> str:
@@ -157,25 +177,10 @@ def _short(name: str) -> str:
     return name.rpartition("<locals>.")[2]
 
 
-_HEAD = """# One chat's way through the code
-
-What runs for one streamed chat with default settings on a CPU, in the order of the first calls: {functions} functions
-of {paths} files, some {lines:,} lines with their docstrings. `python -m tests.way` traced it, and writes this page;
-[DEVELOPERS.md](../DEVELOPERS.md#a-way-through-the-code) says what each part is for. What also runs while nobody asks is
-left out, and so is what ran once, at the start or with the first request: loading, and the recording of the layers'
-calls, which one call of `quire/kernels/cpu/decoder/recorded.cpp` repeats in each step.
-
-The server's process and the engine's run at the same time, so their rows alternate.
-
-| process | file | functions |
-|---|---|---|
-"""
-
-
 def main() -> None:
     calls = traced()
-    WAY.write_text(page(calls))
-    print(f"{len(calls)} functions in {len({call.path for call in calls})} files, {lines_of(calls)} lines: {WAY}")
+    print(page(calls))
+    print(summary(calls))
 
 
 if __name__ == "__main__":
