@@ -25,7 +25,8 @@ from quire.engine.architecture.decoder import DecoderSpec
 from quire.engine.architecture.mlp import MLPSpec
 from quire.engine.architecture.norm import NormSpec
 from quire.engine.common.config import EngineConfig
-from quire.engine.common.types import EngineCoreRequest, SamplingParams
+from quire.engine.common.request_params import SamplingParams
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.step_runner import StepRunner
 from quire.engine.engine_core import EngineCore
 from quire.engine.layers.schemes import UnquantizedScheme

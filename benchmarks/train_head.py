@@ -24,7 +24,8 @@ from transformers import AutoModel, AutoModelForCausalLM
 from benchmarks.common.options import options
 from benchmarks.common.training import Descent
 from quire.engine.common.config import DEMO_MODEL, EngineConfig
-from quire.engine.common.types import EngineCoreRequest, SamplingParams
+from quire.engine.common.request_params import SamplingParams
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.engine_core import EngineCore
 from quire.engine.text.tokenizer import Tokenizer
 from tests.engine.harness import run

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from quire.engine.common.types import Grammar, PoolingParams, ThinkingBudget
+    from quire.engine.common.request_params import Grammar, PoolingParams, ThinkingBudget
     from quire.engine.lora.local_adapters import LoRARequest
     from quire.engine.offline.async_llm import AsyncLLM
     from quire.engine.offline.llm import LLM
@@ -63,7 +63,7 @@ _MODULES = {
     ),
     "quire.engine.offline.scoring": ("Forward", "score"),
     "quire.engine.text.grammar_compiler": ("choice_grammar", "json_grammar"),
-    "quire.engine.common.types": ("Grammar", "PoolingParams", "ThinkingBudget"),
+    "quire.engine.common.request_params": ("Grammar", "PoolingParams", "ThinkingBudget"),
     "quire.server.cli.engine_args": ("EngineArgs",),
 }
 

@@ -1,5 +1,5 @@
 """vLLM's module of this name."""
 
-from quire.engine.common.types import PoolingParams
+from quire.engine.common.request_params import PoolingParams
 
 __all__ = ["PoolingParams"]

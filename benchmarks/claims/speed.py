@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from benchmarks.claims.run import Row, engine, lengths
 from benchmarks.common.engines import Answered, answer, at_once, random_prompt, request
 from quire.engine.common.config import DEMO_MODEL, SpeculativeConfig
-from quire.engine.common.types import EngineCoreRequest, Grammar
+from quire.engine.common.request_params import Grammar
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.engine_core import EngineCore
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.cli.bench.latency_stats import percentile

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.common.config import EngineConfig
-from quire.engine.common.types import EngineCoreRequest, SamplingParams
+from quire.engine.common.request_params import SamplingParams
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.engine_core import EngineCore
 
 SMOL_135M: dict[str, Any] = {

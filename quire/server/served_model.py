@@ -15,7 +15,8 @@ from quire.engine.checkpoint.pooling import PoolingConfig
 from quire.engine.common import clock
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import InvalidRequest, ModelNotFound
-from quire.engine.common.types import NO_IMAGES_REASON, EngineInfo, Task
+from quire.engine.common.request_params import MODEL_DEFAULT_FIELDS, Task
+from quire.engine.common.types import NO_IMAGES_REASON, EngineInfo
 from quire.engine.images.multimodal_prompt import MultimodalPromptBuilder
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.grammar_compiler import GrammarCompiler, make_grammar_vocabulary
@@ -28,13 +29,7 @@ TASK_OUTPUTS: dict[Task, str] = {"generate": "text", "embed": "embeddings", "cla
 """What each task makes, for messages."""
 
 
-NEUTRAL_SAMPLING: Mapping[str, float] = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-}
+NEUTRAL_SAMPLING: Mapping[str, float] = {each.name: each.default for each in MODEL_DEFAULT_FIELDS}
 """What a request samples with where neither it nor the model's generation_config.json says."""
 _MAX_LISTED_NAMES, _MAX_COMPARED_NAMES = 20, 200
 """Names that an error lists, and that it compares with the one asked for."""

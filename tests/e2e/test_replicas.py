@@ -18,7 +18,8 @@ from quire import LLM
 from quire import SamplingParams as LLMParams
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import InvalidRequest
-from quire.engine.common.types import EngineCoreRequest, SamplingParams
+from quire.engine.common.request_params import SamplingParams
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.link.client import EngineClient
 from quire.engine.link.weights import Weights
 from quire.engine.offline.in_process import InProcessLink

@@ -7,8 +7,9 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 
+from quire.engine.common.request_params import PoolingParams
 from quire.engine.common.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
-from quire.engine.common.types import PoolingParams, TokenLogprob
+from quire.engine.common.types import TokenLogprob
 from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
 from quire.engine.core.request import Request
 

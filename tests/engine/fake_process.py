@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import EngineError, RequestQuarantined
-from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, EngineInfo, SamplingParams
+from quire.engine.common.request_params import SamplingParams
+from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, EngineInfo
 from quire.engine.core.stats import EngineStats
 from quire.engine.link.client import EngineClient
 from quire.engine.link.engine_messages import (

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quire.engine.common.types import EngineCoreRequest, SamplingParams, TokenLogprob
+from quire.engine.common.request_params import SamplingParams
+from quire.engine.common.types import EngineCoreRequest, TokenLogprob
 from quire.engine.engine_core import EngineCore
 
 

@@ -8,7 +8,8 @@ import torch
 
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError
-from quire.engine.common.types import EngineCoreRequest, PoolingParams, ThinkingBudget
+from quire.engine.common.request_params import PoolingParams, ThinkingBudget
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.engine_core import EngineCore
 from quire.kernels.backend_selection import select_backend
 from tests.engine.harness import request, run

@@ -10,8 +10,9 @@ import pytest
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError
 from quire.engine.common.executor import PendingOutput
+from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.scheduler_output import SchedulerOutput
-from quire.engine.common.types import EngineCoreRequest, SamplingParams
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.engine_core import EngineCore
 from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.ranks.single_process import SingleProcess

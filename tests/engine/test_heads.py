@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM
 from benchmarks.train_head import story_requests, train_head
 from quire.engine.common.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
 from quire.engine.common.errors import ConfigError
+from quire.engine.common.request_params import PoolingParams, SamplingParams
 from quire.engine.common.scheduler_output import HeadDraftRequest
-from quire.engine.common.types import EngineCoreRequest, PoolingParams, SamplingParams
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
 from quire.engine.engine_builder.drafter_builder import make_model_or_head_drafter
 from quire.engine.engine_core import EngineCore

@@ -6,7 +6,8 @@ from typing import cast
 
 import zmq
 
-from quire.engine.common.types import EngineCoreRequest, SamplingParams
+from quire.engine.common.request_params import SamplingParams
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.stats import EngineStats, EngineView
 from quire.engine.engine_core import EngineCore
 from quire.engine.engine_core_process import _handle_messages_and_get_change

@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from quire.engine.common.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
-from quire.engine.common.types import EngineCoreRequest, Grammar, SamplingParams, ThinkingBudget
+from quire.engine.common.request_params import Grammar, SamplingParams, ThinkingBudget
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.drafter import Drafter, NullDrafter
 from quire.engine.engine_core import EngineCore
 from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter, StepCosts

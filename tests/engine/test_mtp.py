@@ -19,7 +19,8 @@ from benchmarks.train_head import story_requests, train_head
 from quire.engine.checkpoint.kv_cache_plan import GIB
 from quire.engine.common.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
 from quire.engine.common.errors import ConfigError
-from quire.engine.common.types import EngineCoreRequest, SamplingParams
+from quire.engine.common.request_params import SamplingParams
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.drafter import Drafter
 from quire.engine.engine_core import EngineCore
 from quire.engine.tiers.tiered_offloader import TieredKVOffloader

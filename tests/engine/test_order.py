@@ -10,7 +10,8 @@ import pytest
 
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError
-from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, SamplingParams
+from quire.engine.common.request_params import SamplingParams
+from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.engine_core import EngineCore
 from tests.tiny_models import save_tiny_model

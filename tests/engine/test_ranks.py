@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.common.config import DEMO_MODEL, EngineConfig
 from quire.engine.common.errors import ConfigError
-from quire.engine.common.types import EngineCoreRequest, PoolingParams
+from quire.engine.common.request_params import PoolingParams
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.layers.shard import ModelShard
 from quire.engine.lora.adapter_store import AdapterStore

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from quire import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.request_params import SamplingParams as Sent
 from quire.engine.common.types import EngineCoreRequest
-from quire.engine.common.types import SamplingParams as Sent
 from quire.engine.link.client import EngineClient
 from quire.engine.link.weights import Weights
 from quire.engine.offline.in_process import InProcessLink

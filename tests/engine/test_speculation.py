@@ -10,7 +10,8 @@ import pytest
 
 from quire.engine.common.config import EngineConfig, SpeculativeConfig
 from quire.engine.common.errors import ConfigError
-from quire.engine.common.types import EngineCoreRequest, SamplingParams, ThinkingBudget
+from quire.engine.common.request_params import SamplingParams, ThinkingBudget
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.drafter import Draft, Drafter, NullDrafter, RequestsToDraft
 from quire.engine.core.request import Request
 from quire.engine.engine_builder.drafter_builder import make_configured_drafter

@@ -24,8 +24,9 @@ from torch import Tensor
 from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.common.config import DEMO_MODEL, EngineConfig
 from quire.engine.common.errors import ConfigError, EngineError
+from quire.engine.common.request_params import Grammar, PoolingParams, SamplingParams
 from quire.engine.common.scheduler_output import BlockCopy, NewRequestData, ScheduledRequest, SchedulerOutput
-from quire.engine.common.types import EngineCoreRequest, Grammar, PoolingParams, SamplingParams
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.layers.shard import ModelShard
 from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter

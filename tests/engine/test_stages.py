@@ -25,8 +25,9 @@ from quire.engine.checkpoint.layer_placement import (
 from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.common.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
 from quire.engine.common.errors import ConfigError
+from quire.engine.common.request_params import PoolingParams
 from quire.engine.common.scheduler_output import SchedulerOutput
-from quire.engine.common.types import EngineCoreRequest, PoolingParams
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.drafter import Drafter
 from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.processes.heartbeat import NullHeartbeat

@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM
 
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, InvalidRequest, ModelError, Overloaded, QuireError
-from quire.engine.common.types import EngineCoreRequest, PoolingParams, SamplingParams, TokenLogprob
+from quire.engine.common.request_params import PoolingParams, SamplingParams
+from quire.engine.common.types import EngineCoreRequest, TokenLogprob
 from quire.engine.engine_core import EngineCore
 from quire.engine.engine_core_process import _rebuild_engine_or_previous
 from quire.engine.link.client import EngineClient

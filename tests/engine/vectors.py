@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from quire.engine.common.types import EngineCoreRequest, PoolingParams
+from quire.engine.common.request_params import PoolingParams
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.engine_core import EngineCore
 
 Modules = list[tuple[str, str, dict[str, Any]]]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
-from quire.engine.common.types import SamplingParams
+from quire.engine.common.request_params import SamplingParams
 from tests.server.api import NAME
 from tests.simulation.engine import is_answer
 from tests.simulation.server import Connection, Cut

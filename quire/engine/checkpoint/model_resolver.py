@@ -35,6 +35,7 @@ from quire.engine.checkpoint.transformers_classes import (
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ModelError
 from quire.engine.common.folder_reader import convert_parsed_json
+from quire.engine.common.request_params import MODEL_DEFAULT_FIELDS
 from quire.engine.families import find_multimodal_family
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.families.base.schema.config_schema import (
@@ -272,11 +273,5 @@ def read_generation_defaults(path: Path) -> dict[str, float]:
     generation = _read_generation_fields(ModelFiles(path))
     if generation.get("do_sample") is False:
         return {}
-    sampling_params = {
-        "temperature": generation.get("temperature"),
-        "top_p": generation.get("top_p"),
-        "top_k": generation.get("top_k"),
-        "min_p": generation.get("min_p"),
-        "repetition_penalty": generation.get("repetition_penalty"),
-    }
-    return {name: value for name, value in sampling_params.items() if value is not None}
+    values: dict[str, Any] = {each.name: generation.get(each.name) for each in MODEL_DEFAULT_FIELDS}
+    return {name: value for name, value in values.items() if value is not None}

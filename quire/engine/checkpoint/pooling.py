@@ -24,7 +24,7 @@ from quire.engine.common.folder_reader import (
     read_bytes_if_present,
     read_json_if_present,
 )
-from quire.engine.common.types import PoolingType, Task
+from quire.engine.common.request_params import PoolingType, Task
 from quire.engine.families import find_encoder_family
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.families.base.schema.config_objects import ShortText, Width

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from quire.engine.common.types import ErrorCause, Image, MediaSpan, PoolingParams, SamplingParams, TokenLogprob
+from quire.engine.common.request_params import PoolingParams, SamplingParams
+from quire.engine.common.types import ErrorCause, Image, MediaSpan, TokenLogprob
 
 
 class NewRequestData(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -5,177 +5,18 @@ What it does is told in engine/core/stats.py; what a step is made of is in engin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Literal
 
 import msgspec
 
-from quire.engine.common import random_source
-from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.request_params import PoolingParams, SamplingParams, Task
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 ErrorCause = Literal["engine", "grammar", "constraints", "busy"]
 """Of an error: the engine; a grammar that cannot be followed; constraints that leave no token; too much at a time."""
 DEFAULT_KEEP_SECONDS = 600.0
 """How long pages are kept for a conversation's next turn where nothing else is said."""
-MAX_STOP_STRINGS = 64
-MAX_STOP_CHARACTERS = 4096
-"""In all stop strings together: text that is held back is compared with each."""
-_MAX_TOKENS = 2**31 - 1
-
-
-class Grammar(msgspec.Struct, frozen=True):
-    """What the whole text of an answer must match; engine/text/grammar_compiler.py makes them."""
-
-    kind: Literal["json", "regex", "lark"]
-    text: str
-    """A JSON schema, a regular expression of Rust's kind, or llguidance's Lark, or GBNF."""
-
-
-class ThinkingBudget(msgspec.Struct, frozen=True):
-    """The most tokens that a model may think; after them the token that ends the thinking is picked."""
-
-    tokens: int
-    end_id: int
-    begin_id: int | None
-    """The token that begins the thinking, where the model decides whether it thinks. None: every answer starts inside
-    the thinking."""
-
-
-_PARAM_BOUNDS: Mapping[str, tuple[float, float]] = {
-    "n": (1, 128),
-    "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0),
-    "top_k": (-1, _MAX_TOKENS),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (1e-6, 1e6),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "max_tokens": (1, _MAX_TOKENS),
-    "min_tokens": (0, _MAX_TOKENS),
-    "seed": (-(2**63), 2**63 - 1),
-    "logprobs": (0, _MAX_TOKENS),
-    "prompt_logprobs": (0, _MAX_TOKENS),
-}
-"""What fields of SamplingParams must be, at least and at most. Logits that are divided or multiplied stay finite;"""
-_EXCLUSIVE_BOUNDS = ("top_p",)
-"""what must be above that;"""
-_MIN_TEMPERATURE = 1e-5
-"""and below what temperature, as in vLLM, nothing is drawn: divided by less, logits may be infinite."""
-
-
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="sampling"):
-    """How to pick tokens and when to end. Raises InvalidRequest, naming the field, for a value out of range."""
-
-    n: int = 1
-    temperature: float = 1.0
-    """0, and what is below 1e-5, is greedy."""
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 and -1 keep the whole vocabulary."""
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    """Keskar et al., 2019: divides positive and multiplies negative logits of every token seen, prompt included."""
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: tuple[int, ...] | None = None
-    """Only these are ever picked."""
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that the output must not contain."""
-    max_tokens: int | None = 16
-    """None: up to the context length."""
-    min_tokens: int = 0
-    grammar: Grammar | None = None
-    """The answer ends when it is complete, whatever min_tokens and ignore_eos say."""
-    thinking: ThinkingBudget | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    seed: int | None = None
-    logprobs: int | None = None
-    """Number of most likely tokens to report beside each picked one; 0 reports the picked one alone."""
-    logprob_token_ids: tuple[int, ...] | None = None
-    """Report these tokens beside each picked one, and no others, whatever `logprobs` says. Empty is as None."""
-    prompt_logprobs: int | None = None
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.stop, tuple):  # one string, or a list
-            stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-            msgspec.structs.force_setattr(self, "stop", stop)
-        if self.seed == -1:  # as vLLM and Ollama write "none"
-            msgspec.structs.force_setattr(self, "seed", None)
-        for name, (low, high) in _PARAM_BOUNDS.items():
-            _check_bounds(name, getattr(self, name), low, high, is_exclusive=name in _EXCLUSIVE_BOUNDS)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequest(
-                f"min_tokens must not exceed max_tokens ({self.max_tokens}), got {self.min_tokens}", param="min_tokens"
-            )
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise InvalidRequest(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}", param="stop")
-        if any(not text for text in self.stop):
-            raise InvalidRequest("stop must not contain an empty string", param="stop")
-        if sum(map(len, self.stop)) > MAX_STOP_CHARACTERS:
-            message = f"stop must not contain more than {MAX_STOP_CHARACTERS} characters in all"
-            raise InvalidRequest(message, param="stop")
-        for bias in (self.logit_bias or {}).values():
-            _check_bounds("logit_bias", bias, -100.0, 100.0)
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise InvalidRequest("allowed_token_ids must not be empty", param="allowed_token_ids")
-        if not all(self.bad_words_ids):
-            raise InvalidRequest("bad_words must not contain an empty word", param="bad_words")
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature < _MIN_TEMPERATURE
-
-    def choice_seed(self, choice: int) -> int:
-        """The seed of one of n choices, 63 bits; random if the request has none. The first choice takes the request's
-        own seed, so it does not depend on n."""
-        if self.seed is None:
-            return random_source.randbits(63)
-        if choice == 0:
-            return self.seed & (2**63 - 1)
-        return int.from_bytes(blake2b(f"{self.seed}:{choice}".encode(), digest_size=8).digest(), "big") >> 1
-
-
-PoolingTask = Literal["embed", "classify"]
-Task = Literal["generate", "embed", "classify"]
-PoolingType = Literal["last", "mean", "cls", "none"]
-"""Which of a prompt's hidden states make its vector: the last token's, the mean of all, or the first token's; none:
-each token has a vector of its own."""
-
-
-class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="pooling"):
-    """Asks for one vector of the prompt instead of tokens; the model says how it makes the vector."""
-
-    task: PoolingTask = "embed"
-    """An embedding, or the scores of the model's labels."""
-    dimensions: int | None = None
-    """Keep only so many of an embedding's first numbers (Kusupati et al., 2022, "Matryoshka Representation Learning").
-    None: all."""
-    activation: bool | None = None
-    """Whether an embedding is scaled to length 1, or scores become probabilities. None: as the model is meant."""
-    second_segment: int | None = None
-    """Where the second of two texts begins in the prompt, for encoders that tell them apart."""
-
-    def __post_init__(self) -> None:
-        _check_bounds("dimensions", self.dimensions, 1, _MAX_TOKENS)
-
-
-def _check_bounds(name: str, value: float | None, low: float, high: float, *, is_exclusive: bool = False) -> None:
-    """Raise InvalidRequest unless low <= value <= high; above=True leaves `low` itself out. NaN fails every bound."""
-    if value is None:
-        return
-    if not ((value > low if is_exclusive else value >= low) and value <= high):
-        if isinstance(low, int):
-            bounds = f"at least {low} and at most {high}"
-        else:
-            bounds = f"in {'(' if is_exclusive else '['}{low:g}, {high:g}]"  # vLLM's words, which programs look for
-        raise InvalidRequest(f"{name} must be {bounds}, got {value}", param=name)
 
 
 class Adapter(msgspec.Struct, frozen=True, array_like=True, weakref=True):

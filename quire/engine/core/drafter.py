@@ -7,7 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from quire.engine.common.types import EngineCoreRequest, Grammar
+from quire.engine.common.request_params import Grammar
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.request import Request
 
 RequestsToDraft = Sequence[tuple[Request, int]]

@@ -6,8 +6,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.scheduler_output import EncoderChunk
-from quire.engine.common.types import EngineCoreRequest, FinishReason, MediaSpan, SamplingParams, TokenLogprob
+from quire.engine.common.types import EngineCoreRequest, FinishReason, MediaSpan, TokenLogprob
 from quire.engine.core.block_pool import block_hash, media_extra_keys, root_hash
 
 

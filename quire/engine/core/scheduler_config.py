@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from quire.engine.common.types import Task
+from quire.engine.common.request_params import Task
 from quire.engine.core.state_snapshots import SnapshotConfig
 
 

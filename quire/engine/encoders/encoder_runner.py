@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.engine.common.request_params import PoolingParams
 from quire.engine.common.scheduler_output import ModelRunnerOutput, NewRequestData, ScheduledRequest, SchedulerOutput
-from quire.engine.common.types import PoolingParams
 from quire.engine.encoders.encoder import Encoder
 from quire.engine.layers.pooling import Pooler, PoolingChunk, postprocess_vectors_by_request_id
 

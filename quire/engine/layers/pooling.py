@@ -12,8 +12,8 @@ from torch import Tensor
 
 from quire.engine.architecture.pooler_head import HeadLayerSpec
 from quire.engine.checkpoint.pooling import PoolingConfig
+from quire.engine.common.request_params import PoolingParams
 from quire.engine.common.scheduler_output import ScheduledRequest
-from quire.engine.common.types import PoolingParams
 from quire.engine.layers.pooler_head import PoolerHead
 from quire.kernels.backend import Backend
 from quire.kernels.gpu.other_devices import accumulation_dtype

@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import Any, Unpack
 
 from quire.engine.common.errors import EngineError, InvalidRequest
-from quire.engine.common.types import EngineInfo, PoolingParams
+from quire.engine.common.request_params import PoolingParams
+from quire.engine.common.types import EngineInfo
 from quire.engine.link.weights import Mode
 from quire.engine.lora.local_adapters import LoRARequest, resolve_lora_requests
 from quire.engine.offline.offline_model import (

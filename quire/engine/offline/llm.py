@@ -13,7 +13,8 @@ import msgspec
 
 from quire.engine.common.errors import EngineError, InvalidRequest, check_task
 from quire.engine.common.executor import decode_results, encode_call
-from quire.engine.common.types import Adapter, PoolingParams, PoolingTask
+from quire.engine.common.request_params import PoolingParams, PoolingTask
+from quire.engine.common.types import Adapter
 from quire.engine.lora.local_adapters import LoRARequest, LoRARequests, resolve_lora_requests
 from quire.engine.offline.beam_search import beam_search_prompt
 from quire.engine.offline.in_process import InProcessLink

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from quire.engine.checkpoint.kv_cache_plan import GIB
 from quire.engine.common.errors import InvalidRequest
-from quire.engine.common.types import Adapter, PoolingParams
+from quire.engine.common.request_params import PoolingParams
+from quire.engine.common.types import Adapter
 from quire.engine.lora.local_adapters import LoRARequest, resolve_lora_requests
 from quire.engine.offline.offline_model import EncodedPrompt, Prompt, check_request_id_unused
 from quire.engine.offline.options import EngineArgsLike, make_engine_config

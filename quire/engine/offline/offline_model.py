@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypedDict
 from quire.engine.checkpoint.model_resolver import resolve_model
 from quire.engine.checkpoint.overrides import load_model_config, read_sampling_defaults, resolve_model_with_overrides
 from quire.engine.checkpoint.pooling import read_pooling_and_tasks
-from quire.engine.common import types
+from quire.engine.common import request_params, types
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import EngineError, InvalidRequest, check_task
 from quire.engine.common.types import EngineInfo
@@ -64,7 +64,7 @@ class GenerationTask:
 
     id: str
     prompt: EncodedPrompt
-    params: types.SamplingParams
+    params: request_params.SamplingParams
     output_kind: RequestOutputKind
     detokenize: bool
     adapter: types.Adapter | None = None

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quire.engine.common import clock, types
+from quire.engine.common import clock, request_params, types
 from quire.engine.common.types import FinishReason, TokenLogprob
 from quire.engine.core.request_history import Timeline
 from quire.engine.link.output_stream import Versions
@@ -125,7 +125,7 @@ class CompletionBuilder:
         self,
         tokenizer: Tokenizer,
         prompt_ids: Sequence[int],
-        params: types.SamplingParams,
+        params: request_params.SamplingParams,
         index: int,
         *,
         detokenize: bool,

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from quire.engine.common import types
+from quire.engine.common import request_params
 from quire.engine.common.errors import InvalidRequest
-from quire.engine.common.types import Grammar, ThinkingBudget
+from quire.engine.common.request_params import Grammar, ThinkingBudget
 from quire.engine.text.bad_words import bad_words_ids, check_allowed_tokens_remain
 from quire.engine.text.structured_outputs import constraint_grammar, requested_constraints
 from quire.engine.text.tokenizer import Tokenizer
@@ -172,7 +172,7 @@ class SamplingParams:
     def clone(self) -> SamplingParams:
         return copy.deepcopy(self)
 
-    def as_sent(self, **resolved: Any) -> types.SamplingParams:
+    def as_sent(self, **resolved: Any) -> request_params.SamplingParams:
         """What the engine gets, without what needs a tokenizer, or with that as `resolved`. Raises InvalidRequest."""
         self._check_non_engine_fields()
         names = [each.name for each in dataclasses.fields(self) if each.name not in _NON_ENGINE_FIELDS]
@@ -182,11 +182,11 @@ class SamplingParams:
         for name in _VOCABULARY_COUNT_FIELDS:
             fields[name] = None if fields[name] == -1 else fields[name]
         try:
-            return msgspec.convert(fields | resolved, types.SamplingParams)
+            return msgspec.convert(fields | resolved, request_params.SamplingParams)
         except (msgspec.ValidationError, TypeError) as error:
             raise InvalidRequest(f"sampling_params: {error}", param="sampling_params") from None
 
-    def for_model(self, tokenizer: Tokenizer, vocab_size: int) -> types.SamplingParams:
+    def for_model(self, tokenizer: Tokenizer, vocab_size: int) -> request_params.SamplingParams:
         """What the engine gets. Raises InvalidRequest, also for ids outside the model's vocabulary, which may be larger
         than the tokenizer's: no logits could be indexed with them."""
         resolved: dict[str, Any] = {"bad_words_ids": bad_words_ids(self.bad_words or (), tokenizer)}

@@ -10,7 +10,8 @@ import numpy as np
 from quire.engine.checkpoint.pooling import PoolingConfig
 from quire.engine.common import random_source
 from quire.engine.common.errors import EngineError, InvalidRequest, check_task
-from quire.engine.common.types import Adapter, EngineCoreRequest, EngineInfo, PoolingParams
+from quire.engine.common.request_params import PoolingParams
+from quire.engine.common.types import Adapter, EngineCoreRequest, EngineInfo
 from quire.engine.link.client import EngineClient
 from quire.engine.text.pooling_inputs import encode_pairs_with_second_start, encode_reranker_prompts
 from quire.engine.text.tokenizer import Tokenizer

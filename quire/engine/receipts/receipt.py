@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from quire.engine.common.errors import InvalidRequest
-from quire.engine.common.types import Adapter, EngineCoreOutput, MediaSpan, SamplingParams, TokenLogprob
+from quire.engine.common.request_params import SamplingParams
+from quire.engine.common.types import Adapter, EngineCoreOutput, MediaSpan, TokenLogprob
 from quire.engine.link.output_stream import Versions, add_tokens
 
 

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import msgspec
 
+from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.scheduler_output import DrafterCatchUp, DraftToken, NewRequestData
-from quire.engine.common.types import SamplingParams
 from quire.engine.core.drafter import Draft, RequestsToDraft, TokenwiseDrafter
 from quire.engine.core.request import Request
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from quire.engine.common.errors import InvalidRequest
-from quire.engine.common.types import SamplingParams
+from quire.engine.common.request_params import SamplingParams
 from quire.engine.text.tokenizer import Tokenizer
 
 

@@ -19,7 +19,7 @@ from weakref import WeakSet
 import msgspec
 
 from quire.engine.common.errors import InvalidRequest, ModelError, Overloaded
-from quire.engine.common.types import Grammar
+from quire.engine.common.request_params import Grammar
 from quire.engine.malloc import heap_bytes
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from quire.engine.common.errors import InvalidRequest
-from quire.engine.common.types import Grammar
+from quire.engine.common.request_params import Grammar
 from quire.engine.schemas.enforcement import check_exact_numbers, without_unenforced_formats
 from quire.engine.schemas.object_closing import ClosedSchema, close_objects
 from quire.engine.text.grammar_compiler import MAX_GRAMMAR_BYTES, choice_grammar, json_grammar

@@ -28,8 +28,8 @@ from quire.engine.checkpoint.kv_cache_plan import (
 )
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, QuireError
+from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.scheduler_output import BlockCopy, SlotCopy
-from quire.engine.common.types import SamplingParams
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.images.vision_config import ENCODER_CACHE_BYTES
 from quire.engine.layers.sublayer import CacheTensorSpec

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.scheduler_output import DrafterCatchUp, DraftToken, NewRequestData, ScheduledRequest
-from quire.engine.common.types import SamplingParams
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker.device_memory import kv_cache_by_layer
 from quire.engine.worker.graphs.decode_graphs import DecodeGraphs, StepFunctions

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from quire.engine.common.executor import BlockMover, PendingOutput
+from quire.engine.common.request_params import PoolingParams, SamplingParams
 from quire.engine.common.scheduler_output import NewRequestData, ScheduledRequest, SchedulerOutput
-from quire.engine.common.types import PoolingParams, SamplingParams
 from quire.engine.layers.pooling import Pooler, PoolingChunk
 from quire.engine.models.decoder import Decoder, has_finite_logits
 from quire.engine.worker.block_movers import choose_block_mover

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from quire.engine.checkpoint.kv_cache_plan import KVCachePlan
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.executor import Executor
+from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.scheduler_output import NewRequestData, ScheduledRequest, SchedulerOutput
-from quire.engine.common.types import SamplingParams
 
 MEASURED_TOKEN_COUNTS = (1, 2, 4, 6, 8, 16, 32, 64)
 MEASURED_CONTEXT_TOKENS = 128

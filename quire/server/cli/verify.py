@@ -19,7 +19,8 @@ from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.checkpoint.overrides import resolve_model_with_overrides
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, EngineError
-from quire.engine.common.types import EngineCoreRequest, EngineInfo, SamplingParams
+from quire.engine.common.request_params import SamplingParams
+from quire.engine.common.types import EngineCoreRequest, EngineInfo
 from quire.engine.link.client import EngineClient
 from quire.engine.link.link import Link
 from quire.engine.link.supervisor import ProcessLink

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from quire.engine.common.types import Grammar
+from quire.engine.common.request_params import Grammar
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.formats.content_delimiters import ContentDelimiters
 from quire.server.formats.reasoning_parser import ReasoningFormat

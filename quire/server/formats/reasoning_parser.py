@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quire.engine.common.errors import InvalidRequest
-from quire.engine.common.types import ThinkingBudget
+from quire.engine.common.request_params import ThinkingBudget
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.formats.tools.call_trial import CallTrial
 from quire.server.formats.tools.text_source import ParserSteps, TextSource, find_first_literal, partial_match_length

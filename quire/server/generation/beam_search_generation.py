@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
 from quire.engine.common.errors import EngineError, Timeout
-from quire.engine.common.types import EngineCoreOutput, FinishReason, SamplingParams
+from quire.engine.common.request_params import SamplingParams
+from quire.engine.common.types import EngineCoreOutput, FinishReason
 from quire.engine.link.client import EngineClient
 from quire.engine.link.output_stream import OutputStream
 from quire.engine.text.beams import Beam, BeamSearchState

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import takewhile
 
-from quire.engine.common.types import EngineCoreOutput, SamplingParams
+from quire.engine.common.request_params import SamplingParams
+from quire.engine.common.types import EngineCoreOutput
 from quire.engine.text.detokenizer import IncrementalDetokenizer, StopStringMatcher, TextDelta
 from quire.server.formats.message_parser import AssistantMessageParser, MessageDelta
 from quire.server.formats.tools.tool_call_sink import ToolCallDelta

@@ -8,7 +8,8 @@ from typing import Literal, Self
 
 import msgspec
 
-from quire.engine.common.types import Adapter, EngineCoreRequest, Grammar, Image, MediaSpan, SamplingParams
+from quire.engine.common.request_params import Grammar, SamplingParams
+from quire.engine.common.types import Adapter, EngineCoreRequest, Image, MediaSpan
 from quire.server.formats.message_parser import RequestMessageFormat
 from quire.server.protocol.request_bodies import IGNORED_PARAMS_HEADER
 from quire.server.store.progress import CallProgress

@@ -10,7 +10,8 @@ import numpy as np
 
 from quire.engine.common import clock
 from quire.engine.common.errors import EngineError
-from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, Image, MediaSpan, PoolingParams
+from quire.engine.common.request_params import PoolingParams
+from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, Image, MediaSpan
 from quire.engine.link.client import EngineClient
 from quire.server.generation.deadlines import Deadlines
 from quire.server.generation.resolved_request import ResolvedRequest

@@ -10,15 +10,13 @@ import msgspec
 from pydantic import ValidationError
 
 from quire.engine.common.errors import ConfigError, InvalidRequest
-from quire.engine.common.types import SamplingParams
+from quire.engine.common.request_params import SETTING_FIELDS, SamplingParams
 from quire.server.access.body_reader import BodyBuffer
 from quire.server.protocol.chat import ChatRequest
 
-_SAMPLING_PARAMETERS = ("temperature", "top_p", "top_k", "min_p", "seed")
-_PENALTY_PARAMETERS = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_SAMPLING_PARAMETERS = tuple(each.name for each in SETTING_FIELDS if each.name != "max_tokens")
 PRESET_PARAMETERS = (
     *_SAMPLING_PARAMETERS,
-    *_PENALTY_PARAMETERS,
     "max_tokens",
     "stop",
     "chat_template_kwargs",
@@ -30,7 +28,7 @@ _FIELDS_BY_PATH: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "/v1/chat/completions": ("messages", {name: name for name in PRESET_PARAMETERS}),
     "/v1/completions": (
         "",
-        {name: name for name in (*_SAMPLING_PARAMETERS, *_PENALTY_PARAMETERS, "max_tokens", "stop")},
+        {name: name for name in (*_SAMPLING_PARAMETERS, "max_tokens", "stop")},
     ),
     "/v1/messages": (
         "system",
@@ -67,9 +65,7 @@ def parse_preset(where: str, system: object, parameters: object) -> ModelPreset:
         raise ConfigError(f"{where}: parameters.{unknown[0]}: there are {', '.join(PRESET_PARAMETERS)}")
     try:
         ChatRequest(messages=[{"role": "user", "content": ""}], **parameters)
-        SamplingParams(
-            **{name: parameters[name] for name in (*_SAMPLING_PARAMETERS, *_PENALTY_PARAMETERS) if name in parameters}
-        )
+        SamplingParams(**{name: parameters[name] for name in _SAMPLING_PARAMETERS if name in parameters})
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
@@ -96,7 +92,7 @@ def apply_preset(preset: ModelPreset, path: str, body: BodyBuffer) -> None:
     if path.startswith("/api/"):
         options = content.setdefault("options", {})
         if isinstance(options, dict):
-            for name in (*_SAMPLING_PARAMETERS, *_PENALTY_PARAMETERS, "max_tokens", "stop"):
+            for name in (*_SAMPLING_PARAMETERS, "max_tokens", "stop"):
                 _fill_field(options, _OLLAMA_NAMES.get(name, name), preset.parameters.get(name))
     if content.get("max_completion_tokens") is not None:
         names = {name: field_name for name, field_name in names.items() if name != "max_tokens"}

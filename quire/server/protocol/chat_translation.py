@@ -7,23 +7,17 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.request_params import COPIED_SAMPLING_FIELDS
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.request_bodies import ModelBody
 
 CHAT_EXTENSIONS = (
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
+    *(each.name for each in COPIED_SAMPLING_FIELDS if each.name not in ("temperature", "top_p", "top_k")),
     "logit_bias",
     "allowed_token_ids",
     "bad_words",
     "seed",
     "stop_token_ids",
-    "min_tokens",
-    "ignore_eos",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
     "truncate_prompt_tokens",
     "truncation_side",
     "structured_outputs",

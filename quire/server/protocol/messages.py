@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from quire.engine.common.types import MAX_STOP_STRINGS
+from quire.engine.common.request_params import MAX_STOP_STRINGS
 from quire.server.protocol.chat_translation import TranslatableBody
 from quire.server.protocol.field_limits import (
     MAX_CONTENT_PARTS,

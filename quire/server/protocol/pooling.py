@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WrapValidator, model_validator
 
 from quire.engine.common.errors import InvalidRequest
-from quire.engine.common.types import PoolingTask
+from quire.engine.common.request_params import PoolingTask
 from quire.server.protocol.chat import Messages
 from quire.server.protocol.field_limits import MAX_PROMPTS, MaxEntries, TextsOrTokenIds, validate_with_one_error
 from quire.server.protocol.request_bodies import EngineRequestBody, RequestBody

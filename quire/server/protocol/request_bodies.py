@@ -6,12 +6,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from itertools import islice
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, create_model, model_validator
 
 from quire.engine.common.errors import InvalidRequest
-from quire.engine.common.types import DEFAULT_KEEP_SECONDS, MAX_STOP_STRINGS
+from quire.engine.common.request_params import COPIED_SAMPLING_FIELDS, MAX_STOP_STRINGS
+from quire.engine.common.types import DEFAULT_KEEP_SECONDS
 from quire.engine.unsupported_options import suggest_nearest
 from quire.server.protocol.field_limits import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -227,18 +228,31 @@ class KvTransferParams(RequestBody):
         return self
 
 
-class GenerationBody(EngineRequestBody):
-    """The fields that completions and chat have in common."""
+def _sampling_body_fields() -> dict[str, Any]:
+    """The fields whose values the engine gets as they are; None: the model's default."""
+    fields: dict[str, Any] = {}
+    for row in COPIED_SAMPLING_FIELDS:
+        default = None if row.field.has_model_default else row.default
+        annotation = row.type | None if row.field.has_model_default else row.type
+        fields[row.name] = (annotation, Field(default, lt=2**31) if row.type is int else default)
+    return fields
+
+
+if TYPE_CHECKING:
+
+    class SamplingBody(EngineRequestBody):
+        """Has a field for each row of COPIED_SAMPLING_FIELDS."""
+
+        temperature: float | None
+else:
+    SamplingBody = create_model("SamplingBody", __base__=EngineRequestBody, **_sampling_body_fields())
+
+
+class GenerationBody(SamplingBody):
+    """The fields that completions and chat have in common, beside those of COPIED_SAMPLING_FIELDS."""
 
     max_tokens: int | None = None
     """-1: as many as the context holds."""
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = Field(None, lt=2**31)
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     logit_bias: Annotated[dict[int, float], MaxEntries(MAX_LISTED_TOKEN_IDS)] | None = None
     allowed_token_ids: Annotated[list[int], MaxEntries(MAX_ALLOWED_TOKEN_IDS)] | None = None
     bad_words: Annotated[list[BadWord], MaxEntries(MAX_BAD_WORDS)] = Field(default_factory=list)
@@ -246,10 +260,6 @@ class GenerationBody(EngineRequestBody):
     seed: int | None = None
     stop: str | Annotated[list[str], MaxEntries(MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[int], MaxEntries(MAX_LISTED_TOKEN_IDS)] = Field(default_factory=list)
-    min_tokens: int = Field(0, lt=2**31)
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
     prompt_logprobs: int | None = Field(None, ge=0)
     logprob_token_ids: Annotated[list[StrictInt], MaxEntries(MAX_LOGPROB_TOKEN_IDS)] = Field(default_factory=list)
     """With logprobs: give the log probabilities of these tokens instead of the most likely ones'."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from quire.engine.common.types import Grammar
+from quire.engine.common.request_params import Grammar
 from quire.engine.text.structured_outputs import GrammarWithOpenObjects
 from quire.server.formats.grammar_composition import add_content_delimiters, add_thinking_grammar, either_grammar
 from quire.server.formats.message_parser import RequestMessageFormat

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from quire.engine.common.errors import ContextLengthExceeded, InvalidRequest
-from quire.engine.common.types import Grammar, SamplingParams
+from quire.engine.common.request_params import Grammar, SamplingParams
 from quire.server.protocol.field_limits import MAX_COPIED_PARAMS_SIZE
 
 MAX_PROMPT_LOGPROBS = 100_000

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from quire.engine.common.errors import ContextLengthExceeded, InvalidRequest
-from quire.engine.common.types import PoolingParams, Task
+from quire.engine.common.request_params import PoolingParams, Task
 from quire.engine.text.pooling_inputs import encode_truncated
 from quire.server.config import ServerConfig
 from quire.server.generation.response_writers.vector_bodies import classification_body, embeddings_body

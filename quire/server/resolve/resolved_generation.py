@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from quire.engine.common.errors import InvalidRequest
-from quire.engine.common.types import Grammar, SamplingParams
+from quire.engine.common.request_params import Grammar, SamplingParams
 from quire.engine.text.grammar_compiler import MAX_GRAMMAR_BYTES
 from quire.server.config import ServerConfig
 from quire.server.formats.message_parser import RequestMessageFormat

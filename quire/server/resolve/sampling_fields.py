@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from quire.engine.common.errors import InvalidRequest
-from quire.engine.common.types import SamplingParams
+from quire.engine.common.request_params import COPIED_SAMPLING_FIELDS, SamplingParams
 from quire.engine.text.bad_words import bad_words_ids, check_allowed_tokens_remain
 from quire.server.config import ServerConfig
 from quire.server.protocol.request_bodies import GenerationBody
@@ -31,7 +32,6 @@ def resolve_sampling_params(
     Raises InvalidRequest naming the parameter.
     """
     model.check_task("generate")
-    defaults = model.default_sampling
     if max_tokens == -1:
         max_tokens = None
     if (most := model.max_output_tokens) is not None:
@@ -51,27 +51,17 @@ def resolve_sampling_params(
     )
     params = SamplingParams(
         n=body.n,
-        temperature=_first_given(body.temperature, defaults["temperature"]),
-        top_p=_first_given(body.top_p, defaults["top_p"]),
-        top_k=int(_first_given(body.top_k, defaults["top_k"])),
-        min_p=_first_given(body.min_p, defaults["min_p"]),
-        repetition_penalty=_first_given(body.repetition_penalty, defaults["repetition_penalty"]),
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
+        **_copied_fields(body, model.default_sampling),
         logit_bias=body.logit_bias or None,
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
         bad_words_ids=bad_words_ids(body.bad_words, model.tokenizer),
         max_tokens=_limit_max_tokens(max_tokens, max_tokens_name, model.context_length, clip=config.clip_max_tokens),
-        min_tokens=body.min_tokens,
         stop=stop,
         stop_token_ids=tuple(body.stop_token_ids),
-        ignore_eos=body.ignore_eos,
         seed=body.seed,
         logprobs=logprobs,
         logprob_token_ids=tuple(body.logprob_token_ids) or None,
         prompt_logprobs=prompt_logprobs,
-        skip_special_tokens=body.skip_special_tokens,
-        include_stop_str_in_output=body.include_stop_str_in_output,
     )
     check_allowed_tokens_remain(params, model.tokenizer.eos_token_ids)
     return params
@@ -102,5 +92,10 @@ def _check_no_surrogates_in(**texts: Sequence[str]) -> None:
             check_no_surrogates(text, name)
 
 
-def _first_given(*values: float | None) -> float:
-    return next(value for value in values if value is not None)
+def _copied_fields(body: GenerationBody, model_defaults: Mapping[str, float]) -> dict[str, Any]:
+    """The values of COPIED_SAMPLING_FIELDS: the body's, or the model's defaults."""
+    values: dict[str, Any] = {}
+    for row in COPIED_SAMPLING_FIELDS:
+        value = getattr(body, row.name)
+        values[row.name] = row.type(model_defaults[row.name]) if value is None else value
+    return values

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from quire.engine.common.errors import InvalidRequest
-from quire.engine.common.types import PoolingParams
+from quire.engine.common.request_params import PoolingParams
 from quire.engine.text.pooling_inputs import encode_pairs_with_second_start, encode_reranker_prompts
 from quire.server.config import ServerConfig
 from quire.server.generation.response_writers.vector_bodies import ScorePairs, rerank_body, scores_body

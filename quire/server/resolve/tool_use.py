@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from quire.engine.common.errors import InvalidRequest
-from quire.engine.common.types import Grammar
+from quire.engine.common.request_params import Grammar
 from quire.engine.schemas.enforcement import repair_argument_schema, weaken_schema
 from quire.engine.schemas.object_closing import ClosedSchema, close_objects
 from quire.engine.text.structured_outputs import prepare_and_close_schema

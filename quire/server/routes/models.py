@@ -22,12 +22,10 @@ from quire.server.pipeline.resolve import parse_request_body
 from quire.server.protocol.operator_requests import LoadAdapterRequest, UnloadAdapterRequest
 from quire.server.routes.api_description import BodySchema
 from quire.server.runtime.model_runtime import get_runtime
-from quire.server.served_model import TASK_OUTPUTS, ServedModel, get_model
+from quire.server.served_model import NEUTRAL_SAMPLING, TASK_OUTPUTS, ServedModel, get_model
 
 router = APIRouter(route_class=ModelRoute)
 rate_limited_router = APIRouter(route_class=RateLimitedRoute)
-DEFAULT_SAMPLING_PARAMS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""What requests get where neither they nor the model's generation_config.json say otherwise."""
 MAX_SAFE_INTEGER = 2**53
 """Up to here every reader of JSON has integers exactly. Tokenizers without a limit write 10**30."""
 
@@ -124,7 +122,7 @@ async def props(request: Request) -> dict[str, Any]:
     """What is known of the model: clients of llama.cpp's read the context's length and the chat template here."""
     model, runtime = get_model(request), get_runtime(request)
     special = model.tokenizer.special_tokens
-    usual = {**DEFAULT_SAMPLING_PARAMS, **model.sampling_defaults}
+    usual = {**NEUTRAL_SAMPLING, **model.sampling_defaults}
     usual["repeat_penalty"] = usual.pop("repetition_penalty")
     return {
         "default_generation_settings": {"n_ctx": model.context_length, "params": {**usual, "n_predict": -1}},

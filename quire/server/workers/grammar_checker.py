@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from quire.engine.common.errors import InvalidRequest, QuireError
-from quire.engine.common.types import Grammar
+from quire.engine.common.request_params import Grammar
 from quire.engine.schemas.enforcement import WEAKEST_LEVEL
 from quire.engine.text.grammar_compiler import CHECK_STACK_BYTES, MAX_CHECK_CPU_SECONDS, MAX_CHECK_MEMORY_BYTES
 from quire.server.access.tenants import Tenant

@@ -11,7 +11,8 @@ from typing import Protocol
 import pytest
 
 from quire.engine.common.config import EngineConfig
-from quire.engine.common.types import EngineCoreRequest, Grammar, ThinkingBudget
+from quire.engine.common.request_params import Grammar, ThinkingBudget
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.drafter import Draft, Drafter, NullDrafter, RequestsToDraft
 from quire.engine.core.request import Request
 from quire.engine.engine_core import EngineCore

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from quire.engine.common.types import EngineCoreRequest, MediaSpan, SamplingParams
+from quire.engine.common.types import EngineCoreRequest, MediaSpan
 from quire.engine.core.engine_view import (
     CACHED_BLOCK,
     EMPTY_BLOCK,

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.scheduler_output import ModelRunnerOutput
-from quire.engine.common.types import EngineCoreRequest, SamplingParams
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core import fair_queue
 from quire.engine.core.fair_queue import (
     MIN_LOW_PRIORITY_TOKENS,

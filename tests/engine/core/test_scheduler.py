@@ -15,15 +15,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from quire.engine.common.request_params import PoolingParams, SamplingParams
 from quire.engine.common.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from quire.engine.common.types import (
-    EngineCoreOutput,
-    EngineCoreRequest,
-    Image,
-    MediaSpan,
-    PoolingParams,
-    SamplingParams,
-)
+from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, Image, MediaSpan
 from quire.engine.core.block_pool import NULL_BLOCK
 from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
 from quire.engine.core.fair_queue import FairQueue

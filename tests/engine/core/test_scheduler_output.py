@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from quire.engine.common.request_params import Grammar, PoolingParams, SamplingParams, ThinkingBudget
 from quire.engine.common.scheduler_output import (
     BlockCopy,
     ModelRunnerOutput,
@@ -12,15 +13,7 @@ from quire.engine.common.scheduler_output import (
     ScheduledRequest,
     SchedulerOutput,
 )
-from quire.engine.common.types import (
-    EngineCoreOutput,
-    EngineCoreRequest,
-    Grammar,
-    PoolingParams,
-    SamplingParams,
-    ThinkingBudget,
-    TokenLogprob,
-)
+from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, TokenLogprob
 
 PARAMS = SamplingParams(
     temperature=0.5,

@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.engine.common.config import EngineConfig
+from quire.engine.common.request_params import Grammar, SamplingParams
 from quire.engine.common.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, Grammar, SamplingParams, TokenLogprob
+from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, TokenLogprob
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.scheduler_config import SchedulerConfig
 from quire.engine.core.step_runner import StepRunner

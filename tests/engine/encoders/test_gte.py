@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ModelError
-from quire.engine.common.types import PoolingParams
+from quire.engine.common.request_params import PoolingParams
 from quire.engine.engine_core import EngineCore
 from tests.engine.vectors import pooling_module, same, vectors, write_modules
 from tests.tiny_models import VOCAB

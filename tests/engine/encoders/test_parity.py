@@ -9,7 +9,8 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError
-from quire.engine.common.types import EngineCoreRequest, PoolingParams
+from quire.engine.common.request_params import PoolingParams
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.engine_core import EngineCore
 from tests.engine.vectors import NORMALIZE, pooling_module, same, vectors, write_modules
 from tests.tiny_encoders import ENCODERS, save_tiny_encoder

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from quire.engine.common.config import EngineConfig
-from quire.engine.common.types import EngineCoreRequest, MediaSpan, PoolingParams
+from quire.engine.common.request_params import PoolingParams
+from quire.engine.common.types import EngineCoreRequest, MediaSpan
 from quire.engine.engine_core import EngineCore
 from quire.engine.images.vision_config import read_vision_spec
 from quire.engine.worker.images import tower_loader

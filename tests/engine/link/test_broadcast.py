@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, EngineError, InvalidRequest
-from quire.engine.common.types import EngineCoreRequest, SamplingParams
+from quire.engine.common.request_params import SamplingParams
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.link.broadcast import Group, Tensor, WeightsGroup
 from quire.engine.link.client import EngineClient
 from quire.engine.link.supervisor import ProcessLink

@@ -9,7 +9,8 @@ import pytest
 
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, EngineError
-from quire.engine.common.types import EngineCoreOutput, SamplingParams
+from quire.engine.common.request_params import SamplingParams
+from quire.engine.common.types import EngineCoreOutput
 from quire.engine.core.request_history import StepEntry
 from quire.engine.link.client import EngineClient
 from quire.engine.link.output_stream import merge

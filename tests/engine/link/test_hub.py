@@ -13,7 +13,8 @@ import pytest
 from quire.engine.common import errors
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, EngineError, InvalidRequest, ModelError, Overloaded, RateLimited
-from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, SamplingParams
+from quire.engine.common.request_params import SamplingParams
+from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest
 from quire.engine.core.stats import EngineStats, StepRecord
 from quire.engine.link import hub_messages as messages
 from quire.engine.link.client import EngineClient

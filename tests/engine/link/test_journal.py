@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.engine.common.config import EngineConfig
-from quire.engine.common.types import EngineCoreRequest, SamplingParams
+from quire.engine.common.request_params import SamplingParams
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.link.client import EngineClient
 from quire.engine.link.engine_messages import Ready
 from quire.engine.link.process import Launcher

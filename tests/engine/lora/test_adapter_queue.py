@@ -7,8 +7,9 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.scheduler_output import SchedulerOutput
-from quire.engine.common.types import Adapter, EngineCoreRequest, SamplingParams
+from quire.engine.common.types import Adapter, EngineCoreRequest
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.scheduler_config import SchedulerConfig
 from quire.engine.lora.adapter_queue import AdapterQueue

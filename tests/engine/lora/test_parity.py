@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.common.config import EngineConfig
-from quire.engine.common.types import Adapter, EngineCoreRequest, SamplingParams
+from quire.engine.common.request_params import SamplingParams
+from quire.engine.common.types import Adapter, EngineCoreRequest
 from quire.engine.engine_core import EngineCore
 from quire.engine.lora.adapter_store import AdapterStore
 from quire.engine.lora.target_modules import adaptable_modules

@@ -14,7 +14,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import AdapterError, ModelError
-from quire.engine.common.types import EngineCoreRequest, SamplingParams
+from quire.engine.common.request_params import SamplingParams
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.engine_core import EngineCore
 from quire.engine.lora.adapter_files import read_adapter_specs
 from quire.engine.lora.adapter_store import AdapterStore

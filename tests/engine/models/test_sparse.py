@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from quire.engine.architecture.moe import MoELayerSpec
 from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.common.errors import ModelError
-from quire.engine.common.types import EngineCoreRequest, SamplingParams
+from quire.engine.common.request_params import SamplingParams
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.engine_core import EngineCore
 from quire.engine.lora.adapter_store import AdapterStore
 from quire.engine.lora.target_modules import adaptable_modules

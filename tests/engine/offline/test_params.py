@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quire import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams, json_grammar
-from quire.engine.common import types
+from quire.engine.common import request_params
 from quire.engine.common.config import DEMO_MODEL
 from quire.engine.common.errors import InvalidRequest
 from quire.engine.text.tokenizer import Tokenizer
@@ -25,7 +25,7 @@ def tokenizer() -> Tokenizer:
 
 def test_what_the_engine_can_be_asked_programs_can_ask() -> None:
     ours = inspect.signature(SamplingParams).parameters
-    theirs = {field.name: field for field in msgspec.structs.fields(types.SamplingParams)}
+    theirs = {field.name: field for field in msgspec.structs.fields(request_params.SamplingParams)}
     assert theirs.keys() - ours.keys() == {"bad_words_ids"}
     for name in theirs.keys() & ours.keys():
         assert (ours[name].default or 0) == (theirs[name].default or 0), name

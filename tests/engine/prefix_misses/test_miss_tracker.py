@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.common.types import Adapter, EngineCoreRequest, MediaSpan, PrefixMissReport, SamplingParams
+from quire.engine.common.request_params import SamplingParams
+from quire.engine.common.types import Adapter, EngineCoreRequest, MediaSpan, PrefixMissReport
 from quire.engine.core.stats import EngineStats, StepRecord
 from quire.engine.prefix_misses.miss_tracker import PrefixMissTracker
 from quire.engine.prefix_misses.token_diff import common_prefix_length, find_equal_runs

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.common.types import EngineCoreRequest, MediaSpan, SamplingParams
+from quire.engine.common.request_params import SamplingParams
+from quire.engine.common.types import EngineCoreRequest, MediaSpan
 from quire.engine.prefix_misses.recent_turns import LastSessionTurns
 from tests.tiers import examples
 

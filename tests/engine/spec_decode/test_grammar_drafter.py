@@ -10,7 +10,8 @@ import pytest
 
 from quire.engine.common.config import DEMO_MODEL
 from quire.engine.common.errors import InvalidRequest
-from quire.engine.common.types import EngineCoreRequest, Grammar, SamplingParams
+from quire.engine.common.request_params import Grammar, SamplingParams
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.drafter import KIND_FORCED, KIND_FORCED_TEXT, Draft, Drafter, NullDrafter, RequestsToDraft
 from quire.engine.core.request import Request
 from quire.engine.spec_decode.grammar_drafter import GrammarDrafter

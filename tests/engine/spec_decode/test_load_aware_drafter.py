@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.common.types import EngineCoreRequest, Grammar, SamplingParams
+from quire.engine.common.request_params import Grammar, SamplingParams
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
 from quire.engine.core.request import Request
 from quire.engine.spec_decode.draft_length import StepCosts, choose_draft_lengths

@@ -17,8 +17,9 @@ from msgspec.structs import replace
 
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import InvalidRequest, ModelError
+from quire.engine.common.request_params import Grammar, SamplingParams
 from quire.engine.common.scheduler_output import NewRequestData, ScheduledRequest
-from quire.engine.common.types import EngineCoreRequest, Grammar, SamplingParams
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.engine_core import EngineCore
 from quire.engine.text import grammar_compiler as grammar_module
 from quire.engine.text.grammar_compiler import (

@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from quire.engine.common.types import EngineCoreRequest, SamplingParams
+from quire.engine.common.request_params import SamplingParams
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.scheduler_config import SchedulerConfig
 from quire.engine.tiers.guarded_tier import GuardedTier

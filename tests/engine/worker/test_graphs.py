@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 from quire.engine.checkpoint.kv_cache_groups import single_kv_cache_group
 from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.common.config import EngineConfig, SpeculativeConfig
-from quire.engine.common.types import EngineCoreRequest, SamplingParams
+from quire.engine.common.request_params import SamplingParams
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
 from quire.engine.engine_core import EngineCore
 from quire.engine.lora.adapter_store import AdapterStore

@@ -20,7 +20,8 @@ from torch.nn import functional
 from quire.engine.architecture.decoder import EMBED_TOKENS, LM_HEAD
 from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.common.config import EngineConfig, SpeculativeConfig
-from quire.engine.common.types import Adapter, EngineCoreRequest, Grammar, ThinkingBudget
+from quire.engine.common.request_params import Grammar, ThinkingBudget
+from quire.engine.common.types import Adapter, EngineCoreRequest
 from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
 from quire.engine.engine_core import EngineCore
 from quire.engine.layers.adapters import LoRALayerWeights

@@ -10,7 +10,8 @@ import pytest
 
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import InvalidRequest
-from quire.engine.common.types import EngineCoreRequest, SamplingParams
+from quire.engine.common.request_params import SamplingParams
+from quire.engine.common.types import EngineCoreRequest
 from quire.engine.engine_core import EngineCore
 from quire.engine.text.bad_words import check_allowed_tokens_remain
 from tests.engine.harness import request, run

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from quire.engine.common.errors import InvalidRequest
-from quire.engine.common.types import Grammar, SamplingParams, ThinkingBudget
+from quire.engine.common.request_params import Grammar, SamplingParams, ThinkingBudget
 from quire.engine.worker.sampling.sampler import (
     HostLogitsProcessor,
     include_sampled_token,

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.common.types import SamplingParams, ThinkingBudget
+from quire.engine.common.request_params import SamplingParams, ThinkingBudget
 from quire.engine.worker.sampling.device_sampler import sample_on_device
 from quire.engine.worker.sampling.sampler import sample_token_ids, uniform_draws
 from quire.engine.worker.sampling.sampling_rules import NO_TOKEN_LEFT, SamplingRow, make_request_sampling_rules

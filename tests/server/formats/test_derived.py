@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quire.engine.common.types import Grammar
+from quire.engine.common.request_params import Grammar
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.grammar_compiler import GrammarCompiler, make_grammar_vocabulary
 from quire.server.formats.call_forms.argument_forms import JsonArguments

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.engine.common.errors import InvalidRequest
-from quire.engine.common.types import ThinkingBudget
+from quire.engine.common.request_params import ThinkingBudget
 from quire.engine.text.chat_template import ChatRenderer
 from quire.server.config import ReasoningParser as Choices
 from quire.server.formats.reasoning_parser import (

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quire.engine.common.types import Grammar
+from quire.engine.common.request_params import Grammar
 from quire.engine.text.grammar_compiler import GrammarCompiler, make_grammar_vocabulary
 from quire.server.formats.call_forms.call_form import CallForm
 from quire.server.formats.call_forms.tagged_arguments import TaggedArguments

@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from quire.engine.common.types import Grammar
+from quire.engine.common.request_params import Grammar
 from quire.engine.text.grammar_compiler import GrammarCompiler, json_grammar, make_grammar_vocabulary
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.formats.call_forms.slots import TAG

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.common.types import SamplingParams
+from quire.engine.common.request_params import SamplingParams
 from quire.server.encoding import encode_json
 from quire.server.generation.choice_state import ChoiceDelta
 from quire.server.generation.generation import Usage

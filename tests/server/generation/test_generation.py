@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from quire.engine.common.errors import Overloaded
-from quire.engine.common.types import SamplingParams, TokenLogprob
+from quire.engine.common.request_params import SamplingParams
+from quire.engine.common.types import TokenLogprob
 from quire.server.generation import output_parts as folds
 from quire.server.generation.choice_state import AnswerToken, ChoiceDelta
 from quire.server.generation.generation import Generation

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from quire.engine.common.types import Adapter, EngineCoreOutput, EngineCoreRequest, SamplingParams
+from quire.engine.common.request_params import SamplingParams
+from quire.engine.common.types import Adapter, EngineCoreOutput, EngineCoreRequest
 from quire.engine.core.request_history import RequestHistory
 from quire.engine.core.stats import StepRecord
 from quire.server.access.rate_limits import RateLimits

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, SamplingParams
+from quire.engine.common.request_params import SamplingParams
+from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest
 from quire.engine.core.request_history import RequestHistory
 from quire.engine.core.stats import StepRecord
 from quire.server.access.rate_limits import RateLimits

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from quire.engine.common.errors import InvalidRequest
-from quire.engine.common.types import Grammar, SamplingParams
+from quire.engine.common.request_params import Grammar, SamplingParams
 from quire.engine.text.grammar_compiler import GrammarCompiler, json_grammar, make_grammar_vocabulary
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.access.rate_limits import RateLimits

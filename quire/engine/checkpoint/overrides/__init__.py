@@ -22,6 +22,7 @@ from quire.engine.checkpoint.model_resolver import (
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, ModelError
 from quire.engine.common.folder_reader import convert_parsed_json, read_json_if_present
+from quire.engine.common.request_params import MODEL_DEFAULT_FIELDS
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.families.base.schema.config_schema import GenerationConfigFields
 
@@ -88,11 +89,12 @@ def read_sampling_defaults(config: EngineConfig) -> dict[str, float]:
     elif source != "vllm":
         defaults = _read_folder_defaults(Path(source).expanduser())
     overrides = dict(config.override_generation_config or {})
-    unknown = sorted(overrides.keys() - {*_SAMPLING_PARAM_NAMES, "max_new_tokens"})
+    known = [each.name for each in MODEL_DEFAULT_FIELDS]
+    unknown = sorted(overrides.keys() - {*known, "max_new_tokens"})
     if unknown:
         raise ConfigError(
             f"override_generation_config: {unknown[0]} is no default that requests have; there are "
-            f"{', '.join(_SAMPLING_PARAM_NAMES)} and max_new_tokens",
+            f"{', '.join(known)} and max_new_tokens",
             param="override_generation_config",
         )
     try:
@@ -109,9 +111,6 @@ def read_sampling_defaults(config: EngineConfig) -> dict[str, float]:
     if "max_new_tokens" in overrides:
         defaults.pop("max_tokens", None)
     return defaults | max_tokens_default
-
-
-_SAMPLING_PARAM_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def _read_folder_defaults(folder: Path) -> dict[str, float]:

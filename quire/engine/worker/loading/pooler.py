@@ -13,7 +13,7 @@ from quire.engine.checkpoint.model_resolver import resolve_model
 from quire.engine.checkpoint.pooling import PoolingConfig
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError
-from quire.engine.common.types import Task
+from quire.engine.common.request_params import Task
 from quire.engine.layers.pooler_head import PoolerHead
 from quire.engine.layers.pooling import Pooler, PoolerHeadFunction, make_pooler_head
 from quire.engine.models.decoder import Decoder

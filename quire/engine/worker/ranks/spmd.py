@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from quire.engine.common.errors import ConfigError
 from quire.engine.common.executor import PendingOutput
+from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.scheduler_output import HeadDraftRequest, ModelRunnerOutput, NewRequestData, SchedulerOutput
-from quire.engine.common.types import SamplingParams
 from quire.engine.layers.shard import ModelShard
 from quire.engine.worker.draft_head_runner import DraftHeadRunner
 from quire.engine.worker.loading.model.loaded_model import LoadedModel, ModelPart

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.common.types import SamplingParams, TokenLogprob
+from quire.engine.common.request_params import SamplingParams
+from quire.engine.common.types import TokenLogprob
 from quire.engine.worker.sampling.sampling_rules import (
     NO_TOKEN_LEFT,
     IndexedRow,

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.common.types import SamplingParams, ThinkingBudget
+from quire.engine.common.request_params import SamplingParams, ThinkingBudget
 from quire.engine.worker.sampling.slot_grammars import GrammarBitmask
 from quire.kernels.gpu.host_transfer import upload_arrays
 

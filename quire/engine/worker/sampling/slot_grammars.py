@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.engine.common.errors import InvalidRequest, Overloaded, QuireError
+from quire.engine.common.request_params import Grammar, SamplingParams
 from quire.engine.common.scheduler_output import NewRequestData, RequestFailure, ScheduledRequest
-from quire.engine.common.types import Grammar, SamplingParams
 from quire.engine.text.grammar_compiler import (
     CompiledGrammar,
     GrammarCompiler,

@@ -29,20 +29,6 @@ COMMANDS = {
     "/exit": "leave (or Ctrl-D)",
 }
 COMMAND_HELP = "\n".join(f"{name:<9} {text}" for name, text in COMMANDS.items())
-BOUNDED_PARAMETERS = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "max_tokens",
-    "min_tokens",
-    "seed",
-)
-"""Parameters whose bounds SamplingParams knows, and not the request's model."""
 KEY_HELP = """\
 Alt+Enter, or \\ at a line's end, begins another line; what is pasted is sent when you press Enter.
 Ctrl-C stops an answer."""
@@ -164,12 +150,13 @@ def _set_option(chat: ChatSession, rest: str) -> CommandOutcome:
 
 def _check_option(name: str, value: Any) -> None:
     """Raises InvalidRequest for a value that the API would refuse, by the API's own models."""
-    from quire.engine.common.types import SamplingParams  # imported only when needed: they are slow
+    from quire.engine.common.request_params import SamplingParams, find_sampling_field
     from quire.server.protocol.chat import ChatRequest
     from quire.server.resolve.parse import validate_body
 
     body = validate_body({"messages": [{"role": "user", "content": ""}], name: value}, ChatRequest)
-    if name in BOUNDED_PARAMETERS and (number := getattr(body, name)) is not None:
+    row = find_sampling_field(name)
+    if row is not None and row.field.minimum is not None and (number := getattr(body, name)) is not None:
         SamplingParams(**{"max_tokens": None, name: number})
 
 

@@ -8,7 +8,7 @@ from itertools import islice, product
 from string import ascii_lowercase, ascii_uppercase
 
 from quire.engine.common.errors import InvalidRequest
-from quire.engine.common.types import SamplingParams
+from quire.engine.common.request_params import SamplingParams
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.config import ServerConfig
 from quire.server.generation.resolved_request import OptionQuestion, Prompt, QuestionType

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from quire.engine.common.errors import InvalidRequest
-from quire.engine.common.types import SamplingParams
+from quire.engine.common.request_params import SamplingParams
 from quire.server.config import ServerConfig
 from quire.server.encoding import encode_json
 from quire.server.generation.resolved_request import ResponsesApiFields

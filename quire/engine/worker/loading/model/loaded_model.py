@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from quire.engine.checkpoint.kv_cache_groups import KVCacheGroups
 from quire.engine.checkpoint.pooling import PoolingConfig
-from quire.engine.common.types import Task
+from quire.engine.common.request_params import Task
 from quire.engine.layers.adapters import AdapterManager
 from quire.engine.layers.pooler_head import PoolerHead
 from quire.engine.layers.shard import UNSHARDED, ModelShard

@@ -2,18 +2,8 @@
 
 import { $, el, say } from "../dom.js";
 import { checkExtra, checkSchema, checkTools, EXAMPLE_SCHEMA, EXAMPLE_TOOLS } from "./checks.js";
+import { NUMBERS } from "./sampling_fields.js";
 
-const NUMBERS = [
-  ["temperature", "Temperature", { min: 0, max: 2, step: 0.1 }],
-  ["max_tokens", "Max tokens", { min: 1, step: 1 }],
-  ["top_p", "Top p", { min: 0, max: 1, step: 0.05 }],
-  ["top_k", "Top k", { min: 0, step: 1 }],
-  ["min_p", "Min p", { min: 0, max: 1, step: 0.01 }],
-  ["seed", "Seed", { step: 1 }],
-  ["presence_penalty", "Presence penalty", { min: -2, max: 2, step: 0.1 }],
-  ["frequency_penalty", "Frequency penalty", { min: -2, max: 2, step: 0.1 }],
-  ["repetition_penalty", "Repetition penalty", { min: 0, step: 0.05 }],
-];
 /** What a blank field stands for where no model decides. */
 const BLANK = { max_tokens: "no limit", seed: "random", presence_penalty: "0", frequency_penalty: "0" };
 const JSON_FIELDS = [

@@ -1,0 +1,281 @@
+"""What a request asks of the engine: sampling parameters and pooling parameters, with the table of sampling fields."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from quire.engine.common import random_source
+from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.sampling_field import MAX_TOKENS, NamedSamplingField, SamplingField
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 4096
+"""In all stop strings together: text that is held back is compared with each."""
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What the whole text of an answer must match; engine/text/grammar_compiler.py makes them."""
+
+    kind: Literal["json", "regex", "lark"]
+    text: str
+    """A JSON schema, a regular expression of Rust's kind, or llguidance's Lark, or GBNF."""
+
+
+class ThinkingBudget(msgspec.Struct, frozen=True):
+    """The most tokens that a model may think; after them the token that ends the thinking is picked."""
+
+    tokens: int
+    end_id: int
+    begin_id: int | None
+    """The token that begins the thinking, where the model decides whether it thinks. None: every answer starts inside
+    the thinking."""
+
+
+_MIN_TEMPERATURE = 1e-5
+"""Below this temperature, as in vLLM, nothing is drawn: divided by less, logits may be infinite."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="sampling"):
+    """How to pick tokens and when to end. Raises InvalidRequest, naming the field, for a value out of range."""
+
+    n: Annotated[int, SamplingField(text="Answers to each prompt.", minimum=1, maximum=128, is_copied=False)] = 1
+    temperature: Annotated[
+        float,
+        SamplingField(
+            text="Divides the logits; 0, and what is below 1e-5, picks the most likely token.",
+            minimum=0.0,
+            maximum=2.0,
+            has_model_default=True,
+            setting_label="Temperature",
+            setting_step=0.1,
+        ),
+    ] = 1.0
+    top_p: Annotated[
+        float,
+        SamplingField(
+            text="Keeps the most likely tokens that together have this probability.",
+            minimum=0.0,
+            maximum=1.0,
+            excludes_minimum=True,
+            has_model_default=True,
+            setting_label="Top p",
+            setting_step=0.05,
+        ),
+    ] = 1.0
+    top_k: Annotated[
+        int,
+        SamplingField(
+            text="Keeps that many most likely tokens; 0 and -1 keep the whole vocabulary.",
+            minimum=-1,
+            maximum=MAX_TOKENS,
+            has_model_default=True,
+            setting_label="Top k",
+        ),
+    ] = 0
+    min_p: Annotated[
+        float,
+        SamplingField(
+            text="Keeps tokens with at least this share of the most likely one's probability.",
+            minimum=0.0,
+            maximum=1.0,
+            has_model_default=True,
+            setting_label="Min p",
+            setting_step=0.01,
+        ),
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        SamplingField(
+            text=(
+                "Above 1, every token seen becomes less likely, the prompt's included (Keskar et al., 2019): positive "
+                "logits are divided by it, negative ones multiplied."
+            ),
+            minimum=1e-6,
+            maximum=1e6,
+            has_model_default=True,
+            setting_label="Repetition penalty",
+            setting_step=0.05,
+        ),
+    ] = 1.0
+    presence_penalty: Annotated[
+        float,
+        SamplingField(
+            text="Subtracted from the logits of tokens that the answer has.",
+            minimum=-2.0,
+            maximum=2.0,
+            setting_label="Presence penalty",
+            setting_step=0.1,
+        ),
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        SamplingField(
+            text="Subtracted from the logits of tokens once for each time that the answer has them.",
+            minimum=-2.0,
+            maximum=2.0,
+            setting_label="Frequency penalty",
+            setting_step=0.1,
+        ),
+    ] = 0.0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only these are ever picked."""
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that the output must not contain."""
+    max_tokens: Annotated[
+        int | None,
+        SamplingField(
+            text="Most tokens of an answer; null: as many as the context holds.",
+            minimum=1,
+            maximum=MAX_TOKENS,
+            is_copied=False,
+            setting_label="Max tokens",
+        ),
+    ] = 16
+    min_tokens: Annotated[
+        int, SamplingField(text="Before so many tokens no answer ends by itself.", minimum=0, maximum=MAX_TOKENS)
+    ] = 0
+    grammar: Grammar | None = None
+    """The answer ends when it is complete, whatever min_tokens and ignore_eos say."""
+    thinking: ThinkingBudget | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: Annotated[bool, SamplingField(text="The model's end tokens end no answer.")] = False
+    seed: Annotated[
+        int | None,
+        SamplingField(
+            text="Makes the same answer again; -1 and null: a random one.",
+            minimum=-(2**63),
+            maximum=2**63 - 1,
+            is_copied=False,
+            setting_label="Seed",
+        ),
+    ] = None
+    logprobs: Annotated[
+        int | None,
+        SamplingField(
+            text="Number of most likely tokens to report beside each picked one; 0 reports the picked one alone.",
+            minimum=0,
+            maximum=MAX_TOKENS,
+            is_copied=False,
+        ),
+    ] = None
+    logprob_token_ids: tuple[int, ...] | None = None
+    """Report these tokens beside each picked one, and no others, whatever `logprobs` says. Empty is as None."""
+    prompt_logprobs: Annotated[
+        int | None,
+        SamplingField(text="The same of the prompt's tokens.", minimum=0, maximum=MAX_TOKENS, is_copied=False),
+    ] = None
+    skip_special_tokens: Annotated[bool, SamplingField(text="Answers leave special tokens out.")] = True
+    include_stop_str_in_output: Annotated[
+        bool, SamplingField(text="Answers end with the stop string that ended them.")
+    ] = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.stop, tuple):  # one string, or a list
+            stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+            msgspec.structs.force_setattr(self, "stop", stop)
+        if self.seed == -1:  # as vLLM and Ollama write "none"
+            msgspec.structs.force_setattr(self, "seed", None)
+        for row in BOUNDED_SAMPLING_FIELDS:
+            field = row.field
+            _check_bounds(row.name, getattr(self, row.name), field.minimum, field.maximum, field.excludes_minimum)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens must not exceed max_tokens ({self.max_tokens}), got {self.min_tokens}", param="min_tokens"
+            )
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequest(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}", param="stop")
+        if any(not text for text in self.stop):
+            raise InvalidRequest("stop must not contain an empty string", param="stop")
+        if sum(map(len, self.stop)) > MAX_STOP_CHARACTERS:
+            message = f"stop must not contain more than {MAX_STOP_CHARACTERS} characters in all"
+            raise InvalidRequest(message, param="stop")
+        for bias in (self.logit_bias or {}).values():
+            _check_bounds("logit_bias", bias, -100.0, 100.0)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequest("allowed_token_ids must not be empty", param="allowed_token_ids")
+        if not all(self.bad_words_ids):
+            raise InvalidRequest("bad_words must not contain an empty word", param="bad_words")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < _MIN_TEMPERATURE
+
+    def choice_seed(self, choice: int) -> int:
+        """The seed of one of n choices, 63 bits; random if the request has none. The first choice takes the request's
+        own seed, so it does not depend on n."""
+        if self.seed is None:
+            return random_source.randbits(63)
+        if choice == 0:
+            return self.seed & (2**63 - 1)
+        return int.from_bytes(blake2b(f"{self.seed}:{choice}".encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _list_sampling_fields() -> tuple[NamedSamplingField, ...]:
+    rows = []
+    defaults = {each.name: each.default for each in msgspec.structs.fields(SamplingParams)}
+    for name, hint in get_type_hints(SamplingParams, include_extras=True).items():
+        if get_origin(hint) is Annotated:
+            declared, field = get_args(hint)
+            kind = next(iter(get_args(declared)), declared)
+            rows.append(NamedSamplingField(name, kind, defaults[name], field))
+    return tuple(rows)
+
+
+SAMPLING_FIELDS = _list_sampling_fields()
+"""The table of sampling fields, in the order of SamplingParams."""
+BOUNDED_SAMPLING_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.minimum is not None)
+MODEL_DEFAULT_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.has_model_default)
+"""Those that a model's generation_config.json may set."""
+SETTING_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.setting_label)
+"""Those that the page's settings and presets have."""
+COPIED_SAMPLING_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.is_copied)
+"""Those of which a body has the same field, whose value the engine gets as it is."""
+
+
+def find_sampling_field(name: str) -> NamedSamplingField | None:
+    return next((each for each in SAMPLING_FIELDS if each.name == name), None)
+
+
+PoolingTask = Literal["embed", "classify"]
+
+
+Task = Literal["generate", "embed", "classify"]
+
+
+PoolingType = Literal["last", "mean", "cls", "none"]
+"""Which of a prompt's hidden states make its vector: the last token's, the mean of all, or the first token's; none:
+each token has a vector of its own."""
+
+
+class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="pooling"):
+    """Asks for one vector of the prompt instead of tokens; the model says how it makes the vector."""
+
+    task: PoolingTask = "embed"
+    """An embedding, or the scores of the model's labels."""
+    dimensions: int | None = None
+    """Keep only so many of an embedding's first numbers (Kusupati et al., 2022, "Matryoshka Representation Learning").
+    None: all."""
+    activation: bool | None = None
+    """Whether an embedding is scaled to length 1, or scores become probabilities. None: as the model is meant."""
+    second_segment: int | None = None
+    """Where the second of two texts begins in the prompt, for encoders that tell them apart."""
+
+    def __post_init__(self) -> None:
+        _check_bounds("dimensions", self.dimensions, 1, MAX_TOKENS)
+
+
+def _check_bounds(name: str, value: float | None, low: Any, high: Any, is_exclusive: bool = False) -> None:
+    """Raise InvalidRequest unless low <= value <= high; above=True leaves `low` itself out. NaN fails every bound."""
+    if value is None:
+        return
+    if not ((value > low if is_exclusive else value >= low) and value <= high):
+        if isinstance(low, int):
+            bounds = f"at least {low} and at most {high}"
+        else:
+            bounds = f"in {'(' if is_exclusive else '['}{low:g}, {high:g}]"  # vLLM's words, which programs look for
+        raise InvalidRequest(f"{name} must be {bounds}, got {value}", param=name)

@@ -1,0 +1,23 @@
+"""One table of sampling fields makes requests, programs, the page and the reference."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.engine.common.request_params import COPIED_SAMPLING_FIELDS
+from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.completions import CompletionRequest
+from tests.sampling_fields import PAGE_LIST, REFERENCE, page_list, reference
+
+
+def test_what_is_written_of_the_table_is_up_to_date() -> None:
+    advice = "`python -m tests.sampling_fields` writes it anew"
+    assert REFERENCE.read_text(encoding="utf-8") == reference(), advice
+    assert PAGE_LIST.read_text(encoding="utf-8") == page_list(), advice
+
+
+@pytest.mark.parametrize("body", [ChatRequest, CompletionRequest])
+def test_bodies_have_the_fields_that_are_copied(body: type[ChatRequest | CompletionRequest]) -> None:
+    for row in COPIED_SAMPLING_FIELDS:
+        expected = None if row.field.has_model_default else row.default
+        assert body.model_fields[row.name].get_default() == expected, row.name
