@@ -39,8 +39,8 @@ from quire.engine.link.process import EngineProcess, Launcher
 from quire.engine.link.supervisor import ProcessLink
 from quire.engine.processes.child import end_with_parent, read_configuration
 from quire.engine.processes.heartbeat import PipeHeartbeat
-from quire.server.cli.http_server import HttpServer
 from quire.server.config import ServerConfig
+from quire.server.http.server import HttpServer
 from tests.server.api import NAME, make_app
 
 INFO = EngineInfo("null", "float32", "cpu", "none", 8192, 65536, 16, 0, 0, 0.0, "none", deterministic=True)

@@ -12,9 +12,9 @@ import pytest
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError
 from quire.engine.engine_core import EngineCore
-from quire.server.cli.http_server import load_served_model_spec
 from quire.server.cli.main import main
 from quire.server.config import ServerConfig
+from quire.server.runtime.model_spec_loader import load_served_model_spec
 from tests.broken_folders import ALL, Broken, copy_demo
 
 FEW = {"num_hidden_layers-billion", "fifo-config.json", "weights-cut", "template-endless", "other-layers"}

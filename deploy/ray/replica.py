@@ -16,7 +16,7 @@ from deploy.ray.call import Call, Head
 from deploy.ray.journal import journal_link
 from quire.engine.common.errors import EngineError
 from quire.engine.replicas.replicas import processes
-from quire.server.cli.http_server import open_engine_app
+from quire.server.cli.engine_app import open_engine_app
 from quire.server.config import ServerConfig
 from quire.server.observe import log_setup
 from quire.server.runtime.model_runtime import ModelRuntime

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 from socket import socket
 
-from quire.server.cli import http_server, main
+from quire.server.cli import main
+from quire.server.http.server import HttpServer
 
 NOTED = 0.01
 """Seconds of processor time without a turn of the event loop from which on a block is written down."""
@@ -26,11 +27,11 @@ async def watch(log: Path) -> None:
 
 
 def run() -> None:
-    plain = http_server.HttpServer.startup
+    plain = HttpServer.startup
 
-    async def startup(self: http_server.HttpServer, sockets: list[socket] | None = None) -> None:
+    async def startup(self: HttpServer, sockets: list[socket] | None = None) -> None:
         await plain(self, sockets)
         self.watching = asyncio.create_task(watch(Path(os.environ["BLOCKS"])))  # type: ignore[attr-defined]
 
-    http_server.HttpServer.startup = startup  # type: ignore[method-assign]
+    HttpServer.startup = startup  # type: ignore[method-assign]
     main.main()

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from quire.server.connection import MAX_FRAMING_BYTES, MAX_HEAD_BYTES, MAX_HEADERS
+from quire.server.http.connection import MAX_FRAMING_BYTES, MAX_HEAD_BYTES, MAX_HEADERS
 from tests.server.fake import FakeEngine, hashed
 from tests.server.hosted import Port, serving
 

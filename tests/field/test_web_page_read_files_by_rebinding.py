@@ -14,8 +14,8 @@ import pytest
 from quire.engine.common.errors import ConfigError
 from quire.server.access.allowed_hosts import AllowedHosts
 from quire.server.access.host_addresses import is_local_or_private_host
-from quire.server.cli.serve import bind_tcp_socket, warn_if_unprotected
 from quire.server.config import ServerConfig
+from quire.server.http.listener import bind_tcp_socket, warn_if_unprotected
 from tests.server.fake import FakeEngine, hashed
 from tests.server.hosted import Port, serving
 

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from quire.server.cli.http_server import HttpServer
 from quire.server.config import ServerConfig
+from quire.server.http.server import HttpServer
 from tests.server.api import NAME, make_app
 from tests.server.fake import FakeEngine
 

@@ -9,8 +9,8 @@ import pytest
 
 from quire.engine.common.errors import ConfigError
 from quire.server.adapter_registry import check_local_adapters
-from quire.server.cli.http_server import load_served_model_spec
 from quire.server.config import ServerConfig
+from quire.server.runtime.model_spec_loader import load_served_model_spec
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.server.write_batching import BatchingTransport
+from quire.server.http.write_batching import BatchingTransport
 from tests.server.api import parse_events
 from tests.server.fake import FakeEngine, hashed
 from tests.server.generation.test_streams import flat, fold

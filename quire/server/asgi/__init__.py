@@ -17,10 +17,10 @@ from quire.engine.common.errors import refuse_setting_if
 from quire.engine.replicas.replicas import processes
 from quire.engine.settings.settings_reader import load_settings
 from quire.server import app as application
-from quire.server.cli.http_server import load_served_model_spec
 from quire.server.cli.models.pull import pull_configured_model_if_missing
 from quire.server.config import ServerConfig
 from quire.server.observe import log_setup
+from quire.server.runtime.model_spec_loader import load_served_model_spec
 
 
 def create_app() -> FastAPI:

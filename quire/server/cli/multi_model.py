@@ -7,7 +7,6 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from fastapi import FastAPI
 
@@ -51,8 +50,11 @@ class MultiModelHost:
         """Nothing can be done before the event loop and the imports are there."""
 
     @asynccontextmanager
-    async def open_app(self, http_server: Any) -> AsyncIterator[FastAPI]:
-        http_server.tls_context(self._config)  # before a model is loaded
+    async def open_app(self) -> AsyncIterator[FastAPI]:
+        from quire.server.http.server import tls_context
+        from quire.server.runtime.model_spec_loader import load_served_model_spec
+
+        tls_context(self._config)  # before a model is loaded
         tenants, data = Tenants(self._config), self._config.data_dir
 
         @asynccontextmanager
@@ -60,7 +62,7 @@ class MultiModelHost:
             client, folder = processes(entry.config), data and data / entry.name.replace("/", "--")
             try:
                 client.link.launch()
-                source, modules = await asyncio.to_thread(http_server.load_served_model_spec, entry.config)
+                source, modules = await asyncio.to_thread(load_served_model_spec, entry.config)
                 async with open_runtime(
                     source, modules, client, has_api_keys=tenants.requires_key, folder=folder
                 ) as runtime:

@@ -20,17 +20,14 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvloop
 
-from quire.engine.checkpoint.model_resolver import needs_download, read_raw_config
 from quire.engine.common.config import EngineConfig
-from quire.engine.common.errors import ConfigError, EngineError, ModelError
+from quire.engine.common.errors import ConfigError, EngineError
 from quire.engine.link.client import EngineClient
 from quire.engine.replicas.replicas import processes
-from quire.server.access.host_addresses import is_loopback_listener
 from quire.server.cli.announcement import build_announcement, listen_url
 from quire.server.cli.flags import add_flag_table, build_parser
 from quire.server.cli.models.pull import pull_configured_model_if_missing
@@ -38,23 +35,20 @@ from quire.server.cli.plan.machine import Machine, detect_machine
 from quire.server.cli.process_setup import INTERRUPTED_STATUS, WatchSignals, raise_open_file_limit, watch_signals
 from quire.server.cli.settings_flags import add_settings_flags, parse_settings
 from quire.server.config import ServerConfig
+from quire.server.http.listener import bind_or_explain, warn_if_unprotected
 from quire.server.observe import log_setup
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from quire.server.cli.http_server import HttpServer
     from quire.server.cli.multi_model import MultiModelHost
+    from quire.server.http.server import HttpServer
     from quire.server.runtime.model_runtime import ModelRuntime
 
 log = logging.getLogger("quire.server.cli.serve")
 HEALTH_POLL_SECONDS = 0.5
 _MEMORY_SETTINGS = ("model", "max_model_len", "gpu_memory_utilization", "kv_cache_memory", "max_num_batched_tokens")
 """What the engine names when it has too little memory; it may name them for other reasons too."""
-UNPROTECTED_WARNING = (
-    "whoever reaches %s may use this server, read and delete what it keeps, and watch it: no API key is needed "
-    "(--api-key, --api-key-file)"
-)
 _GC_THRESHOLDS = 5000, 10, 20
 """Most of what requests hold is freed without the collector. With Python's own thresholds it looks at all that is open
 again and again: 34 times, for 20 to 30 ms each, in two rounds of 16 beam searches of 64 beams; with these, twice."""
@@ -101,7 +95,7 @@ def main(argv: Sequence[str], started: float) -> int:
         models = import_module("quire.server.cli.multi_model").MultiModelHost(config, args.models)
     log_setup.set_up_logging(config)
     raise_open_file_limit()
-    with _bind_or_explain(config) as listener:
+    with bind_or_explain(config) as listener:
         warn_if_unprotected(config, listener)
         if args.models is None:
             pull_configured_model_if_missing(config)
@@ -117,46 +111,10 @@ def main(argv: Sequence[str], started: float) -> int:
         return status
 
 
-def _bind_or_explain(config: ServerConfig) -> socket.socket:
-    """`bind_tcp_socket`; where the port is taken and the model is no model either, one error names both."""
-    try:
-        return bind_tcp_socket(config.host, config.port)
-    except ConfigError as error:
-        try:
-            if not needs_download(config.model, config.revision):
-                read_raw_config(config.model, config.revision)
-        except ModelError as wrong:
-            raise ConfigError(f"{error}; {wrong}") from None
-        raise
-
-
-def _import_http_server_module() -> ModuleType:
-    """What the engine need not wait for: what plans, and what serves HTTP, which is returned."""
+def _import_slow_modules() -> None:
+    """Import what the engine need not wait for: what plans, and what serves HTTP."""
     import_module("quire.server.cli.plan.model_plan")
-    return import_module("quire.server.cli.http_server")
-
-
-def bind_tcp_socket(host: str, port: int) -> socket.socket:
-    """A socket that is bound but does not listen: connections are refused until the model is loaded.
-
-    Raises ConfigError, naming the address, when it is taken or not this machine's.
-    """
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, proto)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except (OSError, UnicodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "no valid name"
-        shown = host if host.isprintable() else repr(host)
-        raise ConfigError(f"cannot listen on {shown}:{port}: {why}; choose another --port or --host") from None
-    return listener
-
-
-def warn_if_unprotected(config: ServerConfig, listener: socket.socket) -> None:
-    """Warn the operator of a server that other machines reach and that asks for no keys."""
-    if not (config.has_api_keys or is_loopback_listener(listener)):
-        log.warning(UNPROTECTED_WARNING, config.host)
+    import_module("quire.server.cli.engine_app")
 
 
 class SingleModelHost:
@@ -183,10 +141,12 @@ class SingleModelHost:
         self._client.link.launch()
 
     @asynccontextmanager
-    async def open_app(self, http_server: Any) -> AsyncIterator[FastAPI]:
-        """The app, ready. `http_server` is the module, which takes long to import."""
+    async def open_app(self) -> AsyncIterator[FastAPI]:
+        """The app, ready."""
+        from quire.server.cli.engine_app import open_engine_app
+
         try:
-            async with http_server.open_engine_app(self._config, self._client) as app:
+            async with open_engine_app(self._config, self._client) as app:
                 self._runtime = app.state.server.models.loaded_runtimes[0]
                 self._runtime.workers.start_fork_server()  # so that the first large request does not wait for it
                 yield app
@@ -247,10 +207,12 @@ class ServerRun:
         with self._signal_watcher(partial(self._on_signal, main_task)):
             self._models.launch_engine()
             try:
-                http_server = await asyncio.to_thread(_import_http_server_module)
-                async with self._models.open_app(http_server) as app:
-                    announce = partial(self._announce_and_tune_gc, http_server.tls_context(self._config))
-                    self._server = http_server.HttpServer(app, self._config, announce)
+                await asyncio.to_thread(_import_slow_modules)
+                from quire.server.http.server import HttpServer, tls_context
+
+                async with self._models.open_app() as app:
+                    announce = partial(self._announce_and_tune_gc, tls_context(self._config))
+                    self._server = HttpServer(app, self._config, announce)
                     return await self._serve_http(self._server)
             except asyncio.CancelledError:
                 return 0

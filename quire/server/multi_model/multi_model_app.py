@@ -22,6 +22,7 @@ from quire.server.access.tenants import Tenants
 from quire.server.app_builder import build_app
 from quire.server.config import ServerConfig
 from quire.server.error_responses import OLLAMA_PREFIX, SYSTEM_ONE_PATH
+from quire.server.http.sse import CLIENT_CLOSED_REQUEST, cancel_on_disconnect
 from quire.server.multi_model.added_models import AddedModels
 from quire.server.multi_model.model_manager import ManagedModel, ModelManager
 from quire.server.multi_model.models_config import ModelsConfig
@@ -33,7 +34,6 @@ from quire.server.routes.ollama.model_info import model_entry, ps_entries, tags_
 from quire.server.routes.status import health_response
 from quire.server.runtime.model_runtime import ModelRuntime
 from quire.server.runtime.server_context import ModelDispatcher, get_server_context
-from quire.server.sse import CLIENT_CLOSED_REQUEST, cancel_on_disconnect
 
 router = APIRouter(include_in_schema=False)
 

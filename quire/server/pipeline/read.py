@@ -9,8 +9,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
 from quire.server.access.body_reader import BodyBuffer
+from quire.server.http.sse import CLIENT_CLOSED_REQUEST
 from quire.server.runtime.server_context import get_server_context
-from quire.server.sse import CLIENT_CLOSED_REQUEST
 
 
 @asynccontextmanager

@@ -22,6 +22,7 @@ from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
 from quire.server.generation.resolved_request import GenerationRequest
 from quire.server.generation.vector_generation import VectorRequest
+from quire.server.http.sse import cancel_on_disconnect
 from quire.server.images.image_parts import UnfetchedImagesError
 from quire.server.pipeline.read import read_body
 from quire.server.resolve.checks import NeedsWorker, copied_param_sizes
@@ -29,7 +30,6 @@ from quire.server.resolve.parse import BodyType, parse_body_as
 from quire.server.resolve.resolved_generation import ResolvedGeneration
 from quire.server.runtime.model_runtime import ModelRuntime, get_runtime
 from quire.server.served_model import ServedModel, get_model
-from quire.server.sse import cancel_on_disconnect
 
 Resolution = TypeVar("Resolution")
 Resolver = Callable[[bytes, ServedModel, ServerConfig], Resolution]

@@ -13,11 +13,11 @@ from quire.server.durability.background import RunningAnswer
 from quire.server.durability.durable_request import DurableRequest
 from quire.server.generation.resolved_request import GenerationRequest
 from quire.server.generation.response_writers.responses import ResponsesWriter
+from quire.server.http.sse import EventStream
 from quire.server.pipeline.answer import begin_generation
 from quire.server.pipeline.write import do_nothing, stream_events
 from quire.server.runtime.model_runtime import get_runtime
 from quire.server.runtime.server_context import get_server_context
-from quire.server.sse import EventStream
 from quire.server.store.data_dir import DataDir
 from quire.server.store.response_store import ObjectToStore, ObjectWithoutItems
 from quire.server.store.write_retry import retry_until_written

@@ -15,9 +15,9 @@ from quire.server.generation.output_parts import CollectedChoice, collect_choice
 from quire.server.generation.response_writers.answer_writer import AnswerWriter
 from quire.server.generation.running_generation import RunningGeneration
 from quire.server.generation.vector_generation import VectorGeneration, VectorRequest
+from quire.server.http.sse import CLIENT_CLOSED_REQUEST, EventStream, closing_on_disconnect
+from quire.server.http.write_batching import TRANSPORT_SCOPE_KEY, BatchingTransport
 from quire.server.runtime.model_runtime import ModelRuntime, get_runtime
-from quire.server.sse import CLIENT_CLOSED_REQUEST, EventStream, closing_on_disconnect
-from quire.server.write_batching import TRANSPORT_SCOPE_KEY, BatchingTransport
 
 EndCallback = Callable[[], Awaitable[None]]
 WEIGHTS_VERSION_HEADER = "X-Weights-Version"

@@ -22,6 +22,7 @@ from quire.engine.link.broadcast import Group, Tensor
 from quire.server.access.admission import EngineOptionalRoute, ModelRoute
 from quire.server.config import ServerConfig
 from quire.server.encoding import encode_json
+from quire.server.http.sse import EventStream
 from quire.server.observe.engine_trace import record_trace
 from quire.server.observe.live_view import LiveViewStream
 from quire.server.observe.recent_answers import list_adapter_states, merge_answer_summaries, summarize_recent_answers
@@ -36,7 +37,6 @@ from quire.server.resolve.parse import parse_body
 from quire.server.routes.api_description import BodySchema
 from quire.server.runtime.model_runtime import ModelRuntime, get_runtime
 from quire.server.served_model import ServedModel, get_model
-from quire.server.sse import EventStream
 
 router = APIRouter(route_class=ModelRoute)
 sleep_router = APIRouter(route_class=EngineOptionalRoute)

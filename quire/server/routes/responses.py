@@ -17,6 +17,7 @@ from quire.server.access.memory_lease import grow_request_lease
 from quire.server.encoding import encode_event
 from quire.server.generation.resolved_request import GenerationRequest
 from quire.server.generation.response_writers.responses import ResponsesWriter
+from quire.server.http.sse import EventStream
 from quire.server.pipeline.answer import generate_and_write, prepare_generation
 from quire.server.pipeline.authorize import open_durable_request
 from quire.server.pipeline.resolve import resolve_body
@@ -33,7 +34,6 @@ from quire.server.routes.data_dir.list_pages import (
 )
 from quire.server.runtime.server_context import get_server_context
 from quire.server.served_model import get_model
-from quire.server.sse import EventStream
 from quire.server.store.response_store import ObjectSummary, Store
 
 router = APIRouter()

@@ -34,7 +34,7 @@ class Models:
         """It is there."""
 
     @asynccontextmanager
-    async def open_app(self, _: object) -> AsyncIterator[FastAPI]:
+    async def open_app(self) -> AsyncIterator[FastAPI]:
         app = make_app(self.engine)
         async with app.router.lifespan_context(app):
             yield app

@@ -22,7 +22,7 @@ from quire.engine.common.errors import ConfigError
 from quire.engine.link.process import _KERNELS
 from quire.server.cli.announcement import listen_url
 from quire.server.cli.main import main
-from quire.server.cli.serve import bind_tcp_socket
+from quire.server.http.listener import bind_tcp_socket
 from tests.server.cli.processes import children, engines, needs_proc, wait_until_gone
 
 LLAMA_8B = {

@@ -18,9 +18,9 @@ from quire.engine.common.errors import ConfigError, EngineError
 from quire.engine.common.types import EngineInfo
 from quire.server.cli.announcement import curl_command
 from quire.server.cli.bench.stream_client import StreamClient
-from quire.server.cli.http_server import tls_context
 from quire.server.cli.server_client import client_ssl_context, fetch_model_names, normalize_server_url
 from quire.server.config import ServerConfig
+from quire.server.http.server import tls_context
 from tests.server.fake import FakeEngine, hashed
 from tests.server.hosted import serving
 

@@ -10,7 +10,7 @@ from openai import AsyncOpenAI
 
 from quire.engine.link.client import EngineClient
 from quire.engine.offline.in_process import InProcessLink
-from quire.server.cli.http_server import open_engine_app
+from quire.server.cli.engine_app import open_engine_app
 from quire.server.config import ServerConfig
 from tests.server.api import Api
 

@@ -34,7 +34,7 @@ def open_client_or_start_server(
     """An HTTP client whose base is the /v1 of the server at `url`, or of a server that is started for it."""
     with ExitStack() as stack:
         if url is None:
-            from quire.server.cli.http_server import (
+            from quire.server.cli.engine_app import (
                 run_server_on_private_socket,  # imported only when needed: it is slow
             )
 

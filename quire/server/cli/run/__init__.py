@@ -36,8 +36,8 @@ from quire.server.batches.batch_lines import (
     read_nonempty_lines,
     rereadable_file,
 )
+from quire.server.cli.engine_app import PRIVATE_SERVER_SETTINGS, open_engine_app
 from quire.server.cli.flags import build_parser
-from quire.server.cli.http_server import PRIVATE_SERVER_SETTINGS, open_engine_app
 from quire.server.cli.models.pull import pull_configured_model_if_missing
 from quire.server.cli.settings_flags import add_settings_flags, parse_settings
 from quire.server.config import ServerConfig

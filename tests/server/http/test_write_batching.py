@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from quire.server.write_batching import MAX_BUFFERED_BYTES, BatchingTransport, WriteBatcher
+from quire.server.http.write_batching import MAX_BUFFERED_BYTES, BatchingTransport, WriteBatcher
 
 
 class Recorded(asyncio.Transport):

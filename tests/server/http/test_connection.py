@@ -15,9 +15,9 @@ import trustme
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire.engine.common.errors import ConfigError
-from quire.server.cli.http_server import tls_context
 from quire.server.config import ServerConfig
-from quire.server.connection import MAX_HEAD_BYTES, MAX_PIPELINED_REQUESTS
+from quire.server.http.connection import MAX_HEAD_BYTES, MAX_PIPELINED_REQUESTS
+from quire.server.http.server import tls_context
 from tests.server.fake import FakeEngine, hashed
 from tests.server.hosted import Port, idle, serving
 

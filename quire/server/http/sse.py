@@ -15,7 +15,7 @@ from quire.engine.common import clock
 from quire.server.config import ServerConfig
 from quire.server.encoding import PING_EVENT
 from quire.server.error_responses import encode_openai_stream_error
-from quire.server.write_batching import BatchingTransport
+from quire.server.http.write_batching import BatchingTransport
 
 Result = TypeVar("Result")
 CLIENT_CLOSED_REQUEST = 499

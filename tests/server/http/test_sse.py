@@ -15,7 +15,7 @@ from starlette.types import Message
 from quire.engine.common.errors import EngineError, Overloaded
 from quire.server.config import ServerConfig
 from quire.server.encoding import PING_EVENT
-from quire.server.sse import EventStream
+from quire.server.http.sse import EventStream
 from tests.server.api import NAME
 from tests.server.fake import FakeEngine, hashed
 from tests.server.hosted import idle, serving

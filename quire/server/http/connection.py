@@ -19,7 +19,7 @@ from uvicorn.server import ServerState
 
 from quire.engine.link.client import EngineClient
 from quire.server.error_responses import INVALID_REQUEST_TYPE, ErrorInfo
-from quire.server.write_batching import TRANSPORT_SCOPE_KEY, BatchingTransport, WriteBatcher
+from quire.server.http.write_batching import TRANSPORT_SCOPE_KEY, BatchingTransport, WriteBatcher
 
 log = logging.getLogger("quire.server")
 

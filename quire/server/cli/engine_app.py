@@ -1,0 +1,99 @@
+"""Starts an engine, the app and an HTTP server together: what serve, chat and run share."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from socket import AF_UNIX, socket
+
+import uvloop
+from fastapi import FastAPI
+
+from quire.engine.link.client import EngineClient
+from quire.engine.processes.socket_folder import SocketFolder
+from quire.engine.replicas.replicas import processes
+from quire.server.app import create_app
+from quire.server.config import ServerConfig
+from quire.server.http.server import HttpServer, tls_context
+from quire.server.peers import PeerLink
+from quire.server.runtime.model_spec_loader import load_served_model_spec
+
+PRIVATE_SERVER_SETTINGS: dict[str, object] = {
+    "api_key": [],
+    "api_key_file": None,
+    "admin_api_key": [],
+    "requests_per_minute": None,
+    "tokens_per_minute": None,
+    "ssl_certfile": None,
+    "ssl_keyfile": None,
+    "ssl_ca_certs": None,
+}
+"""Settings for a server that only this process can reach: it needs no keys, limits or TLS."""
+
+
+@asynccontextmanager
+async def open_engine_app(
+    config: ServerConfig, client: EngineClient, link: PeerLink | None = None
+) -> AsyncIterator[FastAPI]:
+    """The app, with the engine of a launched client ready; both end with the block. `link`: see create_app.
+
+    The app's lifespan is entered here and not by uvicorn, which would log an error of the engine's start instead of
+    raising it. Raises ConfigError for unusable certificates and keys before the model is loaded.
+    """
+    try:
+        tls_context(config)
+        app = create_app(client, *await asyncio.to_thread(load_served_model_spec, config), link)
+        async with app.router.lifespan_context(app):
+            yield app
+    finally:
+        await client.link.stop()
+
+
+@contextmanager
+def run_server_on_private_socket(config: ServerConfig) -> Iterator[str]:
+    """Serve `config`'s model from a thread, on a private Unix socket whose path is yielded.
+
+    Raises what starting the engine raises.
+    """
+    # The socket is in a directory that only this user can read, so no keys are needed.
+    config = config.model_copy(update=PRIVATE_SERVER_SETTINGS)
+    client = processes(config)
+    client.link.launch()
+    with closing(SocketFolder()) as folder, socket(AF_UNIX) as listener:
+        path = str(folder.http)
+        listener.bind(path)
+        ready: Future[HttpServer] = Future()
+        thread = threading.Thread(
+            target=_run_server_thread, args=(config, client, listener, ready), name="quire-server"
+        )
+        thread.start()
+        try:
+            ready.result()
+            yield path
+        finally:
+            if not ready.done() and client.link.pid is not None:  # interrupted while the engine starts
+                os.kill(client.link.pid, signal.SIGTERM)
+            with suppress(Exception):
+                ready.result().should_exit = True
+            thread.join()
+
+
+def _run_server_thread(config: ServerConfig, client: EngineClient, listener: socket, ready: Future[HttpServer]) -> None:
+    """Start the engine, serve on `listener`, stop both. Runs in a thread; `ready` gets the server or the error."""
+
+    async def serve_socket() -> None:
+        async with open_engine_app(config, client) as app:
+            server = HttpServer(app, config, lambda: ready.set_result(server))
+            await server.serve(sockets=[listener])
+
+    try:
+        uvloop.run(serve_socket())
+    except Exception as error:
+        if ready.done():
+            raise
+        ready.set_exception(error)

@@ -1,0 +1,37 @@
+"""Reads what the server needs of a model's files."""
+
+from __future__ import annotations
+
+from quire.engine.checkpoint.model_resolver import resolve_model, resolve_weights
+from quire.engine.checkpoint.overrides import load_model_config, read_sampling_defaults, resolve_model_with_overrides
+from quire.engine.checkpoint.pooling import read_pooling_and_tasks
+from quire.engine.checkpoint.tensor_headers import read_checkpoint_size
+from quire.engine.images.multimodal_prompt import make_multimodal_prompt_builder
+from quire.engine.lora.target_modules import ModuleShapes, adaptable_modules
+from quire.engine.text.null_tokenizer import load_tokenizer
+from quire.server.adapter_registry import check_local_adapters
+from quire.server.config import ServerConfig
+from quire.server.served_model import ServedModelSpec
+
+
+def load_served_model_spec(config: ServerConfig) -> tuple[ServedModelSpec, ModuleShapes | None]:
+    """Read the model files that the server needs, while the engine loads the weights. Returns the model, and those
+    of its modules that may have adapters. Raises ModelError.
+
+    Of the weights it reads the headers, because the engine, which has much to import, would find what is wrong with
+    them seconds later.
+    """
+    path = resolve_model_with_overrides(config)
+    model_config, defaults = load_model_config(config, path), read_sampling_defaults(config)
+    vocab_size, (pooling, _) = model_config.vocab_size, read_pooling_and_tasks(path, model_config, config)
+    if config.load_format == "auto":
+        read_checkpoint_size(resolve_weights(config))
+    tokenizer_path = resolve_model(config.tokenizer, config.revision) if config.tokenizer else path
+    skip = config.skip_tokenizer_init
+    tokenizer = load_tokenizer(tokenizer_path, config.chat_template, vocab_size, model_config.eos_token_ids, skip=skip)
+    modules = adaptable_modules(model_config) if config.enable_lora else None
+    check_local_adapters(config, modules)
+    images = make_multimodal_prompt_builder(path, tokenizer)
+    return ServedModelSpec(
+        config, tokenizer, vocab_size, defaults, pooling=pooling, multimodal_prompt_builder=images
+    ), modules

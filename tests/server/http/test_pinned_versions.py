@@ -1,0 +1,64 @@
+"""What quire/server/http overrides of uvicorn and sse-starlette is what the pinned versions have."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from importlib import metadata
+from types import FunctionType
+
+import pytest
+import uvicorn
+from sse_starlette import EventSourceResponse
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from quire.server.http.connection import HttpConnection
+from quire.server.http.server import HttpServer
+from quire.server.http.sse import EventStream
+from tests.tree import ROOT
+
+BASES: dict[type, tuple[type, str]] = {
+    HttpConnection: (HttpToolsProtocol, "uvicorn"),
+    HttpServer: (uvicorn.Server, "uvicorn"),
+    EventStream: (EventSourceResponse, "sse-starlette"),
+}
+"""Our classes, and the package whose class each extends."""
+READ_VERSIONS = {
+    (HttpConnection, "0.54.0"): "9b7d6dbd385884ce",
+    (HttpServer, "0.54.0"): "e64e39f2b876b719",
+    (EventStream, "3.7.0"): "218f8d8c9bca7a94",
+}
+"""Digests of the methods that ours override, of the versions with which somebody has read them."""
+
+
+def overridden(ours: type, base: type) -> dict[str, FunctionType]:
+    """The methods of the base that our class has too, by name."""
+    names = [name for name, value in vars(ours).items() if isinstance(value, FunctionType)]
+    return {name: found for name in names if isinstance(found := getattr(base, name, None), FunctionType)}
+
+
+def source_digest(methods: dict[str, FunctionType]) -> str:
+    sources = "".join(inspect.getsource(methods[name]) for name in sorted(methods))
+    return hashlib.blake2b(sources.encode(), digest_size=8).hexdigest()
+
+
+@pytest.mark.parametrize("ours", BASES)
+def test_what_is_overridden_was_read_in_the_pinned_version(ours: type) -> None:
+    base, package = BASES[ours]
+    version = metadata.version(package)
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    if f"{package}=={version}" not in pins:
+        pytest.skip(f"{package} {version} is not the pinned one")
+    methods = overridden(ours, base)
+    advice = f"read what changed in {package} {version}: {', '.join(sorted(methods))}, and note the new digest"
+    assert READ_VERSIONS.get((ours, version)) == source_digest(methods), advice
+
+
+@pytest.mark.parametrize("ours", BASES)
+def test_our_methods_take_what_those_of_the_base_take(ours: type) -> None:
+    """Whatever version is installed calls them."""
+    base, _ = BASES[ours]
+    for name, theirs in overridden(ours, base).items():
+        if name != "__init__":
+            expected = inspect.signature(theirs).parameters
+            assert expected.keys() <= inspect.signature(getattr(ours, name)).parameters.keys(), name
