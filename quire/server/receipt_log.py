@@ -92,16 +92,16 @@ class ReceiptWriter:
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def encode_answer_receipt(self, spec: GenerationRequest, generation: Generation) -> bytes:
+    async def encode_answer_receipt(self, request: GenerationRequest, generation: Generation) -> bytes:
         """The receipt that an answer gives, as JSON."""
         self._metrics.receipt_counters["answer"].inc()
-        return encode_receipt(await self._build_receipt(spec, generation))
+        return encode_receipt(await self._build_receipt(request, generation))
 
-    def log_answer(self, spec: GenerationRequest, generation: Generation) -> None:
+    def log_answer(self, request: GenerationRequest, generation: Generation) -> None:
         """Note an answer that has ended, in whatever way, in the log, if there is one. What is told once more was noted
         the first time."""
-        if self.receipt_log is not None and spec.authorized_caller.record_receipt and generation.needs_engine:
-            task = asyncio.create_task(self._write_receipt(spec, generation))
+        if self.receipt_log is not None and request.authorized_caller.record_receipt and generation.needs_engine:
+            task = asyncio.create_task(self._write_receipt(request, generation))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -111,23 +111,23 @@ class ReceiptWriter:
         if self.receipt_log is not None:
             await self.receipt_log.close()
 
-    async def _write_receipt(self, spec: GenerationRequest, generation: Generation) -> None:
+    async def _write_receipt(self, request: GenerationRequest, generation: Generation) -> None:
         assert self.receipt_log is not None
-        was_accepted = self.receipt_log.queue_line(encode_receipt(await self._build_receipt(spec, generation)))
+        was_accepted = self.receipt_log.queue_line(encode_receipt(await self._build_receipt(request, generation)))
         self._metrics.receipt_counters["log" if was_accepted else "lost"].inc()
 
-    async def _build_receipt(self, spec: GenerationRequest, generation: Generation) -> Receipt:
+    async def _build_receipt(self, request: GenerationRequest, generation: Generation) -> Receipt:
         choices = generation.choice_receipts()
         versions = [version for choice in choices for version, _ in choice.versions]
         return Receipt(
-            id=spec.answer_id,
-            created=spec.created,
-            model=spec.model,
+            id=request.answer_id,
+            created=request.created,
+            model=request.model,
             hashes=await self.hashes.get_receipt_hashes(versions or [generation.weights_version]),
             computed=await self.hashes.describe_compute(self._info),
-            adapter=AdapterReceipt.from_adapter(spec.adapter),
-            params=spec.sampling_params,
-            prompts=[PromptReceipt.from_prompt(prompt.ids, prompt.spans) for prompt in spec.prompts],
+            adapter=AdapterReceipt.from_adapter(request.adapter),
+            params=request.sampling_params,
+            prompts=[PromptReceipt.from_prompt(prompt.ids, prompt.spans) for prompt in request.prompts],
             choices=choices,
-            irreproducible="use_beam_search: a search is not one sequence of picks" if spec.beam_search else "",
+            irreproducible="use_beam_search: a search is not one sequence of picks" if request.beam_search else "",
         )

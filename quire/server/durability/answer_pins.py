@@ -36,14 +36,14 @@ class ComputeIdentity:
 
 
 def pin_identity(
-    spec: GenerationRequest, fresh: AnswerIdentity, resumed: ResumedCall | None, *, has_key: bool, is_journaled: bool
+    request: GenerationRequest, fresh: AnswerIdentity, resumed: ResumedCall | None, *, has_key: bool, is_journaled: bool
 ) -> AnswerIdentity:
     """What the journal noted of an answer that is made again; else `fresh`, with a seed, so that it can be made again.
 
     `has_key`: whether the request has an Idempotency-Key. `is_journaled`: whether the answer can be resumed, because
     its tokens are the same if they are computed again, or because the journal has all of them.
     """
-    resumable = _is_resumable(spec, has_key=has_key)
+    resumable = _is_resumable(request, has_key=has_key)
     if resumed is not None:
         pins = resumed.call.pins
         return AnswerIdentity(
@@ -55,22 +55,22 @@ def pin_identity(
             progress=resumed.call.progress,
             num_earlier_attempts=resumed.attempt,
         )
-    if spec.beam_search or not is_journaled:
+    if request.beam_search or not is_journaled:
         return fresh
     seed = random_source.randbits(63) if fresh.seed is None else fresh.seed
     return replace(fresh, seed=seed, resumable=resumable)
 
 
-def _is_resumable(spec: GenerationRequest, *, has_key: bool) -> bool:
-    if spec.beam_search:
+def _is_resumable(request: GenerationRequest, *, has_key: bool) -> bool:
+    if request.beam_search:
         return False
-    return has_key or spec.stream or (spec.responses_fields is not None and spec.responses_fields.background)
+    return has_key or request.stream or (request.responses_fields is not None and request.responses_fields.background)
 
 
-def input_digest(spec: GenerationRequest, identity: ComputeIdentity) -> str:
+def input_digest(request: GenerationRequest, identity: ComputeIdentity) -> str:
     """Digest of the weights and of the prompts as the model reads them."""
     digest = hashlib.blake2b(identity.weights_fingerprint.encode(), digest_size=12)
-    for prompt in spec.prompts:
+    for prompt in request.prompts:
         digest.update(b"%d:" % len(prompt.ids))
         digest.update(array("I", prompt.ids).tobytes())
         for span in prompt.spans:
@@ -96,17 +96,17 @@ def may_compute_other_tokens(resumed: ResumedCall, identity: ComputeIdentity) ->
     return resumed.call.pins.kernels != identity.fingerprint or not identity.deterministic
 
 
-def resume_conflict(resumed: ResumedCall, spec: GenerationRequest, identity: ComputeIdentity) -> str | None:
+def resume_conflict(resumed: ResumedCall, request: GenerationRequest, identity: ComputeIdentity) -> str | None:
     """Why a call that is made again would have another answer than it had; None: it has the same, or goes on."""
     pins = resumed.call.pins
-    if pins.adapter != ("" if spec.adapter is None else spec.adapter.digest):
+    if pins.adapter != ("" if request.adapter is None else request.adapter.digest):
         return "The adapter of this answer has been changed since"
     if may_compute_other_tokens(resumed, identity):
-        if pins.given != input_digest(spec, identity):
+        if pins.given != input_digest(request, identity):
             return "The model of this answer has been changed since: ask for a new one"
-        recomputes_logprobs = spec.logprobs or spec.prompt_logprobs is not None
-        if spec.beam_search or (recomputes_logprobs and resumed.call.progress.num_tokens):
+        recomputes_logprobs = request.logprobs or request.prompt_logprobs is not None
+        if request.beam_search or (recomputes_logprobs and resumed.call.progress.num_tokens):
             return "All of this answer would be computed again, and what computes it does not give the same: ask anew"
-    if resumed.seen_events and len(resumed.seen_events) != spec.num_choices + 2:
+    if resumed.seen_events and len(resumed.seen_events) != request.num_choices + 2:
         return "Last-Event-ID is the id of no event of this stream"
     return None

@@ -1,7 +1,7 @@
 """Numbers the events of a stream, so that the stream can go on where its reader was cut off.
 
-A resumable spec always produces the same events: those before the first token, those of each choice, and those at the
-end. An event's id says how many events of each kind were sent: `chatcmpl-…:1.7.0` follows the first 7 events of the
+A resumable request always produces the same events: those before the first token, those of each choice, and those at
+the end. An event's id says how many events of each kind were sent: `chatcmpl-…:1.7.0` follows the first 7 events of the
 only choice. Events of different choices may come in another order the next time, so each choice is counted by itself.
 """
 
@@ -37,7 +37,7 @@ class EventIdWriter(AnswerWriter):
     def __init__(
         self,
         writer: AnswerWriter,
-        spec: GenerationRequest,
+        request: GenerationRequest,
         seen_counts: Sequence[int] = (),
         is_journaled_step: Callable[[], bool] | None = None,
     ) -> None:
@@ -46,8 +46,8 @@ class EventIdWriter(AnswerWriter):
         the journal lacks: they might differ now."""
         self._writer = writer
         self._is_journaled_step = is_journaled_step
-        self._id = spec.id.encode()
-        self._sent_counts = [0] * (spec.num_choices + 2)
+        self._id = request.id.encode()
+        self._sent_counts = [0] * (request.num_choices + 2)
         """Events by kind; of the kind at hand `_kind_count` says it, for a list costs each token more memory to
         touch."""
         self._seen_counts = [*seen_counts, *self._sent_counts[len(seen_counts) :]]

@@ -48,8 +48,8 @@ class ChoiceDelta(msgspec.Struct, frozen=True):
 class ChoiceState:
     """Takes the engine's outputs and returns deltas."""
 
-    def __init__(self, index: int, prompt: Prompt, spec: GenerationRequest, tokenizer: Tokenizer) -> None:
-        params = spec.params
+    def __init__(self, index: int, prompt: Prompt, request: GenerationRequest, tokenizer: Tokenizer) -> None:
+        params = request.params
         self.index = index
         self.prompt = prompt
         self.completion_tokens = 0
@@ -64,39 +64,43 @@ class ChoiceState:
         """When the first token came; this and last_token_time are times of time.monotonic()."""
         self.last_token_time = 0.0
         self._params = params
-        self._echo = spec.echo
-        self._echo_only = spec.echo_only
+        self._echo = request.echo
+        self._echo_only = request.echo_only
         self._text_stream = IncrementalDetokenizer(
             tokenizer,
             prompt_ids=prompt.ids,
-            stop=params.stop if spec.message_format is None else (),  # of a message, MessageDeltaStream looks for them
+            stop=params.stop
+            if request.message_format is None
+            else (),  # of a message, MessageDeltaStream looks for them
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
-            shown_ids=frozenset() if spec.message_format is None else spec.message_format.marker_token_ids(tokenizer),
+            shown_ids=frozenset()
+            if request.message_format is None
+            else request.message_format.marker_token_ids(tokenizer),
             min_tokens=params.min_tokens,
-            offsets=params.logprobs is not None or spec.message_format is not None,
+            offsets=params.logprobs is not None or request.message_format is not None,
         )
         extras_requested = (
             params.logprobs is not None,
-            spec.prompt_logprobs is not None,
-            spec.message_format is not None,
+            request.prompt_logprobs is not None,
+            request.message_format is not None,
         )
-        self._is_text_only = not (any(extras_requested) or spec.echo or spec.return_token_ids)
+        self._is_text_only = not (any(extras_requested) or request.echo or request.return_token_ids)
         """Whether a delta has a text and nothing else, but for the last."""
         self._message_stream: MessageDeltaStream | None = None
-        if spec.message_format is not None:
+        if request.message_format is not None:
             self._message_stream = MessageDeltaStream(
-                self._text_stream, AssistantMessageParser(spec.message_format, f"{spec.id}/{index}"), params
+                self._text_stream, AssistantMessageParser(request.message_format, f"{request.id}/{index}"), params
             )
-        rule = spec.repetition_rule
+        rule = request.repetition_rule
         self._repetition_detector = None if rule is None else RepetitionDetector(rule, params.min_tokens)
         self._pending_logprobs: deque[TokenLogprob] = deque()
-        self._echoed_text = (prompt.text or "") if spec.echo else ""
+        self._echoed_text = (prompt.text or "") if request.echo else ""
         """The prompt, where it is echoed."""
-        self._pending_ids: list[int] | None = [] if spec.return_token_ids else None
-        self._prompt_ids = prompt.ids if spec.return_token_ids else None
+        self._pending_ids: list[int] | None = [] if request.return_token_ids else None
+        self._prompt_ids = prompt.ids if request.return_token_ids else None
         self._prompt_logprobs: Sequence[TokenLogprob | None] | None = None
-        self._num_prompt_logprobs = spec.prompt_logprobs
+        self._num_prompt_logprobs = request.prompt_logprobs
 
     def process_output(self, output: EngineCoreOutput) -> ChoiceDelta | None:
         """The delta of one output; None when it shows nothing yet."""

@@ -42,21 +42,21 @@ class VectorRequest(ResolvedRequest):
 
 
 VectorBodyWriter = Callable[[VectorRequest, str, Sequence[np.ndarray]], bytes]
-"""Writes a call's answer as JSON. It is given the spec, the version of the weights that computed the last vector, and
-the vectors in float32, one for each of the spec's inputs."""
+"""Writes an answer as JSON. It is given the request, the version of the weights that computed the last vector, and the
+vectors in float32, one for each of the request's inputs."""
 
 
 class VectorGeneration:
     """Each input is one request to the engine. Call `collect_vectors` once; `close` ends it at any time."""
 
-    def __init__(self, spec: VectorRequest, client: EngineClient, metrics: Metrics) -> None:
+    def __init__(self, request: VectorRequest, client: EngineClient, metrics: Metrics) -> None:
         """Submits the requests. Raises EngineError when the engine is gone."""
         self._metrics = metrics
         self._start_time = clock.monotonic()
-        self._open_prompt_tokens = {f"{spec.id}-{index}": len(each.ids) for index, each in enumerate(spec.inputs)}
+        self._open_prompt_tokens = {f"{request.id}-{index}": len(each.ids) for index, each in enumerate(request.inputs)}
         """Prompt tokens of the requests that have not ended."""
         self._request_ids = list(self._open_prompt_tokens)
-        caller = spec.authorized_caller
+        caller = request.authorized_caller
         requests = [
             EngineCoreRequest(
                 id=id,
@@ -71,10 +71,10 @@ class VectorGeneration:
                 adapter=caller.adapter,
                 weight=caller.weight,
             )
-            for id, each in zip(self._request_ids, spec.inputs, strict=True)
+            for id, each in zip(self._request_ids, request.inputs, strict=True)
         ]
-        self._stream = client.submit(requests, spec.answer_id)
-        self._deadlines = Deadlines(self._stream, timeout=spec.timeout, queue_timeout=spec.queue_timeout)
+        self._stream = client.submit(requests, request.answer_id)
+        self._deadlines = Deadlines(self._stream, timeout=request.timeout, queue_timeout=request.queue_timeout)
 
     async def collect_vectors(self) -> list[np.ndarray] | None:
         """The vectors in the order of the inputs; None where some were cut short.

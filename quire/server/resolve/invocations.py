@@ -1,4 +1,4 @@
-"""From the body that SageMaker sends to a container to the spec that it asks for."""
+"""From the body that SageMaker sends to a container to the request that it stands for."""
 
 from __future__ import annotations
 

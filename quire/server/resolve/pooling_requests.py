@@ -1,4 +1,4 @@
-"""From requests for vectors to their specs: embeddings, labels, and whatever the model makes."""
+"""From the bodies of requests for vectors: embeddings, labels, and whatever the model makes."""
 
 from __future__ import annotations
 

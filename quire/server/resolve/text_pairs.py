@@ -1,4 +1,4 @@
-"""From /v1/score and /v1/rerank to specs: a cross-encoder reads pairs, an embedding model each text once."""
+"""From /v1/score and /v1/rerank to prompts: a cross-encoder reads pairs, an embedding model each text once."""
 
 from __future__ import annotations
 

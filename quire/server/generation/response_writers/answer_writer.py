@@ -18,11 +18,11 @@ from quire.server.generation.resolved_request import GenerationRequest
 class AnswerWriter(ABC):
     """Writes one call's deltas as server-sent events, or its whole answers as one body."""
 
-    def __init__(self, spec: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
+    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
         """`fingerprint`: see ServedModel."""
-        self._spec = spec
+        self._request = request
         self._tokenizer = tokenizer
-        self._fingerprint = spec.system_fingerprint(fingerprint)
+        self._fingerprint = request.system_fingerprint(fingerprint)
 
     MEDIA_TYPE: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
     """The type of a stream."""
@@ -43,7 +43,7 @@ class AnswerWriter(ABC):
         return {} if self.receipt is None else {"receipt": self.receipt}
 
     def set_usage(self, usage: Usage) -> None:
-        """The usage so far, told before each step where the spec has continuous_usage."""
+        """The usage so far, told before each step where the request has continuous_usage."""
         self._usage = usage
 
     @property
@@ -95,8 +95,8 @@ class OutputPartWriter(AnswerWriter):
     """Writes the only choice part by part: thinking, text and calls, in their order. A part ends where the next one
     begins."""
 
-    def __init__(self, spec: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
-        super().__init__(spec, tokenizer, fingerprint)
+    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
+        super().__init__(request, tokenizer, fingerprint)
         self._parts = OutputParts()
         self._open_part: OutputPart | None = None
         """The part that has begun and has not ended."""

@@ -34,17 +34,17 @@ class ChunkWriter(AnswerWriter):
     UNFINISHED_FIELDS: ClassVar[bytes]
     """Follows that part in a choice that has neither log probabilities nor an end."""
 
-    def __init__(self, spec: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
-        super().__init__(spec, tokenizer, fingerprint)
+    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
+        super().__init__(request, tokenizer, fingerprint)
         self._chunk_head = self._event_head()
         self._choice_heads: dict[int, bytes] = {}
         """By choice: the begin of its chunks, up to the text."""
-        self._set_chunk_end(b'}],"usage":null}' + EVENT_END if spec.include_usage else b"}]}" + EVENT_END)
+        self._set_chunk_end(b'}],"usage":null}' + EVENT_END if request.include_usage else b"}]}" + EVENT_END)
 
     def _common_fields(self, kind: str) -> dict[str, object]:
         """The fields that all chunks of an answer, or the whole answer, begin with."""
-        spec = self._spec
-        about = {"id": spec.answer_id, "object": kind, "created": spec.created, "model": spec.model}
+        request = self._request
+        about = {"id": request.answer_id, "object": kind, "created": request.created, "model": request.model}
         return {**about, "system_fingerprint": self._fingerprint}
 
     def _event_head(self, **extra_fields: object) -> bytes:
@@ -65,15 +65,15 @@ class ChunkWriter(AnswerWriter):
         return self.choice_events(deltas[0]) if len(deltas) == 1 else b"".join(map(self.choice_events, deltas))
 
     def text_event_template(self, index: int) -> bytes | None:
-        if self._spec.return_token_ids or self._spec.continuous_usage:
+        if self._request.return_token_ids or self._request.continuous_usage:
             return None
         before, after = self._choice_head(index) + self.TEXT_KEY, self._unfinished_chunk_end
         return before.replace(b"%", b"%%") + b"%b" + after.replace(b"%", b"%%")
 
     def last_events(self, usage: Usage) -> bytes:
-        if not self._spec.include_usage and self.receipt is None:
+        if not self._request.include_usage and self.receipt is None:
             return DONE_EVENT
-        counts = self._usage_and_metrics_fields(usage) if self._spec.include_usage else {}
+        counts = self._usage_and_metrics_fields(usage) if self._request.include_usage else {}
         encoded_counts = {name: encode_json(each) for name, each in counts.items()}
         fields = b"".join(
             [b',"%b":%b' % (name.encode(), value) for name, value in (encoded_counts | self.receipt_field).items()]
@@ -123,10 +123,10 @@ class ChunkWriter(AnswerWriter):
         return {
             "index": answer.index,
             **content_fields,
-            "logprobs": self.logprobs_field(answer.tokens) if self._spec.logprobs else None,
+            "logprobs": self.logprobs_field(answer.tokens) if self._request.logprobs else None,
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop_reason,
-            "token_ids": answer.token_ids if self._spec.return_token_ids else None,
+            "token_ids": answer.token_ids if self._request.return_token_ids else None,
         }
 
     def _response_fields(self, kind: str) -> dict[str, object]:
@@ -156,7 +156,7 @@ class CompletionWriter(ChunkWriter):
 
     def choice_events(self, delta: ChoiceDelta) -> bytes:
         opening = self._choice_head(delta.index)
-        if self._spec.return_token_ids:
+        if self._request.return_token_ids:
             about = self._chunk_head, delta.index, encode_json(delta.prompt_ids), encode_json(delta.token_ids)
             opening = b'%b[{"index":%d,"prompt_token_ids":%b,"token_ids":%b,"text":' % about
         return self._finish_choice_event(opening + encode_json(delta.text), delta)
@@ -170,7 +170,7 @@ class CompletionWriter(ChunkWriter):
         return encode_with_raw_fields(body, **self.receipt_field)
 
     def logprobs_field(self, tokens: Sequence[AnswerToken]) -> dict[str, object]:
-        return completion_logprobs(tokens, self._tokenizer, as_token_ids=self._spec.return_tokens_as_token_ids)
+        return completion_logprobs(tokens, self._tokenizer, as_token_ids=self._request.return_tokens_as_token_ids)
 
 
 class ChatWriter(ChunkWriter):
@@ -180,18 +180,18 @@ class ChatWriter(ChunkWriter):
     AFTER_TEXT = b"}"
     UNFINISHED_FIELDS = b',"logprobs":null,"finish_reason":null'
 
-    def __init__(self, spec: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
-        super().__init__(spec, tokenizer, fingerprint)
+    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
+        super().__init__(request, tokenizer, fingerprint)
         self._custom_inputs: dict[int, tuple[int, CustomInputDecoder]] = {}
         """By choice: the custom tool's call that it has open, by its index, and the reader of its input."""
 
     def first_events(self) -> bytes:
         """The role of each choice, and the prompt's token ids, before the first step."""
-        ids = self._spec.prompts[0].ids if self._spec.return_token_ids else None
+        ids = self._request.prompts[0].ids if self._request.return_token_ids else None
         opening = self._event_head(prompt_token_ids=ids)
         delta = b'[{"index":%d,"token_ids":null,"delta":{"role":"assistant","content":""'
         return b"".join(
-            [opening + delta % index + self._unfinished_chunk_end for index in range(self._spec.num_choices)]
+            [opening + delta % index + self._unfinished_chunk_end for index in range(self._request.num_choices)]
         )
 
     def choice_events(self, delta: ChoiceDelta) -> bytes:
@@ -209,7 +209,7 @@ class ChatWriter(ChunkWriter):
         for call in delta.tool_calls:
             if call.name is not None:
                 deltas += self._flush_custom_input(delta.index)
-                if call.name in self._spec.custom_tool_names:
+                if call.name in self._request.custom_tool_names:
                     self._custom_inputs[delta.index] = call.index, CustomInputDecoder()
             _, reader = self._custom_inputs.get(delta.index, (0, None))
             if reader is None:
@@ -240,7 +240,7 @@ class ChatWriter(ChunkWriter):
 
     def _content_event(self, delta: ChoiceDelta) -> bytes:
         opening = self._choice_head(delta.index)
-        if self._spec.return_token_ids:
+        if self._request.return_token_ids:
             ids = encode_json(delta.token_ids)
             opening = b'%b[{"index":%d,"token_ids":%b,"delta":{' % (self._chunk_head, delta.index, ids)
         return self._finish_choice_event(
@@ -261,7 +261,7 @@ class ChatWriter(ChunkWriter):
         return encode_with_raw_fields(body, **self.receipt_field)
 
     def logprobs_field(self, tokens: Sequence[AnswerToken]) -> dict[str, object]:
-        return chat_logprobs(tokens, self._tokenizer, as_token_ids=self._spec.return_tokens_as_token_ids)
+        return chat_logprobs(tokens, self._tokenizer, as_token_ids=self._request.return_tokens_as_token_ids)
 
     def _message_fields(self, answer: CollectedChoice) -> dict[str, object]:
         calls = [self._tool_call_object(part) for part in answer.parts.parts if part.kind == "call"]
@@ -273,7 +273,7 @@ class ChatWriter(ChunkWriter):
         return message
 
     def _tool_call_object(self, part: OutputPart) -> dict[str, object]:
-        if part.function_name in self._spec.custom_tool_names:
+        if part.function_name in self._request.custom_tool_names:
             return {
                 "id": part.call_id,
                 "type": "custom",

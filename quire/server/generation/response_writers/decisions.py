@@ -20,8 +20,8 @@ class LabelScoresWriter(UnstreamableAnswerWriter):
     """SGLang's /v1/score."""
 
     def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
-        (question,) = self._spec.questions
-        about = {"object": "scoring", "model": self._spec.model, "weights_version": self.weights_version}
+        (question,) = self._request.questions
+        about = {"object": "scoring", "model": self._request.model, "weights_version": self.weights_version}
         scores = [option_probabilities(question, answer) for answer in answers]
         return encode_json({"scores": scores, **about, "usage": usage.to_openai_usage()})
 
@@ -29,9 +29,9 @@ class LabelScoresWriter(UnstreamableAnswerWriter):
 class DecisionsWriter(UnstreamableAnswerWriter):
     def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
         decisions = [
-            decision_fields(question, answer) for question, answer in zip(self._spec.questions, answers, strict=True)
+            decision_fields(question, answer) for question, answer in zip(self._request.questions, answers, strict=True)
         ]
-        about = {"model": self._spec.model, "weights_version": self.weights_version}
+        about = {"model": self._request.model, "weights_version": self.weights_version}
         return encode_with_raw_fields(
             {**about, "answers": decisions, "usage": responses_usage(usage)}, **self.receipt_field
         )
@@ -77,13 +77,13 @@ class SystemOneApiWriter(UnstreamableAnswerWriter):
     x_."""
 
     def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
-        pairs = zip(self._spec.questions, answers, strict=True)
+        pairs = zip(self._request.questions, answers, strict=True)
         answers_by_name = {
             question.name: systemone_api_fields(question, option_probabilities(question, answer))
             for question, answer in pairs
         }
-        head = {"model": self._spec.model, "answers": answers_by_name, "usage": responses_usage(usage)}
-        head |= {"x_id": self._spec.answer_id, "x_system_fingerprint": self._fingerprint}
+        head = {"model": self._request.model, "answers": answers_by_name, "usage": responses_usage(usage)}
+        head |= {"x_id": self._request.answer_id, "x_system_fingerprint": self._fingerprint}
         head["x_weights_version"] = self.weights_version
         return encode_with_raw_fields(head, **{f"x_{name}": value for name, value in self.receipt_field.items()})
 
@@ -134,15 +134,15 @@ def clamp_probability(value: float) -> float:
 class SessionWarmupWriter(UnstreamableAnswerWriter):
     """Tells how much of the conversation was cached, and how much was computed."""
 
-    def __init__(self, session: str, spec: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
-        super().__init__(spec, tokenizer, fingerprint)
+    def __init__(self, session: str, request: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
+        super().__init__(request, tokenizer, fingerprint)
         self._session, self._start_time = session, clock.monotonic()
 
     def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
         fields = {
             "object": "session.warmed",
             "id": self._session,
-            "model": self._spec.model,
+            "model": self._request.model,
             "tokens": usage.prompt_tokens,
             "cached_tokens": usage.cached_tokens,
             "computed_tokens": usage.prompt_tokens - usage.cached_tokens,

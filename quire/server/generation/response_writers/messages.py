@@ -31,8 +31,8 @@ class MessagesWriter(OutputPartWriter):
     def ping_event(self) -> bytes:
         return encode_event("ping", {"type": "ping"})
 
-    def __init__(self, spec: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
-        super().__init__(spec, tokenizer, fingerprint)
+    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
+        super().__init__(request, tokenizer, fingerprint)
         self._has_started = False
         self._block_index = -1
         """The number of the open block."""
@@ -47,7 +47,7 @@ class MessagesWriter(OutputPartWriter):
         events.append(self.part_end_events())
         ended = self._final_delta
         assert ended is not None, "a complete answer has its end"
-        change = stop_reason_fields(ended.finish_reason, ended.stop_reason, self._spec, usage)
+        change = stop_reason_fields(ended.finish_reason, ended.stop_reason, self._request, usage)
         change |= {"container": None, "stop_details": None, "weights_version": self.weights_version}
         ending = {"type": "message_delta", "delta": change, "usage": anthropic_usage(usage)}
         events.append(encode_event("message_delta", ending, **self.receipt_field))
@@ -60,19 +60,19 @@ class MessagesWriter(OutputPartWriter):
     def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
         (answer,) = answers
         content = [content_block(part) for part in answer.parts.parts or [OutputPart("text")]]
-        ended = stop_reason_fields(answer.finish_reason, answer.stop_reason, self._spec, usage)
+        ended = stop_reason_fields(answer.finish_reason, answer.stop_reason, self._request, usage)
         usage_and_version = {"usage": anthropic_usage(usage), "weights_version": self.weights_version}
         return encode_with_raw_fields(
             {**self._common_message_fields(), "content": content, **ended, **usage_and_version}, **self.receipt_field
         )
 
     def _common_message_fields(self) -> dict[str, object]:
-        about = {"id": self._spec.answer_id, "type": "message", "role": "assistant", "model": self._spec.model}
+        about = {"id": self._request.answer_id, "type": "message", "role": "assistant", "model": self._request.model}
         return {**about, "container": None, "stop_details": None}
 
     def _message_start_event(self) -> bytes:
         message = {**self._common_message_fields(), "content": [], "stop_reason": None, "stop_sequence": None}
-        so_far = self._usage or Usage(self._spec.prompt_tokens, 0, 0)
+        so_far = self._usage or Usage(self._request.prompt_tokens, 0, 0)
         message["usage"] = anthropic_usage(
             replace(so_far, prefix_reports=())
         )  # told at the end: after a restart it is not known
@@ -122,14 +122,14 @@ def parse_tool_arguments(text: str) -> dict[str, Any]:
 
 
 def stop_reason_fields(
-    finish_reason: str | None, stop_reason: int | str | None, spec: GenerationRequest, usage: Usage
+    finish_reason: str | None, stop_reason: int | str | None, request: GenerationRequest, usage: Usage
 ) -> dict[str, str | None]:
     """Anthropic has no stop reason for an answer that was cancelled or that repeats itself: the first is reported as
     cut off, the second as finished."""
     if finish_reason == "stop" and isinstance(stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
     reason = {"tool_calls": "tool_use", "length": "max_tokens", "abort": "max_tokens"}.get(finish_reason or "")
-    most = spec.params.max_tokens
+    most = request.params.max_tokens
     if finish_reason == "length" and most is not None and usage.completion_tokens < most:
         reason = "model_context_window_exceeded"
     return {"stop_reason": reason or "end_turn", "stop_sequence": None}

@@ -29,8 +29,8 @@ class OllamaWriter(OutputPartWriter):
     MEDIA_TYPE: ClassVar[bytes] = b"application/x-ndjson"
     SHAPE: ClassVar[OllamaShape] = "response"
 
-    def __init__(self, spec: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
-        super().__init__(spec, tokenizer, fingerprint)
+    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
+        super().__init__(request, tokenizer, fingerprint)
         self._start_nanoseconds = int(clock.monotonic() * 1e9)
 
     @property
@@ -78,7 +78,7 @@ class OllamaWriter(OutputPartWriter):
             text_fields["thinking"] = reasoning
         if calls:
             text_fields["tool_calls"] = calls
-        about = {"model": self._spec.model, "created_at": utc_timestamp()}
+        about = {"model": self._request.model, "created_at": utc_timestamp()}
         shaped_fields = {"message": {"role": "assistant", **text_fields}} if self.SHAPE == "message" else text_fields
         return encode_json({**about, **shaped_fields, "done": done is not None, **(done or {})}) + b"\n"
 
@@ -104,13 +104,13 @@ class OllamaChatWriter(OllamaWriter):
     SHAPE: ClassVar[OllamaShape] = "message"
 
 
-def ollama_embed_body(spec: VectorRequest, weights_version: str, vectors: Sequence[np.ndarray]) -> bytes:
+def ollama_embed_body(request: VectorRequest, weights_version: str, vectors: Sequence[np.ndarray]) -> bytes:
     """The answer of /api/embed."""
-    took = {"total_duration": 0, "load_duration": 0, "prompt_eval_count": spec.prompt_tokens}
-    return encode_json({"model": spec.model, "embeddings": [normalize_vector(each) for each in vectors], **took})
+    took = {"total_duration": 0, "load_duration": 0, "prompt_eval_count": request.prompt_tokens}
+    return encode_json({"model": request.model, "embeddings": [normalize_vector(each) for each in vectors], **took})
 
 
-def ollama_embeddings_body(spec: VectorRequest, weights_version: str, vectors: Sequence[np.ndarray]) -> bytes:
+def ollama_embeddings_body(request: VectorRequest, weights_version: str, vectors: Sequence[np.ndarray]) -> bytes:
     """The answer of /api/embeddings, of one prompt."""
     return encode_json({"embedding": vectors[0].tolist()})
 

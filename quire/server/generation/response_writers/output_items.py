@@ -18,18 +18,18 @@ ID_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "c
 class OutputItemBuilder:
     """Makes the items of one answer."""
 
-    def __init__(self, spec: GenerationRequest, fields: ResponsesApiFields, tokenizer: Tokenizer) -> None:
-        self._spec = spec
+    def __init__(self, request: GenerationRequest, fields: ResponsesApiFields, tokenizer: Tokenizer) -> None:
+        self._request = request
         self._api_fields = fields
         self._tokenizer = tokenizer
 
     def item_type(self, part: OutputPart) -> str:
         if part.kind == "call":
-            return "custom_tool_call" if part.function_name in self._spec.custom_tool_names else "function_call"
+            return "custom_tool_call" if part.function_name in self._request.custom_tool_names else "function_call"
         return "message" if part.kind == "text" else "reasoning"
 
     def item_id(self, part: OutputPart, index: int) -> str:
-        return f"{ID_PREFIXES[self.item_type(part)]}{self._spec.id.removeprefix(self._spec.id_prefix)}{index:04x}"
+        return f"{ID_PREFIXES[self.item_type(part)]}{self._request.id.removeprefix(self._request.id_prefix)}{index:04x}"
 
     def empty_item(self, part: OutputPart, index: int) -> dict[str, Any]:
         """An item without content so far."""
@@ -64,6 +64,8 @@ class OutputItemBuilder:
         }
 
     def part_logprobs(self, tokens: list[AnswerToken]) -> list[Any]:
-        content = chat_logprobs(tokens, self._tokenizer, as_token_ids=self._spec.return_tokens_as_token_ids)["content"]
+        content = chat_logprobs(tokens, self._tokenizer, as_token_ids=self._request.return_tokens_as_token_ids)[
+            "content"
+        ]
         assert isinstance(content, list)
         return content

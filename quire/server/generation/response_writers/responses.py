@@ -29,12 +29,12 @@ TEXT_EVENTS = {
 class ResponsesWriter(OutputPartWriter):
     """Each part of the answer is an item; an answer without any is an empty message."""
 
-    def __init__(self, spec: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
-        super().__init__(spec, tokenizer, fingerprint)
-        assert spec.responses_fields is not None
-        self._echoed_fields = spec.responses_fields.echoed_fields
-        self._items = OutputItemBuilder(spec, spec.responses_fields, tokenizer)
-        self._created_at = spec.created
+    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
+        super().__init__(request, tokenizer, fingerprint)
+        assert request.responses_fields is not None
+        self._echoed_fields = request.responses_fields.echoed_fields
+        self._items = OutputItemBuilder(request, request.responses_fields, tokenizer)
+        self._created_at = request.created
         self.next_sequence_number = 0
         """Of the next event."""
         self._first_final_number: int | None = None
@@ -96,14 +96,14 @@ class ResponsesWriter(OutputPartWriter):
         self, status: str, usage: Usage | None = None, error: Mapping[str, str] | None = None
     ) -> bytes:
         head = {
-            "id": self._spec.answer_id,
+            "id": self._request.answer_id,
             "object": "response",
             "created_at": self._created_at,
             "completed_at": int(clock.time()) if status == "completed" else None,
             "status": status,
             "error": error,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "model": self._spec.model,
+            "model": self._request.model,
             "usage": None if usage is None else responses_usage(usage),
             "weights_version": None if usage is None else self.weights_version,
         }

@@ -1,5 +1,5 @@
 """Answers that are made of vectors: embeddings, scores, rankings and labels. Each function is a VectorBodyWriter once
-the arguments before the spec are given."""
+the arguments before the request are given."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ ScorePairs = Sequence[tuple[int, int]] | None
 """The two inputs of each score, their embeddings' cosine; None: each input is a pair, and its vector the score."""
 
 
-def _list_body(spec: VectorRequest, weights_version: str, data: list[dict[str, Any]]) -> bytes:
-    about = {"id": spec.answer_id, "object": "list", "created": int(clock.time()), "model": spec.model}
-    return encode_json({**about, "weights_version": weights_version, "data": data, "usage": _usage_fields(spec)})
+def _list_body(request: VectorRequest, weights_version: str, data: list[dict[str, Any]]) -> bytes:
+    about = {"id": request.answer_id, "object": "list", "created": int(clock.time()), "model": request.model}
+    return encode_json({**about, "weights_version": weights_version, "data": data, "usage": _usage_fields(request)})
 
 
-def _usage_fields(spec: VectorRequest) -> dict[str, int]:
-    return {"prompt_tokens": spec.prompt_tokens, "total_tokens": spec.prompt_tokens}
+def _usage_fields(request: VectorRequest) -> dict[str, int]:
+    return {"prompt_tokens": request.prompt_tokens, "total_tokens": request.prompt_tokens}
 
 
 def embeddings_body(
     encoding: Literal["float", "base64"],
     kind: Literal["embedding", "pooling"],
     vector_size: int | None,
-    spec: VectorRequest,
+    request: VectorRequest,
     weights_version: str,
     vectors: VectorList,
 ) -> bytes:
@@ -42,7 +42,7 @@ def embeddings_body(
         _encode_base64(each) if encoding == "base64" else _to_numbers(each, vector_size) for each in vectors
     ]
     data = [{"object": kind, "index": index, key: each} for index, each in enumerate(encoded_vectors)]
-    return _list_body(spec, weights_version, data)
+    return _list_body(request, weights_version, data)
 
 
 def _encode_base64(vector: np.ndarray) -> str:
@@ -55,12 +55,12 @@ def _to_numbers(vector: np.ndarray, size: int | None) -> list[Any]:
 
 
 def cohere_embed_body(
-    types: Sequence[str], texts: Sequence[str], spec: VectorRequest, weights_version: str, vectors: VectorList
+    types: Sequence[str], texts: Sequence[str], request: VectorRequest, weights_version: str, vectors: VectorList
 ) -> bytes:
     """/v2/embed."""
     embeddings_by_type = {kind: [_to_embedding_type(each, kind) for each in vectors] for kind in types}
-    about = {"id": spec.answer_id, "model": spec.model, "response_type": "embeddings_by_type", "texts": texts}
-    meta = {"api_version": {"version": "2"}, "billed_units": {"input_tokens": spec.prompt_tokens}}
+    about = {"id": request.answer_id, "model": request.model, "response_type": "embeddings_by_type", "texts": texts}
+    meta = {"api_version": {"version": "2"}, "billed_units": {"input_tokens": request.prompt_tokens}}
     return encode_json({**about, "weights_version": weights_version, "embeddings": embeddings_by_type, "meta": meta})
 
 
@@ -74,7 +74,9 @@ def _to_embedding_type(vector: np.ndarray, kind: str) -> object:
     return (bits if kind == "ubinary" else (bits.astype(np.int16) - 128).astype(np.int8)).tolist()
 
 
-def classification_body(names: Sequence[str], spec: VectorRequest, weights_version: str, vectors: VectorList) -> bytes:
+def classification_body(
+    names: Sequence[str], request: VectorRequest, weights_version: str, vectors: VectorList
+) -> bytes:
     """/classify."""
     data = [
         {
@@ -85,7 +87,7 @@ def classification_body(names: Sequence[str], spec: VectorRequest, weights_versi
         }
         for index, probabilities in enumerate(vectors)
     ]
-    return _list_body(spec, weights_version, data)
+    return _list_body(request, weights_version, data)
 
 
 def pair_scores(pairs: ScorePairs, vectors: VectorList) -> list[float]:
@@ -94,18 +96,18 @@ def pair_scores(pairs: ScorePairs, vectors: VectorList) -> list[float]:
     return [cosine_similarity(vectors[first], vectors[second]) for first, second in pairs]
 
 
-def scores_body(pairs: ScorePairs, spec: VectorRequest, weights_version: str, vectors: VectorList) -> bytes:
+def scores_body(pairs: ScorePairs, request: VectorRequest, weights_version: str, vectors: VectorList) -> bytes:
     """/v1/score."""
     numbered_scores = enumerate(pair_scores(pairs, vectors))
     data = [{"index": index, "object": "score", "score": score} for index, score in numbered_scores]
-    return _list_body(spec, weights_version, data)
+    return _list_body(request, weights_version, data)
 
 
 def rerank_body(
     pairs: ScorePairs,
     documents: Sequence[str] | None,
     top_n: int,
-    spec: VectorRequest,
+    request: VectorRequest,
     weights_version: str,
     vectors: VectorList,
     *,
@@ -120,10 +122,10 @@ def rerank_body(
     ]
     if documents is not None:
         results = [{**each, "document": {"text": documents[each["index"]]}} for each in results]
-    tokens = {"input_tokens": spec.prompt_tokens}
+    tokens = {"input_tokens": request.prompt_tokens}
     meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}, "tokens": tokens}
-    end = {"meta": meta} if cohere else {"usage": _usage_fields(spec)}
-    about = {"id": spec.answer_id, "model": spec.model, "results": results, "weights_version": weights_version}
+    end = {"meta": meta} if cohere else {"usage": _usage_fields(request)}
+    about = {"id": request.answer_id, "model": request.model, "results": results, "weights_version": weights_version}
     return encode_json(about | end)
 
 

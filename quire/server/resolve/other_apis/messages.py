@@ -1,4 +1,4 @@
-"""From Anthropic's messages to a chat, and to the spec of its generation."""
+"""From Anthropic's messages to a chat, and to its generation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From Ollama's requests to a chat, a completion or vectors, and to the spec of these."""
+"""From Ollama's requests to a chat, a completion or vectors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a request of the Responses API to a chat, and to the spec of its generation."""
+"""From a request of the Responses API to a chat, and to its generation."""
 
 from __future__ import annotations
 
