@@ -75,6 +75,11 @@ class DurableRequest(ABC):
         """Whether the answer is made again by this process, not by a caller's wish."""
         return False
 
+    @property
+    def can_restart(self) -> bool:
+        """Whether a response in the background is made again by whoever may answer it later."""
+        return False
+
     def keep_body(self, body: bytes) -> None:  # noqa: B027 - nothing, if it is not journaled
         """Hold the request's body, decompressed, for the journal."""
 
@@ -110,6 +115,15 @@ class DurableRequest(ABC):
         """The events of a stream that goes on for `seconds` after its reader has left, and the function to call when
         the reader leaves."""
         return events, running.close
+
+    def mark_stored_unfinished(self, resolved: GenerationRequest) -> None:  # noqa: B027 - as above
+        """The response is stored as one that has not ended."""
+
+    async def forget_stored_response(self, resolved: GenerationRequest) -> None:  # noqa: B027 - as above
+        """The response is stored with its end; its Idempotency-Key stays known."""
+
+    async def check_not_answering(self, resolved: GenerationRequest) -> None:  # noqa: B027 - as above
+        """Raises HTTPException while another request is answering it."""
 
     async def forget_failed_answer(self, resolved: GenerationRequest) -> None:  # noqa: B027 - as above
         """The answer failed before anything of it was sent: the same Idempotency-Key may be used again."""
@@ -255,3 +269,16 @@ class JournaledRequest(DurableRequest):
         self._background.start_answer(key, answer, events, release_lease)
         on_reader_left = partial(self._background.schedule_close_after_reader_left, key, answer, seconds)
         return answer.follow_events(-1), on_reader_left
+
+    @property
+    def can_restart(self) -> bool:
+        return True
+
+    def mark_stored_unfinished(self, resolved: GenerationRequest) -> None:
+        self._calls.mark_stored_unfinished(self._owner, resolved.id)
+
+    async def forget_stored_response(self, resolved: GenerationRequest) -> None:
+        await self._calls.forget_call(self._owner, resolved.id, with_key=False)
+
+    async def check_not_answering(self, resolved: GenerationRequest) -> None:
+        await self._calls.check_not_answering(self._owner, resolved.id)

@@ -92,8 +92,7 @@ async def answer_in_background(request: Request, recorder: ResponseRecorder, dur
         close = running.close
         queued = writer.current_response("queued")
         await recorder.store_queued_response(queued)
-        if server.resumable_calls is not None:
-            server.resumable_calls.mark_stored_unfinished(recorder.owner, resolved.id)
+        durable.mark_stored_unfinished(resolved)
     except BaseException:
         close()
         lease.release_lease()
@@ -104,8 +103,7 @@ async def answer_in_background(request: Request, recorder: ResponseRecorder, dur
 
     async def store_and_forget() -> None:
         await recorder.store_ended_response()
-        if server.resumable_calls is not None:
-            await server.resumable_calls.forget_call(recorder.owner, resolved.id, with_key=False)
+        await durable.forget_stored_response(resolved)
 
     async def finish_response() -> None:
         try:
@@ -116,8 +114,7 @@ async def answer_in_background(request: Request, recorder: ResponseRecorder, dur
         finally:
             lease.release_lease()
 
-    can_restart = server.resumable_calls is not None
-    answer = RunningAnswer(writer, close, [] if resolved.stream else None, can_restart=can_restart)
+    answer = RunningAnswer(writer, close, [] if resolved.stream else None, can_restart=durable.can_restart)
     events = stream_events(running.generation, writer, runtime, do_nothing)
     server.background.start_answer((recorder.owner, resolved.answer_id), answer, events, finish_response)
     if resolved.stream and not durable.is_restart:

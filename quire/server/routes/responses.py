@@ -14,6 +14,7 @@ from quire.engine.common.errors import InvalidRequest, Overloaded, RequestNotFou
 from quire.server.access.admission import GenerationRoute, RateLimitedRoute
 from quire.server.access.authentication import owner_of
 from quire.server.access.memory_lease import grow_request_lease
+from quire.server.durability.durable_request import DurableRequest
 from quire.server.encoding import encode_event
 from quire.server.generation.resolved_request import GenerationRequest
 from quire.server.generation.response_writers.responses import ResponsesWriter
@@ -63,7 +64,8 @@ async def create_response(request: Request) -> Response:
     writer = ResponsesWriter(resolved, model.tokenizer, model.fingerprint)
     recorder = ResponseRecorder(get_server_context(request).data_dir, owner, resolved, writer)
     if fields.background:
-        if durable.repeats_stored_response and (existing := await _existing_response(request, resolved)) is not None:
+        existing = await _existing_response(request, resolved, durable) if durable.repeats_stored_response else None
+        if existing is not None:
             return existing
         return await answer_in_background(request, recorder, durable)
     return await generate_and_write(request, resolved, writer, durable, recorder.store_ended_response)
@@ -76,7 +78,7 @@ async def count_tokens(request: Request) -> Response:
     return Response(counted.body, 200, counted.headers, "application/json")
 
 
-async def _existing_response(request: Request, resolved: GenerationRequest) -> Response | None:
+async def _existing_response(request: Request, resolved: GenerationRequest, durable: DurableRequest) -> Response | None:
     """The response of a call whose Idempotency-Key was used before. None if the server ended after it had written the
     call to the journal and before it stored the response. Raises HTTPException while another request is at that
     point."""
@@ -85,9 +87,7 @@ async def _existing_response(request: Request, resolved: GenerationRequest) -> R
             await _load_response(request, resolved.answer_id), 200, resolved.response_headers, "application/json"
         )
     except RequestNotFound:
-        streams = get_server_context(request).resumable_calls
-        assert streams is not None
-        await streams.check_not_answering(owner_of(request), resolved.id)
+        await durable.check_not_answering(resolved)
         return None
 
 
