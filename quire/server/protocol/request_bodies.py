@@ -69,25 +69,20 @@ PARAM_ALTERNATIVES: Mapping[str, str] = {
 }
 """What to use here instead of these; most are parameters of SGLang's and llama.cpp's servers."""
 
+BEAM_SEARCH_SAMPLING_FIELDS = ("temperature", "ignore_eos", "skip_special_tokens")
+"""The sampling fields that beam search supports; a new one is refused until somebody has thought about it."""
 BEAM_SEARCH_UNSUPPORTED_PARAMS = (
     "stream",
     "echo",
     "best_of",
     "stop",
-    "min_tokens",
-    "top_p",
-    "top_k",
-    "min_p",
+    *(each.name for each in COPIED_SAMPLING_FIELDS if each.name not in BEAM_SEARCH_SAMPLING_FIELDS),
     "logit_bias",
     "allowed_token_ids",
     "bad_words",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
     "prompt_logprobs",
     "queue_timeout",
     "repetition_detection",
-    "include_stop_str_in_output",
     "thinking_token_budget",
     "logprob_token_ids",
     "session_id",
