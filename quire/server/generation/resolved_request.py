@@ -270,6 +270,10 @@ class GenerationRequest(ResolvedRequest):
         return frozenset() if self.message_format is None else self.message_format.custom_tool_names
 
     @property
+    def num_prompts(self) -> int:
+        return len(self.prompts)
+
+    @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.params.n
 

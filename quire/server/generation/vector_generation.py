@@ -37,6 +37,10 @@ class VectorRequest(ResolvedRequest):
     write_body: VectorBodyWriter
 
     @property
+    def num_prompts(self) -> int:
+        return len(self.inputs)
+
+    @property
     def prompt_tokens(self) -> int:
         return sum(len(each.ids) for each in self.inputs)
 

@@ -1,4 +1,8 @@
-"""Fifth station: whether there is room for a request, in the queue and within its key's limits."""
+"""Fifth station: whether there is room for a request, in the queue and within its key's limits.
+
+What the longest possible answer takes is reserved of the key's tokens (server/access/rate_limits.py). When the answer
+has ended, `generate.py` settles the ticket with what it really took.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +10,30 @@ from starlette.requests import Request
 
 from quire.server.access.admission import AdmissionTicket, admission_of
 from quire.server.access.authentication import tenant_of
-from quire.server.generation.resolved_request import ResolvedRequest
+from quire.server.generation.resolved_request import GenerationRequest, ResolvedRequest
+from quire.server.generation.vector_generation import VectorRequest
 from quire.server.runtime.model_runtime import get_runtime
 from quire.server.served_model import get_model
 
 
-def admit(
-    request: Request,
-    resolved: ResolvedRequest,
-    *,
-    num_prompts: int,
-    prompt_tokens: int,
-    n: int = 1,
-    max_tokens: int | None = None,
-) -> AdmissionTicket:
+def admit(request: Request, resolved: GenerationRequest | VectorRequest) -> AdmissionTicket:
     """A ticket, which whoever ends the work settles. From here on the request log knows the request by its answer's id.
     Raises what Admission.admit_generation raises."""
+    n, max_tokens = 1, None
+    if isinstance(resolved, GenerationRequest):
+        n, max_tokens = resolved.params.n, resolved.params.max_tokens
     ticket = admission_of(request).admit_generation(
         tenant_of(request.scope),
-        num_prompts=num_prompts,
-        prompt_tokens=prompt_tokens,
+        num_prompts=resolved.num_prompts,
+        prompt_tokens=resolved.prompt_tokens,
         n=n,
         max_tokens=max_tokens,
         priority=resolved.authorized_caller.priority,
     )
+    _register_answer(request, resolved)
+    return ticket
+
+
+def _register_answer(request: Request, resolved: ResolvedRequest) -> None:
     model_name = get_model(request).names[0] if resolved.adapter is None else resolved.adapter.name
     get_runtime(request).request_log.register_answer_record(request.scope, resolved.id, resolved.answer_id, model_name)
-    return ticket

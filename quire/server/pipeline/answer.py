@@ -11,6 +11,7 @@ from quire.server.generation.resolved_request import GenerationRequest
 from quire.server.generation.response_writers.answer_writer import AnswerWriter
 from quire.server.generation.running_generation import RunningGeneration
 from quire.server.generation.vector_generation import VectorRequest
+from quire.server.pipeline.admit import admit
 from quire.server.pipeline.authorize import authorize, identify, open_durable_request
 from quire.server.pipeline.generate import compute_vectors, generate
 from quire.server.pipeline.resolve import Resolver, check_grammars, resolve_body
@@ -38,7 +39,8 @@ async def answer(request: Request, resolve: Resolver[Resolution]) -> Response:
 async def answer_with_vectors(request: Request, resolved: VectorRequest) -> Response:
     resolved = authorize(request, resolved)
     resolved = resolved.with_identity(identify(resolved))
-    return await write_vectors(request, compute_vectors(request, resolved), resolved)
+    running = compute_vectors(request, resolved, admit(request, resolved))
+    return await write_vectors(request, running, resolved)
 
 
 async def answer_with_text(request: Request, resolution: ResolvedGeneration, durable: DurableRequest) -> Response:
@@ -73,7 +75,8 @@ async def prepare_generation(
 async def begin_generation(
     request: Request, resolved: GenerationRequest, durable: DurableRequest
 ) -> RunningGeneration[Generation]:
-    """A generation that is admitted, submitted and journaled. The caller must close it."""
-    running = generate(request, resolved)
+    """A generation that is admitted, submitted and then journaled, before its first event is sent. The caller must
+    close it."""
+    running = generate(request, resolved, admit(request, resolved))
     await durable.journal(resolved, running)
     return running

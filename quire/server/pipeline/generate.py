@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
+from quire.server.access.admission import AdmissionTicket
 from quire.server.generation.beam_search_generation import BeamSearchGeneration
 from quire.server.generation.generation import Generation
 from quire.server.generation.resolved_request import GenerationRequest
 from quire.server.generation.running_generation import RunningGeneration
 from quire.server.generation.sampling_generation import SamplingGeneration
 from quire.server.generation.vector_generation import VectorGeneration, VectorRequest
-from quire.server.pipeline.admit import admit
 from quire.server.runtime.model_runtime import ModelRuntime, get_runtime
 
 
@@ -22,18 +22,10 @@ def submit_generation(resolved: GenerationRequest, runtime: ModelRuntime) -> Gen
     return SamplingGeneration(*common)
 
 
-def generate(request: Request, resolved: GenerationRequest) -> RunningGeneration[Generation]:
-    """Admit a request and start its generation, which the caller must close. Raises what `admit` raises, and
-    EngineError if the engine is gone."""
-    runtime, params = get_runtime(request), resolved.params
-    ticket = admit(
-        request,
-        resolved,
-        num_prompts=len(resolved.prompts),
-        prompt_tokens=resolved.prompt_tokens,
-        n=params.n,
-        max_tokens=params.max_tokens,
-    )
+def generate(request: Request, resolved: GenerationRequest, ticket: AdmissionTicket) -> RunningGeneration[Generation]:
+    """Start a generation, which the caller must close. Settles the ticket at its end. Raises EngineError if the engine
+    is gone."""
+    runtime = get_runtime(request)
     try:
         generation = submit_generation(resolved, runtime)
     except Exception:
@@ -45,10 +37,11 @@ def generate(request: Request, resolved: GenerationRequest) -> RunningGeneration
     return running
 
 
-def compute_vectors(request: Request, resolved: VectorRequest) -> RunningGeneration[VectorGeneration]:
+def compute_vectors(
+    request: Request, resolved: VectorRequest, ticket: AdmissionTicket
+) -> RunningGeneration[VectorGeneration]:
     """The same for vectors."""
     runtime = get_runtime(request)
-    ticket = admit(request, resolved, num_prompts=len(resolved.inputs), prompt_tokens=resolved.prompt_tokens)
     try:
         generation = VectorGeneration(resolved, runtime.client, runtime.metrics)
     except Exception:
