@@ -15,7 +15,7 @@ from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
 from quire.engine.checkpoint.tensor_headers import CheckpointSize, read_checkpoint_size
 from quire.engine.common.errors import ModelError
 from quire.engine.families import decoder_model_types, find_decoder_family
-from tests import tiny_models
+from tests import tiny_encoders, tiny_models
 
 OTHERS = ("axk1",)
 MROPE = {"rope_type": "default", "rope_theta": 1_000_000.0, "mrope_section": [16, 24, 24]}
@@ -149,6 +149,18 @@ def test_mxfp4_is_of_experts_alone() -> None:
 def test_what_is_not_a_decoder_is_refused_with_the_reason(raw: dict[str, object], named: str) -> None:
     with pytest.raises(ModelError, match=named):
         read_model_sizes(raw)
+
+
+@pytest.mark.parametrize(
+    "outer", [{"quantization_config": {"quant_method": "quanto"}}, {"model_type": "vision-text-dual-encoder"}]
+)
+def test_an_encoder_that_its_family_refuses_is_not_planned_as_a_decoder(outer: dict[str, Any]) -> None:
+    """Not where something else keeps it from being served either, or where the model has other parts."""
+    text = {**tiny_encoders.SHAPE, "model_type": "bert", "hidden_act": "mish"}
+    raw = text | outer if "model_type" not in outer else outer | {"text_config": text}
+    with pytest.raises(ModelError, match="hidden_act 'mish' is not supported"):
+        read_model_sizes(raw)
+    assert read_model_sizes({**text, "is_decoder": True}).kv_values_per_token
 
 
 @pytest.mark.parametrize(
