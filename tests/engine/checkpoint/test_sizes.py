@@ -22,6 +22,7 @@ MROPE = {"rope_type": "default", "rope_theta": 1_000_000.0, "mrope_section": [16
 UNSAID: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    "falcon_h1": {"mamba_d_ssm": 8192},  # its default makes heads of 8, which no model has
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 4, "moe_topk": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},

@@ -32,7 +32,8 @@ class OutputNorm(Sublayer):
 
 class LayerScalar(Sublayer):
     def __init__(self, spec: LayerScalarSpec, build_context: BuildContext, layer: str) -> None:
-        self._layer, self._scalar_name, self._weights = layer, spec.scalar_name, dict[str, Tensor]()
+        self._layer, self._scalar_name = layer, spec.scalar_name
+        self._weights: dict[str, Tensor] = {}
         self._shapes = SublayerShapes(spec.parameter_shapes(layer, build_context.hidden_size), build_context)
 
     def parameters(self) -> ParameterTable:
