@@ -5,6 +5,7 @@ from __future__ import annotations
 from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.decoder import DecoderSpec, LayerSpec
 from quire.engine.architecture.encoder import EncoderSpec, EncoderWeightNames, parse_encoder_activation
+from quire.engine.architecture.mla import MLALayerSpec
 from quire.engine.architecture.mlp import MLPSpec
 from quire.engine.architecture.moe import LatentMoESpec, MoELayerSpec
 from quire.engine.architecture.norm import NormSpec
@@ -25,6 +26,7 @@ __all__ = [
     "LatentMoESpec",
     "LayerScalarSpec",
     "LayerSpec",
+    "MLALayerSpec",
     "MLPSpec",
     "Mamba2LayerSpec",
     "MoELayerSpec",

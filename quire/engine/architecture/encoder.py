@@ -126,10 +126,11 @@ class EncoderSpec:
         for name in (names.embedding_norm, names.final_norm):
             shapes |= {} if name is None else self._norm_shapes(name)
         for layer in range(self.num_layers):
-            shapes |= self._layer_shapes(layer)
+            shapes |= self.layer_shapes(layer)
         return shapes
 
-    def _layer_shapes(self, layer: int) -> ParameterShapes:
+    def layer_shapes(self, layer: int) -> ParameterShapes:
+        """The parameters of one layer."""
         names, prefix = self.names, self.names.layer_template.format(layer)
         hidden, inner = self.hidden_size, self.intermediate_size
         attention_size = self.num_heads * self.head_dim

@@ -96,12 +96,11 @@ class MoELayerSpec(SublayerSpec):
         prefix = self.prefix(layer)
         shapes = linear_shapes([f"{prefix}.{self.router}"], self.num_experts, hidden_size, bias=self.router_bias)
         shapes |= self.expert_shapes(layer, hidden_size)
-        input_norm, output_norm = self.norm_names
         norms = {}
         if self.input_norm:
-            norms[f"{layer}.{'input_layernorm' if self.shares_norm else input_norm}"] = hidden_size
+            norms[f"{layer}.{self.input_norm_name}"] = hidden_size
         if self.output_norm:
-            norms[f"{layer}.{output_norm}"] = hidden_size
+            norms[f"{layer}.{self.output_norm_name}"] = hidden_size
         shapes |= norm_shapes(norms, self.norm)
         if self.correction is not None:
             shapes[f"{prefix}.{self.correction}"] = (1,) * self.correction_row + (self.num_experts,)
@@ -140,6 +139,15 @@ class MoELayerSpec(SublayerSpec):
             shapes |= linear_shapes(names, self.intermediate_size, width, bias=self.bias)
             shapes |= linear_shapes([f"{expert}.{self.down}"], width, self.intermediate_size, bias=self.bias)
         return shapes
+
+    @property
+    def input_norm_name(self) -> str:
+        """In a checkpoint, behind the layer's."""
+        return "input_layernorm" if self.shares_norm else self.norm_names[0]
+
+    @property
+    def output_norm_name(self) -> str:
+        return self.norm_names[1]
 
     def prefix(self, layer: str) -> str:
         """What the names of the router and of the experts begin with."""

@@ -4,7 +4,6 @@ short convolutions."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -139,21 +138,14 @@ class Mamba2LayerSpec(MatrixStateSpec):
     def extra_values_per_draft(self, heads: int) -> int:
         return heads
 
-    @property
-    def split_projection_sizes(self) -> Mapping[str, int]:
-        """Of the linears that a checkpoint has joined, by what they are called here."""
-        values, keys = self.num_heads * self.value_dim, self.num_groups * self.key_dim
-        sizes = {"z": values, "x": values, "b": keys, "c": keys, "dt": self.num_heads}
-        return {f"in_proj_{name}": size for name, size in sizes.items()}
-
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
         if self.parent_module:
             layer = f"{layer}.{self.parent_module}"
         prefix = f"{layer}.mamba"
-        values = self.num_heads * self.value_dim
+        values, keys = self.num_heads * self.value_dim, self.num_groups * self.key_dim
         shapes = ParameterShapes()
-        for name, size in self.split_projection_sizes.items():
-            shapes |= linear_shapes([f"{prefix}.{name}"], size, hidden_size, bias=self.bias)
+        for name, size in {"z": values, "x": values, "b": keys, "c": keys, "dt": self.num_heads}.items():
+            shapes |= linear_shapes([f"{prefix}.in_proj_{name}"], size, hidden_size, bias=self.bias)
         shapes |= linear_shapes([f"{prefix}.out_proj"], hidden_size, values, bias=self.out_bias)
         shapes |= {f"{prefix}.{name}": (self.num_heads,) for name in ("A_log", "dt_bias", "D")}
         if self.result_norm is not None:
@@ -186,12 +178,6 @@ class MambaLayerSpec(MatrixStateSpec):
 
     def extra_values_per_draft(self, heads: int) -> int:
         return heads * self.value_dim + 2 * self.key_dim
-
-    @property
-    def split_projection_sizes(self) -> Mapping[str, int]:
-        """Of the linears that a checkpoint has joined, by what they are called here."""
-        projected = {"x_proj_dt": self.dt_rank, "x_proj_b": self.key_dim, "x_proj_c": self.key_dim}
-        return {"in_proj_x": self.num_channels, "in_proj_z": self.num_channels} | projected
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
         prefix, channels = f"{layer}.mamba", self.num_channels

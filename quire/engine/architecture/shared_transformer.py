@@ -50,7 +50,7 @@ class SharedTransformerSpec(SublayerSpec):
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
         """Of this use: the weights that all uses share are the first one's, in `weights_layer`."""
-        weights = f"model.layers.{self.weights_layer}.{SHARED_TRANSFORMER}"
+        weights = self.weights_prefix
         attention = self.attention
         shapes = linear_shapes([f"{layer}.linear"], hidden_size, hidden_size)
         if layer == f"model.layers.{self.weights_layer}":
@@ -59,15 +59,30 @@ class SharedTransformerSpec(SublayerSpec):
         shapes |= norm_shapes({f"{weights}.input_layernorm": 2 * hidden_size}, self.norm)
         if self.adapts_attention:
             for name in "qkv":
-                adapter = f"{weights}.self_attn.linear_{name}_adapter_list.{self.use_index}"
+                adapter = self.attention_adapter_name(name)
                 heads = attention.num_heads if name == "q" else attention.num_kv_heads
                 shapes |= linear_shapes([f"{adapter}.0"], self.adapter_rank, 2 * hidden_size)
                 shapes |= linear_shapes([f"{adapter}.1"], heads * attention.head_dim, self.adapter_rank)
-        adapter = f"{weights}.feed_forward.gate_up_proj_adapter_list.{self.use_index}"
+        adapter = self.mlp_adapter_name
         shapes |= linear_shapes([f"{adapter}.0"], self.adapter_rank, hidden_size)
         return shapes | linear_shapes(
             [f"{adapter}.1.gate", f"{adapter}.1.up"], self.intermediate_size, self.adapter_rank
         )
+
+    @property
+    def weights_prefix(self) -> str:
+        """What the names of the weights that all uses share begin with."""
+        return f"model.layers.{self.weights_layer}.{SHARED_TRANSFORMER}"
+
+    def attention_adapter_name(self, projection: str) -> str:
+        """Of the two low-rank linears that this use adds to the queries (`projection` is q), keys or values: they are
+        its .0 and .1."""
+        return f"{self.weights_prefix}.self_attn.linear_{projection}_adapter_list.{self.use_index}"
+
+    @property
+    def mlp_adapter_name(self) -> str:
+        """Of the low-rank linears that it adds to the MLP's gate and up: .0, and .1.gate and .1.up."""
+        return f"{self.weights_prefix}.feed_forward.gate_up_proj_adapter_list.{self.use_index}"
 
     def adaptable_linears(self, layer: str, hidden_size: int) -> LinearSizes:
         """Of this use, which can have adapters of its own; its low-rank linears have none."""

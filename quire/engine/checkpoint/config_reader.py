@@ -109,16 +109,17 @@ def explain_unsupported_family(raw: Mapping[str, Any]) -> str | None:
 
 
 def explain_unsupported_model(raw: Mapping[str, Any]) -> list[str]:
-    """What in a config.json keeps Quire from serving such a model, in lines that say it to people; [] for nothing."""
-    family_reason = explain_unsupported_family(raw)
+    """What in a config.json, whose fields must be checked before, keeps Quire from serving such a model, in lines that
+    say it to people; [] for nothing."""
+    family_reason, text_fields = explain_unsupported_family(raw), extract_text_config(raw)
     problems = [] if family_reason is None else [family_reason]
-    if (reason := explain_unsupported_quantization(raw.get("quantization_config") or {})) is not None:
+    if (reason := explain_unsupported_quantization(text_fields.get("quantization_config") or {})) is not None:
         problems.append(reason)
     if not has_quire_family(raw):
         return problems
-    family = find_decoder_family(raw.get("model_type"))
+    family = find_decoder_family(text_fields.get("model_type"))
     has_longrope = family is not None and family.has_longrope
-    rope = raw.get("rope_scaling") or raw.get("rope_parameters")
+    rope = text_fields.get("rope_scaling") or text_fields.get("rope_parameters")
     parts = (rope, *rope.values()) if isinstance(rope, Mapping) else ()  # or one for each kind of layer
     rope_types = {
         find_unsupported_rope_type(part, has_longrope=has_longrope) for part in parts if isinstance(part, Mapping)

@@ -46,6 +46,11 @@ def _check_activation(config: ModelConfig, spec: DecoderSpec) -> None:
         raise ModelError(f"model: hidden_act {activation!r} is not supported in a {config.model_type!r}")
 
 
+def is_encoder(config: ModelConfig) -> bool:
+    """Whether the model only reads, so that it keeps no KV cache. transformers' class makes a decoder of some."""
+    return config.transformers_config is None and find_encoder_family(config.model_type) is not None
+
+
 def build_encoder_spec(config: ModelConfig) -> EncoderSpec:
     """The spec of an encoder. Raises ModelError for what its family does not compute."""
     family = find_encoder_family(config.model_type)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.engine.architecture.encoder import EncoderSpec
+from quire.engine.architecture.parameter_shapes import ParameterShapes
 from quire.engine.encoders.encoder_chunks import (
     MAX_CHUNK_TOKENS,
     QKV_COST_SHARE,
@@ -48,28 +49,23 @@ class _EncoderLayerWeights:
 
     def __init__(self, spec: EncoderSpec, scheme: QuantizationScheme, index: int, cos_sin: Tensor | None) -> None:
         names = spec.names
-        hidden = spec.hidden_size
-        attention_size = spec.num_heads * spec.head_dim
-        self.hidden_size = hidden
         name = names.layer_template.format(index)
+        self._shapes = shapes = spec.layer_shapes(index)
 
-        def linear(size: int, parts: Sequence[str], out: int, *, bias: bool = True) -> FusedLinear:
-            sizes = {f"{name}.{part}": out // len(parts) for part in parts}
-            return FusedLinear(scheme, size, sizes, bias=spec.bias and bias)
+        def make_linear(*parts: str) -> FusedLinear:
+            weights = {f"{name}.{part}": shapes[f"{name}.{part}.weight"] for part in parts}
+            sizes = {linear: out for linear, (out, _) in weights.items()}
+            in_features = weights[f"{name}.{parts[0]}"][1]
+            return FusedLinear(scheme, in_features, sizes, bias=f"{name}.{parts[0]}.bias" in shapes)
 
-        self.qkv = linear(hidden, names.qkv, 3 * attention_size, bias=spec.qkv_bias)
-        self.out = linear(attention_size, [names.out], hidden)
-        self.up = linear(hidden, names.up, spec.intermediate_size * (2 if spec.gated else 1), bias=spec.up_bias)
+        self.qkv, self.out = make_linear(*names.qkv), make_linear(names.out)
+        self.up, self.down = make_linear(*names.up), make_linear(names.down)
         self.gate_last = spec.gate_last
-        self.down = linear(spec.intermediate_size, [names.down], hidden)
-        self.attention_norm: LayerNormWeights | None = None
-        if not (spec.pre_norm and index == 0) or spec.has_first_layer_norm:
-            self.attention_norm = LayerNormWeights(f"{name}.{names.attention_norm}", hidden, bias=spec.norm_bias)
-        self.mlp_norm = LayerNormWeights(f"{name}.{names.mlp_norm}", hidden, bias=spec.norm_bias)
+        self.attention_norm = _make_norm(shapes, f"{name}.{names.attention_norm}")
+        self.mlp_norm = _make_required_norm(shapes, f"{name}.{names.mlp_norm}")
         self.scales: list[Tensor | None] = [None, None]
-        self._scale_names = () if names.layer_scales is None else tuple(f"{name}.{each}" for each in names.layer_scales)
-        norms = names.qk_norms or ()
-        self._head_norms = [LayerNormWeights(f"{name}.{norm}", attention_size, bias=False) for norm in norms]
+        self._scale_names = [f"{name}.{each}" for each in names.layer_scales or ()]
+        self._head_norms = [_make_required_norm(shapes, f"{name}.{norm}") for norm in names.qk_norms or ()]
         self._rope = QKNormRopeParams(spec.head_dim, cos_sin, eps=spec.eps, norm_kind="whole")
         window = spec.windows[index]
         self.window = None if window is None else window + 1
@@ -86,9 +82,18 @@ class _EncoderLayerWeights:
         norms = (self.attention_norm, self.mlp_norm, *self._head_norms)
         table = merge_parameters(self.qkv, self.out, self.down, *norms)
         for place, name in enumerate(self._scale_names):
-            table[name] = make_loadable_parameter(self.scales, place, (self.hidden_size,), torch.float32)
+            table[name] = make_loadable_parameter(self.scales, place, self._shapes[name], torch.float32)
         up = self.up.parameters()
         return table | ({name: _swap_halves_on_load(each) for name, each in up.items()} if self.gate_last else up)
+
+
+def _make_required_norm(shapes: ParameterShapes, name: str) -> LayerNormWeights:
+    return LayerNormWeights(name, *shapes[f"{name}.weight"], bias=f"{name}.bias" in shapes)
+
+
+def _make_norm(shapes: ParameterShapes, name: str | None) -> LayerNormWeights | None:
+    """None where there is no such norm."""
+    return None if name is None or f"{name}.weight" not in shapes else _make_required_norm(shapes, name)
 
 
 def _swap_halves_on_load(parameter: LoadableParameter) -> LoadableParameter:
@@ -129,31 +134,21 @@ class Encoder:
         ]
         self._embedding_tables: dict[str, Tensor] = {}
         """Embeddings of words, positions and segments, and of relative positions, by their names."""
-        names = spec.names
+        self._shapes = spec.parameter_shapes()
         self._embedding_norm, self._final_norm = (
-            None if name is None else LayerNormWeights(name, spec.hidden_size, bias=spec.norm_bias)
-            for name in (names.embedding_norm, names.final_norm)
+            _make_norm(self._shapes, name) for name in (spec.names.embedding_norm, spec.names.final_norm)
         )
 
     def parameters(self) -> ParameterTable:
         """Every tensor the model takes, by its name in the checkpoint."""
-        spec = self.spec
-        names = self.spec.names
-        table = ParameterTable()
-        sizes = (
-            (names.word_embeddings, spec.vocab_size),
-            (names.position_embeddings, spec.positions),
-            (names.token_type_embeddings, spec.segments),
-        )
-        for name, rows in sizes:
-            if name is not None and rows:
-                table[f"{name}.weight"] = make_loadable_parameter(
-                    self._embedding_tables, name, (rows, spec.hidden_size), self.dtype
-                )
-        if names.relative_attention_bias is not None:
-            shape = (spec.num_buckets, spec.num_heads)
-            table[f"{names.relative_attention_bias}.weight"] = make_loadable_parameter(
-                self._embedding_tables, names.relative_attention_bias, shape, torch.float32, self._expand_relative_bias
+        names, table = self.spec.names, ParameterTable()
+        for name in (names.word_embeddings, names.position_embeddings, names.token_type_embeddings):
+            if (shape := self._shapes.get(f"{name}.weight")) is not None:
+                table[f"{name}.weight"] = make_loadable_parameter(self._embedding_tables, name, shape, self.dtype)
+        if (name := names.relative_attention_bias) is not None:
+            weight = f"{name}.weight"
+            table[weight] = make_loadable_parameter(
+                self._embedding_tables, name, self._shapes[weight], torch.float32, self._expand_relative_bias
             )
         return table | merge_parameters(self._embedding_norm, self._final_norm, *self._layers)
 

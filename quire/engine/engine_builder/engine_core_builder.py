@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from quire.engine.checkpoint.family_spec import is_encoder
 from quire.engine.checkpoint.kv_cache_groups import apply_context_settings
 from quire.engine.checkpoint.model_resolver import resolve_weights
 from quire.engine.checkpoint.overrides import load_model_config, resolve_model_with_overrides
@@ -15,13 +16,11 @@ from quire.engine.core.drafter import Drafter
 from quire.engine.core.kv_offload import KVOffloader
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.engine_builder.scheduler_builder import make_scheduler
-from quire.engine.families import find_encoder_family
 from quire.engine.processes.heartbeat import Heartbeat
 from quire.engine.tiers.kv_identity import WeightFiles, code_hash, model_sample_digest
 from quire.engine.tiers.tier_factory import check_tiers, make_kv_offloader
 from quire.engine.tiers.tiered_offloader import TieredKVOffloader
 from quire.engine.worker.device_plan import apply_gpu_defaults
-from quire.engine.worker.encoder_startup import start_encoder
 from quire.engine.worker.loading.weight_check import check_same_model
 from quire.engine.worker.loading.weight_loader import NamedTensors
 from quire.engine.worker.startup import start_worker
@@ -40,14 +39,12 @@ class EngineCoreBuilder:
         config = apply_gpu_defaults(config)
         if config.weights is not None:
             check_same_model(model, resolve_weights(config), path)
-        is_encoder = find_encoder_family(model.model_type) is not None and model.transformers_config is None
-        check_tiers(config, is_encoder=is_encoder)
+        check_tiers(config, is_encoder=is_encoder(model))
         self.config = config
         """With the defaults of the device."""
         self.model = model
         self._weight_files = WeightFiles(config) if tensors is None else None
-        start = start_encoder if is_encoder else start_worker
-        self.worker = start(config, path, model, heartbeat.progress, tensors, heartbeat.rank_ended)
+        self.worker = start_worker(config, path, model, heartbeat.progress, tensors, heartbeat.rank_ended)
         draft_worker = self.worker.started_drafter
         self.device_drafter = None if draft_worker is None else draft_worker.drafter
         warmup_notes = warm_up_runner(

@@ -66,7 +66,7 @@ class Attention(PagedKVSublayer):
     def __init__(self, spec: AttentionLayerSpec, build_context: BuildContext, layer: str) -> None:
         shard = build_context.shard
         dim = spec.head_dim
-        self._shapes = shapes = SublayerShapes(spec, build_context, layer)
+        self._shapes = shapes = SublayerShapes(spec.parameter_shapes(layer, build_context.hidden_size), build_context)
         heads, kv_heads = shard.rank_span(spec.num_heads), shard.kv_head_span(spec.num_kv_heads)
         super().__init__(spec, build_context, len(kv_heads))
         self._kv_scales = build_context.kv_scales.get(layer, UNIT_KV_SCALES)

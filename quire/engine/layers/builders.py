@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from functools import singledispatch
 
-from quire.engine.architecture.attention import AttentionLayerSpec
-from quire.engine.architecture.mla import MLALayerSpec
-from quire.engine.architecture.mlp import MLPSpec
-from quire.engine.architecture.moe import MoELayerSpec
+from quire.engine.architecture import (
+    AttentionLayerSpec,
+    LayerScalarSpec,
+    MLALayerSpec,
+    MLPSpec,
+    MoELayerSpec,
+    OutputNormSpec,
+    PerLayerInputGateSpec,
+    SharedTransformerSpec,
+    SublayerSpec,
+)
 from quire.engine.architecture.recurrent import DeltaNetSpec, Mamba2LayerSpec, MambaLayerSpec, ShortConvSpec
-from quire.engine.architecture.shared_transformer import SharedTransformerSpec
-from quire.engine.architecture.stream import LayerScalarSpec, OutputNormSpec, PerLayerInputGateSpec
-from quire.engine.architecture.sublayer import SublayerSpec
 from quire.engine.layers.attention import Attention
 from quire.engine.layers.mla import MLAttention
 from quire.engine.layers.mlp import MLP

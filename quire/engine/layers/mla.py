@@ -37,7 +37,7 @@ class MLAttention(Sublayer):
 
     def __init__(self, spec: MLALayerSpec, build_context: BuildContext, layer: str) -> None:
         shard = build_context.shard
-        shapes = SublayerShapes(spec, build_context, layer)
+        shapes = SublayerShapes(spec.parameter_shapes(layer, build_context.hidden_size), build_context)
         heads = shard.rank_span(spec.num_heads)
         self._spec = spec
         self._build_context = build_context

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from functools import cached_property
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from quire.engine.architecture.mlp import MLPSpec
-from quire.engine.layers.parameters import ParameterTable, identity, make_loadable_parameter, merge_parameters
+from quire.engine.layers.parameters import ParameterTable, merge_parameters
 from quire.engine.layers.sublayer import (
     BuildContext,
     ForwardContext,
@@ -32,7 +31,7 @@ class MLP(Sublayer):
         self._shard = build_context.shard
         self._dtype = build_context.dtype
         self._prefix = prefix = f"{layer}.{spec.name}"
-        shapes = SublayerShapes(spec, build_context, layer)
+        self._shapes = shapes = SublayerShapes(spec.parameter_shapes(layer, build_context.hidden_size), build_context)
         shard, size = build_context.shard, spec.intermediate_size
         input_names = [name for name in (f"{prefix}.gate_proj", f"{prefix}.up_proj") if name in shapes]
         down = f"{prefix}.down_proj"
@@ -45,16 +44,10 @@ class MLP(Sublayer):
 
     def parameters(self) -> ParameterTable:
         table = merge_parameters(self._norms, self._up, self._down)
-        if self._spec.activation == "xielu":  # factors are stored as what softplus makes positive
-            for name, shape, make in (
-                ("alpha_p", (1,), F.softplus),
-                ("alpha_n", (1,), F.softplus),
-                ("beta", (), identity),
-            ):
-                table[f"{self._prefix}.act_fn.{name}"] = make_loadable_parameter(
-                    self._activation_weights, name, shape, torch.float32, make
-                )
-        return table
+        prefix, weights = f"{self._prefix}.act_fn", self._activation_weights
+        alphas = ("alpha_p", "alpha_n")  # stored as what softplus makes positive
+        table |= self._shapes.make_parameters(weights, prefix, alphas, transform=F.softplus)
+        return table | self._shapes.make_parameters(weights, prefix, ["beta"])
 
     def smoothable_norms(self) -> tuple[SmoothableNorm, ...]:
         input_norm = SmoothableNorm(self._input_norm, self._spec.norm.weight_offset, (self._up,))

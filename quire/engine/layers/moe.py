@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from quire.engine.architecture.moe import LatentMoESpec, MoELayerSpec, SharedExpertSpec
-from quire.engine.layers.adapters import AdapterManager
 from quire.engine.layers.linear import FusedLinear
-from quire.engine.layers.norm import NormWeights
-from quire.engine.layers.parameters import ParameterTable, identity, make_loadable_parameter, merge_parameters
+from quire.engine.layers.parameters import ParameterTable, identity, merge_parameters
 from quire.engine.layers.schemes import UnquantizedScheme
 from quire.engine.layers.shard import UNSHARDED, LinearSlice, ModelShard
 from quire.engine.layers.sublayer import BuildContext, ForwardContext, Sublayer, activate_gate_up
+from quire.engine.layers.sublayer_shapes import SublayerShapes
 from quire.kernels.backend import Operations
 from quire.kernels.parameters.activation import Activation
 from quire.kernels.quantized_tensors import Activations, select_linear_input
@@ -36,27 +35,18 @@ class SparseMoE(Sublayer):
         self._spec = spec
         self._backend = backend
         self._shard = build_context.shard
-        hidden, intermediate_size = build_context.hidden_size, spec.intermediate_size
-        self._prefix, self._hidden_size = f"{layer}.{spec.name}" if spec.name else layer, hidden
-        router, router_dtype = (
-            f"{self._prefix}.{spec.router}",
-            torch.float32 if spec.float_router else build_context.dtype,
-        )
+        self._hidden_size = build_context.hidden_size
+        self._prefix = prefix = spec.prefix(layer)
+        self._shapes = shapes = SublayerShapes(spec.parameter_shapes(layer, build_context.hidden_size), build_context)
+        router_dtype = torch.float32 if spec.float_router else build_context.dtype
         self._router = _make_replicated_dense_linear(
-            build_context, hidden, {router: spec.num_experts}, router_dtype, bias=spec.router_bias, wide=True
+            shapes, build_context, f"{prefix}.{spec.router}", router_dtype, wide=True
         )
-        expert_names = [f"{self._prefix}.experts.{index}" for index in range(spec.num_experts)]
-        names = (spec.gate, spec.up, spec.down) if spec.gated else (spec.up, spec.down)
-        self._latent = None if spec.latent is None else _LatentProjections(spec.latent, build_context, layer)
-        expert_context = replace(
-            build_context, scheme=scheme, hidden_size=hidden if spec.latent is None else spec.latent.latent_size
-        )
+        expert_shapes = shapes.with_context(scheme=scheme, adapters=None)
         shard = UNSHARDED if spec.is_expert_parallel else build_context.shard
         linears = [
-            _make_mlp_linears(
-                expert_context, intermediate_size, name, names, bias=spec.bias, adapters=None, shard=shard
-            )
-            for name in expert_names
+            _make_mlp_linears(expert_shapes, shard, f"{prefix}.experts.{index}", (spec.gate, spec.up, spec.down))
+            for index in range(spec.num_experts)
         ]
         self._local_experts = (
             build_context.shard.rank_span(spec.num_experts) if spec.is_expert_parallel else range(spec.num_experts)
@@ -64,16 +54,14 @@ class SparseMoE(Sublayer):
         self._remote_linears = [linear for number, linear in enumerate(linears) if number not in self._local_experts]
         local_linears = [linears[number] for number in self._local_experts]
         self._gate_up, self._down = [up for up, _ in local_linears], [down for _, down in local_linears]
-        self._weights: dict[str | None, Tensor] = {}
-        input_norm_name, output_norm_name = spec.norm_names
-        self._input_norm = f"{layer}.{'input_layernorm' if spec.shares_norm else input_norm_name}"
-        self._output_norm = f"{layer}.{output_norm_name}"
-        norms = [self._input_norm] * spec.input_norm + [self._output_norm] * spec.output_norm
-        self._norms = NormWeights(dict.fromkeys(norms, hidden), build_context.dtype, spec.norm)
+        self._weights: dict[str, Tensor] = {}
+        self._input_norm, self._output_norm = f"{layer}.{spec.input_norm_name}", f"{layer}.{spec.output_norm_name}"
+        self._norms = shapes.make_norms((self._input_norm, self._output_norm), spec.norm)
+        self._latent = None if spec.latent is None else _LatentProjections(spec.latent, shapes, self._shard, layer)
         self._shared_expert = (
             None
             if spec.shared_expert is None
-            else _SharedExpert(spec.shared_expert, build_context, layer, gated=spec.gated)
+            else _SharedExpert(spec.shared_expert, shapes, build_context, layer, gated=spec.gated)
         )
         self._extra_input_linears = tuple(
             module.input_linear for module in (self._shared_expert, self._latent) if module is not None
@@ -88,21 +76,18 @@ class SparseMoE(Sublayer):
             name: replace(each, weight_loader=_discard_tensor, slice_tensor=_empty_slice)
             for name, each in remote_parameters.items()
         }
-        learned: tuple[tuple[str | None, tuple[int, ...], Callable[[Tensor], Tensor]], ...] = (
-            (
-                spec.correction,
-                (1,) * spec.correction_row + (spec.num_experts,),
-                lambda tensor: tensor.flatten().contiguous(),
-            ),
-            (spec.expert_scales, (spec.num_experts,), identity),
-            (spec.router_scale, (self._hidden_size,), lambda tensor: tensor * self._hidden_size**-0.5),
+        transforms: tuple[tuple[str | None, Callable[[Tensor], Tensor]], ...] = (
+            (spec.correction, lambda tensor: tensor.flatten().contiguous()),
+            (spec.expert_scales, identity),
+            (spec.router_scale, lambda tensor: tensor * self._hidden_size**-0.5),
         )
-        for name, shape, make in learned:
+        for name, transform in transforms:
             if name is not None:
-                table[f"{self._prefix}.{name}"] = make_loadable_parameter(
-                    self._weights, name, shape, torch.float32, make
-                )
+                table |= self._shapes.make_parameters(self._weights, self._prefix, [name], transform=transform)
         return table
+
+    def _get_weight(self, name: str | None) -> Tensor | None:
+        return None if name is None else self._weights[name]
 
     def process_weights_after_loading(self) -> None:
         assert self._packed_moe is not None  # makes it
@@ -116,7 +101,7 @@ class SparseMoE(Sublayer):
             input_linears, ops, self._input_norm, x, residual, parallel=parallel
         )
         x = select_linear_input(self._packed_moe, normed)
-        scale = self._weights.get(self._spec.router_scale)
+        scale = self._get_weight(self._spec.router_scale)
         routed = x if scale is None else ops.rms_norm(residual, scale, self._spec.norm.eps)
         shared_output = (
             None if self._shared_expert is None else self._shared_expert.compute_output_and_gate(ops, normed, step)
@@ -142,8 +127,8 @@ class SparseMoE(Sublayer):
             routing=spec.routing,
             clamped_swiglu=spec.clamp,
             activation=None if spec.gated else _RELU_SQUARED,
-            score_correction_bias=self._weights.get(spec.correction),
-            expert_scales=self._weights.get(spec.expert_scales),
+            score_correction_bias=self._get_weight(spec.correction),
+            expert_scales=self._get_weight(spec.expert_scales),
             has_gelu_gates=spec.gelu,
             has_float32_router=spec.float_router,
             first_expert=self._local_experts.start,
@@ -154,25 +139,16 @@ class SparseMoE(Sublayer):
 class _SharedExpert:
     """What every token has beside its experts."""
 
-    def __init__(self, spec: SharedExpertSpec, build_context: BuildContext, layer: str, *, gated: bool) -> None:
-        names = ("gate_proj", "up_proj", "down_proj") if gated else ("up_proj", "down_proj")
-        prefix = f"{layer}.{spec.name}"
-        size = spec.intermediate_size
+    def __init__(
+        self, spec: SharedExpertSpec, shapes: SublayerShapes, build_context: BuildContext, layer: str, *, gated: bool
+    ) -> None:
         self._is_gated = gated
-        self._up, self._down = _make_mlp_linears(
-            build_context,
-            size,
-            prefix,
-            names,
-            bias=spec.bias,
-            adapters=build_context.adapters,
-            shard=build_context.shard,
-        )
-        gate = None if spec.gate_name is None else {f"{layer}.{spec.gate_name}": 1}
+        names = ("gate_proj", "up_proj", "down_proj")
+        self._up, self._down = _make_mlp_linears(shapes, build_context.shard, f"{layer}.{spec.name}", names)
         self._gate = (
             None
-            if gate is None
-            else _make_replicated_dense_linear(build_context, build_context.hidden_size, gate, build_context.dtype)
+            if spec.gate_name is None
+            else _make_replicated_dense_linear(shapes, build_context, f"{layer}.{spec.gate_name}", build_context.dtype)
         )
 
     def parameters(self) -> ParameterTable:
@@ -203,18 +179,10 @@ class _LatentProjections:
     """What stands around experts of smaller vectors, whole on every rank: the second linear takes what this rank's
     experts give, so that its results are summed with those of the shared ones."""
 
-    def __init__(self, spec: LatentMoESpec, build_context: BuildContext, layer: str) -> None:
+    def __init__(self, spec: LatentMoESpec, shapes: SublayerShapes, shard: ModelShard, layer: str) -> None:
         input_name, output_name = (f"{layer}.{name}" for name in spec.projection_names)
-        hidden = build_context.hidden_size
-        size = spec.latent_size
-        scheme = build_context.scheme
-        bias = spec.bias
-        adapters = build_context.adapters
-        output_slices = {output_name: LinearSlice(adds_bias=build_context.shard.rank == 0)}
-        self.input_linear = FusedLinear(scheme, hidden, {input_name: size}, bias=bias, adapters=adapters)
-        self._output_linear = FusedLinear(
-            scheme, size, {output_name: hidden}, bias=bias, adapters=adapters, cuts=output_slices
-        )
+        self.input_linear = shapes.make_linear([input_name])
+        self._output_linear = shapes.make_linear([output_name], {output_name: LinearSlice(adds_bias=shard.rank == 0)})
 
     def parameters(self) -> ParameterTable:
         return self.input_linear.parameters() | self._output_linear.parameters()
@@ -228,35 +196,23 @@ class _LatentProjections:
 
 
 def _make_replicated_dense_linear(
-    build_context: BuildContext,
-    in_features: int,
-    out_features: dict[str, int],
-    dtype: torch.dtype,
-    *,
-    bias: bool = False,
-    wide: bool = False,
+    shapes: SublayerShapes, build_context: BuildContext, name: str, dtype: torch.dtype, *, wide: bool = False
 ) -> FusedLinear:
     """A linear that each rank has whole and that never has few bits: choices would change."""
-    return FusedLinear(UnquantizedScheme(build_context.backend, dtype), in_features, out_features, bias=bias, wide=wide)
+    scheme = UnquantizedScheme(build_context.backend, dtype)
+    return shapes.with_context(scheme=scheme, adapters=None).make_linear([name], wide=wide)
 
 
 def _make_mlp_linears(
-    build_context: BuildContext,
-    size: int,
-    prefix: str,
-    names: tuple[str, ...],
-    *,
-    bias: bool,
-    adapters: AdapterManager | None,
-    shard: ModelShard,
+    shapes: SublayerShapes, shard: ModelShard, prefix: str, names: tuple[str, str, str]
 ) -> tuple[FusedLinear, FusedLinear]:
-    """This rank's part of an MLP so wide: what reads, a gate and up as one or up alone, and its down."""
-    *input_names, down = (f"{prefix}.{name}" for name in names)
-    hidden = build_context.hidden_size
-    outs, ins = dict.fromkeys(input_names, shard.output_slice(size)), {down: shard.input_slice(size)}
-    input_sizes = dict.fromkeys(input_names, size)
-    input_linear = FusedLinear(build_context.scheme, hidden, input_sizes, bias=bias, adapters=adapters, cuts=outs)
-    return input_linear, FusedLinear(build_context.scheme, size, {down: hidden}, bias=bias, adapters=adapters, cuts=ins)
+    """This rank's part of an MLP whose gate, if it has one, up and down are called so: what reads, as one; and down."""
+    gate, up, down = (f"{prefix}.{name}" for name in names)
+    size, input_names = shapes.in_features(down), [name for name in (gate, up) if name in shapes]
+    return (
+        shapes.make_linear(input_names, dict.fromkeys(input_names, shard.output_slice(size))),
+        shapes.make_linear([down], {down: shard.input_slice(size)}),
+    )
 
 
 def _empty_slice(tensor: Tensor) -> Tensor:

@@ -1,14 +1,16 @@
-"""A sublayer's linears, norms and other weights, in the shapes that its spec says."""
+"""Linears, norms and other weights, in the shapes that a spec says."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.engine.architecture.norm import NormSpec
-from quire.engine.architecture.sublayer import SublayerSpec
+from quire.engine.architecture.parameter_shapes import ParameterShapes
 from quire.engine.layers.linear import FusedLinear, Projection
 from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable, identity, make_loadable_parameter
@@ -17,11 +19,16 @@ from quire.engine.layers.sublayer import BuildContext
 
 
 class SublayerShapes:
-    """Shapes by the names that a checkpoint has for the parameters of one layer's sublayer."""
+    """Shapes by the names that a checkpoint has for the parameters of one layer's sublayer, or of what all layers have
+    together."""
 
-    def __init__(self, spec: SublayerSpec, build_context: BuildContext, layer: str) -> None:
-        self._shapes = spec.parameter_shapes(layer, build_context.hidden_size)
+    def __init__(self, shapes: ParameterShapes, build_context: BuildContext) -> None:
+        self._shapes = shapes
         self._build_context = build_context
+
+    def with_context(self, **fields: Any) -> SublayerShapes:
+        """The same shapes, of which modules are made with other fields of the build context."""
+        return SublayerShapes(self._shapes, replace(self._build_context, **fields))
 
     def __contains__(self, linear: str) -> bool:
         """Whether the sublayer has a linear, or a norm, of this name."""
@@ -34,20 +41,30 @@ class SublayerShapes:
     def in_features(self, linear: str) -> int:
         return self._shapes[f"{linear}.weight"][1]
 
+    def rows_and_columns(self, table: str) -> tuple[int, int]:
+        rows, columns = self._shapes[f"{table}.weight"]
+        return rows, columns
+
     def has_bias(self, linear: str) -> bool:
         return f"{linear}.bias" in self._shapes
 
     def make_linear(
-        self, linears: Sequence[str], slices: Mapping[str, LinearSlice] | None = None, *, takes_bias: bool = True
+        self,
+        linears: Sequence[str],
+        slices: Mapping[str, LinearSlice] | None = None,
+        *,
+        takes_bias: bool = True,
+        wide: bool = False,
     ) -> FusedLinear:
         """Linears of the same input, joined. `slices`: this rank's part of each; None: all. `takes_bias`: if they have
-        one; else it is one of the other weights."""
+        one; else it is one of the other weights. `wide`: results are float32."""
         build_context, first = self._build_context, linears[0]
         return FusedLinear(
             build_context.scheme,
             self.in_features(first),
             self.output_sizes(linears),
             bias=takes_bias and self.has_bias(first),
+            wide=wide,
             adapters=build_context.adapters,
             cuts=slices,
         )
@@ -75,12 +92,13 @@ class SublayerShapes:
         prefix: str,
         names: Iterable[str],
         slice_tensor: Callable[[Tensor], Tensor] = identity,
+        transform: Callable[[Tensor], Tensor] = identity,
     ) -> ParameterTable:
         """What fills `weights`, in float32, by names after the prefix: those of these that the sublayer has.
-        `slice_tensor` takes this rank's part of each."""
+        `slice_tensor` takes this rank's part of each, of which `transform` makes what is kept."""
         shapes = {name: self._shapes.get(f"{prefix}.{name}") for name in names}
         return {
-            f"{prefix}.{name}": make_loadable_parameter(weights, name, shape, torch.float32, slice_tensor=slice_tensor)
+            f"{prefix}.{name}": make_loadable_parameter(weights, name, shape, torch.float32, transform, slice_tensor)
             for name, shape in shapes.items()
             if shape is not None
         }

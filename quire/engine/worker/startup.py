@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
-from quire.engine.checkpoint.kv_cache_plan import KVCachePlan, StateSlotCounts
+from quire.engine.checkpoint.family_spec import is_encoder
 from quire.engine.common.config import EngineConfig
-from quire.engine.common.executor import AdapterLoader
 from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.worker.device_memory import available_kv_bytes, check_kv_cache_fits_device
-from quire.engine.worker.device_plan import DevicePlan, choose_device, choose_device_plan, configure_cpu
+from quire.engine.worker.device_memory import check_kv_cache_fits_device
+from quire.engine.worker.device_plan import choose_device, choose_device_plan, configure_cpu
 from quire.engine.worker.kernel_compilation.kernel_cache import prepare_kernel_cache
-from quire.engine.worker.loading.adapter_loader import make_adapter_loader
-from quire.engine.worker.loading.kv_allocation import RunnerResources, allocate_runner_resources
-from quire.engine.worker.loading.pooler import make_pooler
 from quire.engine.worker.loading.weight_loader import NamedTensors
-from quire.engine.worker.ranks.rank_group import RankGroup
-from quire.engine.worker.ranks.rank_messages import AllocateCommand, MakeRunnerCommand
 from quire.engine.worker.ranks.rank_startup import start_ranks
-from quire.engine.worker.sampling.slot_grammars import SlotGrammars
-from quire.engine.worker.startup_steps.kv_cache_sizing import KVCacheSizer
-from quire.engine.worker.startup_steps.started_worker import StartedWorker, make_grammar_compiler
-from quire.engine.worker.startup_steps.startup_notes import make_decoder_engine_info, startup_notes
-from quire.engine.worker.startup_steps.worker_weights import WorkerWeights, load_worker_weights
-from quire.engine.worker.step_costs import measure_step_costs
+from quire.engine.worker.startup_steps.decoder_startup import DecoderStartup
+from quire.engine.worker.startup_steps.encoder_startup import start_encoder
+from quire.engine.worker.startup_steps.started_worker import StartedWorker
+from quire.engine.worker.startup_steps.worker_weights import load_worker_weights
 
 
 def start_worker(
@@ -36,17 +27,19 @@ def start_worker(
     tensors: NamedTensors | None = None,
     on_rank_end: Callable[[int], None] | None = None,
 ) -> StartedWorker:
-    """Load the model at `path`, its weights from `tensors` if there are any, and allocate its KV cache. `progress` is
-    called after every layer: a step may take long, but a layer that does not end hangs. `on_rank_end`: see Ranks.
-    Raises ConfigError."""
+    """Load the model at `path`, its weights from `tensors` if there are any, and allocate its KV cache; an encoder has
+    none. `progress` is called after every layer: a step may take long, but a layer that does not end hangs.
+    `on_rank_end`: see Ranks. Raises ConfigError."""
     device = choose_device(config)
     check_kv_cache_fits_device(config, device)
     kernel_cache_note = prepare_kernel_cache() if device.type == "cuda" else None
     configure_cpu(config)
+    if is_encoder(model_config):
+        return start_encoder(config, path, model_config, device, progress, tensors)
     device_plan = choose_device_plan(config, model_config)
     ranks = start_ranks(config, path, device_plan, progress, on_rank_end, weights_are_tensors=tensors is not None)
     try:
-        startup = WorkerStartup(config, path, model_config, device_plan, ranks)
+        startup = DecoderStartup(config, path, model_config, device_plan, ranks)
         weights = load_worker_weights(config, path, model_config, device_plan, ranks, progress, tensors)
         kv_plan = startup.plan_kv_cache(weights)
         allocation = startup.allocate_on_all_ranks(weights, kv_plan)
@@ -54,115 +47,3 @@ def start_worker(
     except BaseException:
         ranks.stop_ranks()
         raise
-
-
-class WorkerStartup:
-    """The steps of a start once the ranks run, in their order: `start_worker` calls them."""
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        path: Path,
-        model_config: ModelConfig,
-        device_plan: DevicePlan,
-        ranks: RankGroup,
-    ) -> None:
-        self._config = config
-        self._path = path
-        self._model_config = model_config
-        self._device_plan = device_plan
-        self._ranks = ranks
-
-    def plan_kv_cache(self, weights: WorkerWeights) -> KVCachePlan:
-        """The KV cache for what the loaded weights leave of the memory, here and where others compute."""
-        model = weights.loaded_model.model
-        backend = self._device_plan.backend
-        sizer = KVCacheSizer(
-            self._config, self._model_config, model, weights.loaded_model.kv_groups, backend.block_size
-        )
-        available_here = partial(
-            available_kv_bytes, model, self._model_config, backend, self._config, weights.tower.encoding_bytes
-        )
-        return sizer.plan_kv_cache(weights.drafter, lambda: self._ranks.measure_total_kv_bytes(available_here))
-
-    def allocate_on_all_ranks(self, weights: WorkerWeights, kv_plan: KVCachePlan) -> RunnerResources:
-        """What the plan says, here and on the other ranks."""
-        shares = StateSlotCounts(kv_plan.request_slots, kv_plan.snapshot_slots)
-        allocation = allocate_runner_resources(
-            self._config,
-            self._device_plan,
-            weights.loaded_model,
-            kv_plan.num_group_blocks,
-            kv_plan.max_model_len,
-            shares,
-        )
-        self._ranks.allocate_on_followers(AllocateCommand(kv_plan.num_group_blocks, kv_plan.max_model_len, *shares))
-        self._ranks.send_to_followers(MakeRunnerCommand(captures_mixed_batches=allocation.eager_prefill_reason is None))
-        return allocation
-
-    def make_worker(
-        self,
-        weights: WorkerWeights,
-        kv_plan: KVCachePlan,
-        allocation: RunnerResources,
-        kernel_cache_note: str | None,
-    ) -> StartedWorker:
-        """Make the runner and what stands beside it, and measure its steps where drafts depend on their costs."""
-        config = self._config
-        loaded_model = weights.loaded_model
-        model = loaded_model.model
-        grammars = SlotGrammars(lambda: make_grammar_compiler(config, self._path, self._model_config))
-        pooler = make_pooler(config, self._path, loaded_model)
-        started_drafter = None
-        if weights.drafter is not None:
-            started_drafter = weights.drafter.start_drafter(
-                config, allocation, kv_plan.num_blocks, self._ranks.make_leader_draft_head_runner
-            )
-        runner = self._ranks.runner(
-            model,
-            allocation,
-            grammars,
-            self._model_config.eos_token_ids,
-            pooler,
-            None if started_drafter is None else started_drafter.head_runner,
-            weights.tower.encoder_cache,
-            allocation.eager_prefill_reason is None,
-        )
-        adapter_loader = self._make_local_adapter_loader(weights)
-        notes = [
-            *weights.transformers_notes,
-            kernel_cache_note,
-            *startup_notes(config, self._device_plan, model, kv_plan, allocation, self._ranks),
-        ]
-        is_cuda = self._device_plan.device.type == "cuda"
-        return StartedWorker(
-            executor=runner,
-            kv_plan=kv_plan,
-            engine_info=make_decoder_engine_info(
-                config, self._model_config, self._device_plan, weights, kv_plan, [str(note) for note in notes if note]
-            ),
-            steps_ahead=1 if is_cuda else config.pipeline_parallel_size - 1,
-            micro_batches=config.pipeline_parallel_size,
-            pooling=loaded_model.pooling,
-            needs_whole_prompts=False,
-            caches_prefixes=self._can_cache_prefixes(kv_plan),
-            step_costs=measure_step_costs(runner, kv_plan, config),
-            started_drafter=started_drafter,
-            adapter_loader=None if adapter_loader is None else self._ranks.wrap_adapter_loader(adapter_loader),
-            get_grammar_compiler=lambda: grammars.start_loading_compiler().result(),
-            expected_weights=loaded_model.expected_weights.detach_from_model(),
-            collective_rpc=self._ranks.make_collective_rpc(model),
-            get_offload_counts=None if model.offload is None else model.offload.total_offload_counts,
-        )
-
-    def _make_local_adapter_loader(self, weights: WorkerWeights) -> AdapterLoader | None:
-        """What loads adapters on this rank; None: none are served."""
-        adapter_slots = weights.loaded_model.adapter_slots
-        if adapter_slots is None:
-            return None
-        return make_adapter_loader(self._config, self._model_config, self._device_plan.spec, adapter_slots)
-
-    def _can_cache_prefixes(self, kv_plan: KVCachePlan) -> bool:
-        if not self._config.enable_prefix_caching:
-            return False
-        return kv_plan.snapshot_slots > 0 or not self._device_plan.spec.needs_state_snapshots

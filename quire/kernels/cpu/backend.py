@@ -27,6 +27,7 @@ from quire.kernels.cpu import lora, native_library
 from quire.kernels.cpu.decoder.compiled_moe import make_compiled_moe
 from quire.kernels.cpu.decoder.kernel_calls import ImmediateCalls, check_cache_dtypes
 from quire.kernels.cpu.decoder.layer_recorder import record_layers
+from quire.kernels.cpu.decoder.recurrence import COMPILED_RULES
 from quire.kernels.cpu.linears.linear_backend import CpuLinearBackend
 from quire.kernels.cpu.ranks import shared_collective
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, UNIT_KV_SCALES, KVScales, num_scale_elements
@@ -210,7 +211,7 @@ class CpuBackend(CpuLinearBackend):
         states: RecurrentStates,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        if inputs.dtype not in KERNEL_DTYPES:
+        if inputs.dtype not in KERNEL_DTYPES or not isinstance(rule, COMPILED_RULES):
             return super().run_recurrence(inputs, z, head_inputs, rule, states, metadata)
         return self._calls.run_recurrence(
             inputs.contiguous(), z.contiguous(), head_inputs.contiguous(), rule, states, metadata

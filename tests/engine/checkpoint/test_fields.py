@@ -12,7 +12,7 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from quire.engine.architecture.attention import AttentionLayerSpec
-from quire.engine.checkpoint.config_reader import normalize_config_fields
+from quire.engine.checkpoint.config_reader import explain_unsupported_model, normalize_config_fields
 from quire.engine.checkpoint.model_resolver import read_generation_defaults, read_model_config, read_raw_config
 from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
 from quire.engine.common.errors import ModelError
@@ -174,6 +174,17 @@ def test_the_plan_reads_or_refuses_any_value(kind: str, tmp_path: Path) -> None:
         for value in VALUES:
             (tmp_path / "config.json").write_text(json.dumps(config | {field: value}))
             assert "\n" not in refusal(plan, tmp_path)
+
+
+def test_what_the_text_part_says_counts_for_all_who_ask_whether_a_model_is_served(tmp_path: Path) -> None:
+    """`quire pull`, `show` and `serve --models cache` read config.json as the plan does."""
+    text = tiny_models.SHAPE | {"model_type": "llama", "quantization_config": {"quant_method": "quanto"}}
+    rope = {"rope_scaling": {"rope_type": "new", "factor": 2.0}}
+    for outer in ({}, {"quantization_config": "x"}):
+        raw = {"model_type": "llava", "text_config": text | rope} | outer
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        reasons = explain_unsupported_model(read_raw_config(str(tmp_path))[0])
+        assert [each for word in ("quanto", "rope_type new") for each in reasons if word in each] == reasons
 
 
 @pytest.mark.slow

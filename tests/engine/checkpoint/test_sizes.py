@@ -15,14 +15,14 @@ from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
 from quire.engine.checkpoint.tensor_headers import CheckpointSize, read_checkpoint_size
 from quire.engine.common.errors import ModelError
 from quire.engine.families import decoder_model_types, find_decoder_family
-from tests import tiny_models
+from tests import tiny_encoders, tiny_models
 
 OTHERS = ("axk1",)
 MROPE = {"rope_type": "default", "rope_theta": 1_000_000.0, "mrope_section": [16, 24, 24]}
 UNSAID: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
-    "falcon_h1": {"mamba_n_heads": 32},
+    "falcon_h1": {"mamba_d_ssm": 8192},  # its default makes heads of 8, which no model has
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 4, "moe_topk": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
@@ -30,8 +30,7 @@ UNSAID: dict[str, dict[str, Any]] = {
     "qwen2_vl_text": {"rope_parameters": MROPE},
     "nemotron": {"num_key_value_heads": 48},
 }
-"""Fields that transformers needs and has no default for. Falcon H1 gets heads of 32 numbers: its default
-of 8 is refused here."""
+"""What transformers cannot do without, and has no default of."""
 
 
 NOT_COUNTED: dict[str, Callable[[Any], int]] = {
@@ -151,6 +150,18 @@ def test_mxfp4_is_of_experts_alone() -> None:
 def test_what_is_not_a_decoder_is_refused_with_the_reason(raw: dict[str, object], named: str) -> None:
     with pytest.raises(ModelError, match=named):
         read_model_sizes(raw)
+
+
+@pytest.mark.parametrize(
+    "outer", [{"quantization_config": {"quant_method": "quanto"}}, {"model_type": "vision-text-dual-encoder"}]
+)
+def test_an_encoder_that_its_family_refuses_is_not_planned_as_a_decoder(outer: dict[str, Any]) -> None:
+    """Not where something else keeps it from being served either, or where the model has other parts."""
+    text = {**tiny_encoders.SHAPE, "model_type": "bert", "hidden_act": "mish"}
+    raw = text | outer if "model_type" not in outer else outer | {"text_config": text}
+    with pytest.raises(ModelError, match="hidden_act 'mish' is not supported"):
+        read_model_sizes(raw)
+    assert read_model_sizes({**text, "is_decoder": True}).kv_values_per_token
 
 
 @pytest.mark.parametrize(

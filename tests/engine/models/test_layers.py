@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -15,22 +16,31 @@ from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.decoder import DecoderSpec
 from quire.engine.architecture.mlp import MLPSpec
 from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.parameter_shapes import ParameterShapes, linear_shapes, norm_shapes
+from quire.engine.architecture.recurrent import MatrixStateSpec
 from quire.engine.architecture.sublayer import SublayerSpec
 from quire.engine.common.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.layers.builders import build_sublayer
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.norm import NormWeights
-from quire.engine.layers.parameters import ParameterTable
+from quire.engine.layers.parameters import ParameterTable, merge_parameters
+from quire.engine.layers.recurrent.mixer import MatrixStateMixer
 from quire.engine.layers.sublayer import BuildContext, ForwardContext, Sublayer
 from quire.engine.worker import device_plan
 from quire.kernels.backend import Operations
 from quire.kernels.cpu.backend import CpuBackend
+from quire.kernels.recurrent.recurrence import Recurrence, to_compute_dtype
 from tests.engine.harness import request, run
 from tests.tiny_models import VOCAB, save_tiny_model
 
 MISSING = CpuBackend().missing_reason
 Alter = Callable[[DecoderSpec], DecoderSpec]
+
+
+def skip_without_our_linears() -> None:
+    if MISSING is not None or not CpuBackend().prefers_native_linear(torch.bfloat16):
+        pytest.skip(MISSING or "linears are oneDNN's on this machine")
 
 
 def unequal(spec: DecoderSpec) -> DecoderSpec:
@@ -91,6 +101,78 @@ def gated(spec: DecoderSpec) -> DecoderSpec:
     return replace(spec, layers=((gate, *first), (second[0], gate, second[1]), (*third, gate)))
 
 
+@dataclass(frozen=True, slots=True)
+class LeakyRecurrenceSpec(MatrixStateSpec):
+    """A recurrent part that is nowhere else, of one number a channel, without a convolution."""
+
+    @property
+    def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
+        return ((self.num_heads, self.value_dim),)
+
+    def extra_values_per_draft(self, heads: int) -> int:
+        return heads * self.value_dim
+
+    def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
+        shapes = linear_shapes([f"{layer}.leaky.in_{name}" for name in "abz"], self.num_channels, hidden_size)
+        shapes |= linear_shapes([f"{layer}.leaky.out"], hidden_size, self.num_channels)
+        return shapes | norm_shapes({f"{layer}.input_layernorm": hidden_size}, self.norm)
+
+
+@dataclass(frozen=True, slots=True)
+class LeakyRecurrence(Recurrence):
+    """h = sigmoid(a) h + b. No kernel computes it: the reference does."""
+
+    num_channels: int
+
+    @property
+    def input_dim(self) -> int:
+        return self.num_channels
+
+    @property
+    def head_inputs_dim(self) -> int:
+        return self.num_channels
+
+    def advance_and_read_state(self, numbers: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
+        b, a = (each.view(matrices.shape) for each in to_compute_dtype(numbers).chunk(2))
+        matrices = matrices * a.sigmoid() + b
+        return matrices, matrices[:, 0]
+
+    def gate_readout(self, read: Tensor, z: Tensor) -> Tensor:
+        return (read.flatten() * to_compute_dtype(z).sigmoid()).to(z.dtype)
+
+
+class LeakyMixer(MatrixStateMixer):
+    def __init__(self, spec: LeakyRecurrenceSpec, build_context: BuildContext, layer: str) -> None:
+        super().__init__(spec, build_context, layer, "leaky")
+        part = build_context.shard.head_slice(self._head_span, spec.value_dim)
+        self._a, self._b, self._z = (self._make_linear({f"in_{name}": part}) for name in "abz")
+        self._out = self._make_linear({"out": build_context.shard.input_slice(spec.num_channels)})
+
+    def parameters(self) -> ParameterTable:
+        return merge_parameters(self._norms, self._a, self._b, self._z, self._out)
+
+    def forward(
+        self, ops: Operations, x: Tensor, residual: Tensor | None, step: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        linears = (self._a, self._b, self._z)
+        normed, residual = self._norms.norm_for_linears(linears, ops, self._input_norm, x, residual)
+        a, b, z = (ops.apply_linear(each.packed_linear, normed, step.linear_context) for each in linears)
+        return self._project_output(ops, self._run_recurrence(ops, b, z, a, step), residual, step)
+
+    @cached_property
+    def recurrence_params(self) -> LeakyRecurrence:
+        return LeakyRecurrence(self._state_spec.num_channels)
+
+
+build_sublayer.register(LeakyRecurrenceSpec, LeakyMixer)
+
+
+def recurrent(spec: DecoderSpec) -> DecoderSpec:
+    """The first layer has it in attention's place."""
+    part = LeakyRecurrenceSpec(num_heads=2, key_dim=1, value_dim=16, conv_width=1, norm=NormSpec(1e-5))
+    return spec.with_mixers([part, *[None] * (spec.num_layers - 1)])
+
+
 def answers(
     path: Path, backend: str, dtype: str, **options: object
 ) -> tuple[EngineCore, list[tuple[list[int], list[float]]]]:
@@ -105,8 +187,7 @@ def answers(
 
 @pytest.mark.parametrize("alter", [unequal, gated])
 def test_any_layers(alter: Alter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if MISSING is not None or not CpuBackend().prefers_native_linear(torch.bfloat16):
-        pytest.skip(MISSING or "linears are oneDNN's on this machine")
+    skip_without_our_linears()
     plain = device_plan.decoder_spec
     monkeypatch.setattr(device_plan, "decoder_spec", lambda config: alter(plain(config)))
     path = save_tiny_model(tmp_path, "llama")
@@ -119,6 +200,23 @@ def test_any_layers(alter: Alter, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert logprobs == pytest.approx(expected, abs=1e-4)
     monkeypatch.setattr(CpuBackend, "record_layers", lambda *_, **__: None)
     assert answers(path, "cpu", "bfloat16")[1] == together
+
+
+def test_a_recurrence_without_a_kernel_is_computed_by_the_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_without_our_linears()
+    plain = device_plan.decoder_spec
+    monkeypatch.setattr(device_plan, "decoder_spec", lambda config: recurrent(plain(config)))
+    path = save_tiny_model(tmp_path, "llama")
+    engine, together = answers(path, "cpu", "bfloat16")
+    assert engine.executor._model._recorded_layers[1] is None
+    assert answers(path, "cpu", "bfloat16", max_num_batched_tokens=64)[1] == together
+    _, exact = answers(path, "cpu", "float32")
+    _, judged = answers(path, "reference", "float32")
+    for (ids, logprobs), (right, expected) in zip(exact, judged, strict=True):
+        assert ids == right
+        assert logprobs == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_page_has_what_each_layer_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

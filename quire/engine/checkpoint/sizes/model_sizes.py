@@ -30,6 +30,7 @@ from quire.engine.checkpoint.sizes.estimated_sizes import (
 )
 from quire.engine.checkpoint.transformers_classes import class_rejection_reason
 from quire.engine.common.errors import ModelError
+from quire.engine.families import find_encoder_family
 from quire.engine.images.vision_config import count_vision_and_linear_parameters
 
 
@@ -185,13 +186,16 @@ def _read_plannable_text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _count_family_sizes(raw: Mapping[str, Any], *, must_be_served: bool) -> DecoderSizes | None:
-    """The sizes of a model whose family a file of ours describes; None: none does. Raises ModelError."""
+    """The sizes of a model whose family a file of ours describes; None: none does, so it can be estimated as a decoder,
+    which an encoder is not. Raises ModelError."""
+    is_decoder = bool(raw.get("is_decoder"))
+    is_encoder = find_encoder_family(extract_text_config(raw).get("model_type")) is not None and not is_decoder
     try:
         if (encoder := read_encoder_spec(raw)) is not None:
-            return count_encoder_sizes(encoder, has_kv_cache=bool(raw.get("is_decoder")))
+            return count_encoder_sizes(encoder, has_kv_cache=is_decoder)
         spec = read_decoder_spec(raw)
     except ModelError:
-        if has_quire_family(raw) and must_be_served:
+        if is_encoder or (has_quire_family(raw) and must_be_served):
             raise
         return None
     return None if spec is None else count_decoder_sizes(spec)

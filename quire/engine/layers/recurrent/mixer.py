@@ -34,7 +34,7 @@ class RecurrentMixer(Sublayer):
         parent_module: str | None = None,
     ) -> None:
         """`name`: the part's name in a checkpoint, after the layer's and, if it has one, its parent's."""
-        self._shapes = SublayerShapes(spec, build_context, layer)
+        self._shapes = SublayerShapes(spec.parameter_shapes(layer, build_context.hidden_size), build_context)
         layer = layer if parent_module is None else f"{layer}.{parent_module}"
         self._build_context, self._prefix = build_context, f"{layer}.{name}"
         self._input_norm, self._output_norm = f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from quire.engine.architecture.stream import LayerScalarSpec, OutputNormSpec
-from quire.engine.layers.norm import NormWeights
-from quire.engine.layers.parameters import ParameterTable, make_loadable_parameter
+from quire.engine.layers.parameters import ParameterTable
 from quire.engine.layers.sublayer import BuildContext, ForwardContext, Sublayer, scale_tensor
+from quire.engine.layers.sublayer_shapes import SublayerShapes
 from quire.kernels.backend import Operations
 
 
 class OutputNorm(Sublayer):
     def __init__(self, spec: OutputNormSpec, build_context: BuildContext, layer: str) -> None:
         self._norm_name = f"{layer}.{spec.norm_name}"
-        self._norms = NormWeights({self._norm_name: build_context.hidden_size}, build_context.dtype, spec.norm)
+        self._norms = SublayerShapes(spec.parameter_shapes(layer, build_context.hidden_size), build_context).make_norms(
+            [self._norm_name], spec.norm
+        )
 
     def parameters(self) -> ParameterTable:
         return self._norms.parameters()
@@ -31,10 +32,12 @@ class OutputNorm(Sublayer):
 
 class LayerScalar(Sublayer):
     def __init__(self, spec: LayerScalarSpec, build_context: BuildContext, layer: str) -> None:
-        self._scalar_name, self._weights = f"{layer}.{spec.scalar_name}", dict[str, Tensor]()
+        self._layer, self._scalar_name = layer, spec.scalar_name
+        self._weights: dict[str, Tensor] = {}
+        self._shapes = SublayerShapes(spec.parameter_shapes(layer, build_context.hidden_size), build_context)
 
     def parameters(self) -> ParameterTable:
-        return {self._scalar_name: make_loadable_parameter(self._weights, self._scalar_name, (1,), torch.float32)}
+        return self._shapes.make_parameters(self._weights, self._layer, [self._scalar_name])
 
     @cached_property
     def _scalar(self) -> float:

@@ -15,10 +15,9 @@ from quire.engine.architecture.stream import (
     PerLayerInputGateSpec,
     PerLayerInputsSpec,
 )
-from quire.engine.layers.linear import FusedLinear
-from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable, make_loadable_parameter, merge_parameters
 from quire.engine.layers.sublayer import BuildContext, ForwardContext, Sublayer
+from quire.engine.layers.sublayer_shapes import SublayerShapes
 from quire.kernels.backend import LinearContext, Operations, QuantizedEmbedding
 from quire.kernels.parameters.activation import Activation
 
@@ -32,15 +31,15 @@ class PerLayerInputs:
         self._spec = spec
         self._backend = build_context.backend
         self._scheme = build_context.scheme
-        self._total_size, hidden = spec.size_per_layer * spec.num_layers, build_context.hidden_size
-        self._table_spec = build_context.scheme.embedding_tensor_spec(spec.vocab_size, self._total_size)
+        hidden = build_context.hidden_size
+        shapes = SublayerShapes(spec.parameter_shapes(hidden), build_context)
+        self._table_spec = build_context.scheme.embedding_tensor_spec(*shapes.rows_and_columns(EMBED_TOKENS_PER_LAYER))
         self._table: dict[str, QuantizedEmbedding] = {}
         # The factors of the model's own embeddings are rounded to its type too.
         self._scale = torch.tensor(spec.size_per_layer**0.5, dtype=build_context.dtype).item()
         self._projection_scale = hidden**-0.5
-        linear = partial(FusedLinear, build_context.scheme, bias=False, adapters=build_context.adapters)
-        self._projection = linear(hidden, {PER_LAYER_MODEL_PROJECTION: self._total_size})
-        self._norm = NormWeights({PER_LAYER_PROJECTION_NORM: spec.size_per_layer}, build_context.dtype, spec.norm)
+        self._projection = shapes.make_linear([PER_LAYER_MODEL_PROJECTION])
+        self._norm = shapes.make_norms([PER_LAYER_PROJECTION_NORM], spec.norm)
 
     def parameters(self) -> ParameterTable:
         spec, make = self._table_spec, partial(self._scheme.pack_embedding, tied=False)
@@ -68,12 +67,12 @@ class PerLayerInputGate(Sublayer):
     """Each rank has all of it: it is small."""
 
     def __init__(self, spec: PerLayerInputGateSpec, build_context: BuildContext, layer: str) -> None:
-        self._first_column, hidden = spec.size_per_layer * spec.layer_index, build_context.hidden_size
-        linear = partial(FusedLinear, build_context.scheme, bias=False, adapters=build_context.adapters)
-        self._gate = linear(hidden, {f"{layer}.per_layer_input_gate": spec.size_per_layer})
-        self._projection = linear(spec.size_per_layer, {f"{layer}.per_layer_projection": hidden})
+        self._first_column = spec.size_per_layer * spec.layer_index
+        shapes = SublayerShapes(spec.parameter_shapes(layer, build_context.hidden_size), build_context)
+        self._gate = shapes.make_linear([f"{layer}.per_layer_input_gate"])
+        self._projection = shapes.make_linear([f"{layer}.per_layer_projection"])
         self._norm_name = f"{layer}.post_per_layer_input_norm"
-        self._norms = NormWeights({self._norm_name: hidden}, build_context.dtype, spec.norm)
+        self._norms = shapes.make_norms([self._norm_name], spec.norm)
 
     def parameters(self) -> ParameterTable:
         return merge_parameters(self._norms, self._gate, self._projection)

@@ -4,7 +4,7 @@ linear to what the layer's state space reads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 
@@ -14,11 +14,11 @@ from quire.engine.architecture.shared_transformer import SHARED_TRANSFORMER, Sha
 from quire.engine.layers.adapters import AdapterManager
 from quire.engine.layers.attention import Attention
 from quire.engine.layers.linear import FusedLinear, Projection
-from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable, merge_parameters
 from quire.engine.layers.schemes import QuantizationScheme
 from quire.engine.layers.shard import LinearSlice
 from quire.engine.layers.sublayer import BuildContext, CacheTensorSpec, ForwardContext, Sublayer
+from quire.engine.layers.sublayer_shapes import SublayerShapes
 from quire.kernels.backend import LinearContext, Operations
 from quire.kernels.quantized_tensors import Activations
 
@@ -26,51 +26,28 @@ from quire.kernels.quantized_tensors import Activations
 class SharedTransformer(Sublayer):
     def __init__(self, spec: SharedTransformerSpec, build_context: BuildContext, layer: str) -> None:
         shard = build_context.shard
-        hidden = build_context.hidden_size
-        intermediate_size = spec.intermediate_size
         self._spec, self._build_context = spec, build_context
-        self._weights_prefix, self._use_prefix = (
-            f"model.layers.{spec.weights_layer}.{SHARED_TRANSFORMER}",
-            f"{layer}.{SHARED_TRANSFORMER}",
-        )
-        make_adapter = partial(FusedLinear, build_context.scheme, bias=False)
-        self._attention_adapters = {
-            name: (
-                make_adapter(
-                    2 * hidden,
-                    {
-                        f"{self._weights_prefix}.self_attn."
-                        f"linear_{name}_adapter_list.{spec.use_index}.0": spec.adapter_rank
-                    },
-                ),
-                f"{self._weights_prefix}.self_attn.linear_{name}_adapter_list.{spec.use_index}.1",
-            )
-            for name in ("qkv" if spec.adapts_attention else "")
-        }
+        self._weights_prefix, self._use_prefix = spec.weights_prefix, f"{layer}.{SHARED_TRANSFORMER}"
+        shapes = SublayerShapes(spec.parameter_shapes(layer, build_context.hidden_size), build_context)
+        self._adapter_shapes = shapes.with_context(adapters=None)
         self._attention = Attention(
             spec.attention, replace(build_context, make_linear=self._make_attention_linear), self._weights_prefix
         )
-        mlp, make_shared = (
-            f"{self._weights_prefix}.feed_forward",
-            partial(self._make_shared_linear, build_context.scheme, adapters=build_context.adapters),
+        outs, ins = shard.output_slice(spec.intermediate_size), shard.input_slice(spec.intermediate_size)
+        mlp = f"{self._weights_prefix}.feed_forward"
+        slices = {f"{mlp}.gate_proj": outs, f"{mlp}.up_proj": outs, f"{mlp}.down_proj": ins}
+        self._gate, self._up, self._down = (
+            self._share_linear((name,), partial(shapes.make_linear, [name], {name: part}))
+            for name, part in slices.items()
         )
-        gate, up, down = (f"{mlp}.{name}_proj" for name in ("gate", "up", "down"))
-        outs = shard.output_slice(intermediate_size)
-        self._gate, self._up = (
-            make_shared(hidden, {name: intermediate_size}, bias=spec.bias, cuts={name: outs}) for name in (gate, up)
-        )
-        self._down = make_shared(
-            intermediate_size, {down: hidden}, bias=spec.bias, cuts={down: shard.input_slice(intermediate_size)}
-        )
-        adapter_prefix = f"{mlp}.gate_up_proj_adapter_list.{spec.use_index}"
-        self._mlp_adapter = make_adapter(hidden, {f"{adapter_prefix}.0": spec.adapter_rank})
+        self._mlp_adapter = self._adapter_shapes.make_linear([f"{spec.mlp_adapter_name}.0"])
         self._gate_adapter, self._up_adapter = (
-            make_adapter(spec.adapter_rank, {name: intermediate_size}, cuts={name: outs})
-            for name in (f"{adapter_prefix}.1.gate", f"{adapter_prefix}.1.up")
+            self._adapter_shapes.make_linear([name], {name: outs})
+            for name in (f"{spec.mlp_adapter_name}.1.gate", f"{spec.mlp_adapter_name}.1.up")
         )
-        self._linear_out = make_adapter(hidden, {f"{layer}.linear": hidden}, adapters=build_context.adapters)
+        self._linear_out = shapes.make_linear([f"{layer}.linear"])
         self._norm = f"{self._weights_prefix}.input_layernorm"
-        self._norms = NormWeights({self._norm: 2 * hidden}, build_context.dtype, spec.norm)
+        self._norms = shapes.make_norms([self._norm], spec.norm)
 
     def parameters(self) -> ParameterTable:
         mlp = (self._gate, self._up, self._down, self._mlp_adapter, self._gate_adapter, self._up_adapter)
@@ -118,39 +95,32 @@ class SharedTransformer(Sublayer):
         cuts: Mapping[str, LinearSlice],
     ) -> Projection:
         """One of attention's, as BuildContext.make_linear has it."""
-        adapters_of = {
-            f"{self._weights_prefix}.self_attn.{name}_proj": pair for name, pair in self._attention_adapters.items()
-        }
-        make_shared = partial(self._make_shared_linear, scheme, in_features, bias=bias, adapters=adapters)
-        if not adapters_of.keys() & parts.keys():
-            return make_shared(parts, cuts=cuts)
-        projections = []
-        for name, outs in parts.items():
-            lora_down, lora_up_name = adapters_of[name]
-            lora_up = FusedLinear(
-                scheme, self._spec.adapter_rank, {lora_up_name: outs}, bias=False, cuts={lora_up_name: cuts[name]}
-            )
-            projections.append(_LoRAProjection(make_shared({name: outs}, cuts={name: cuts[name]}), lora_down, lora_up))
-        return _ConcatenatedOutputProjections(projections)
 
-    def _make_shared_linear(
-        self,
-        scheme: QuantizationScheme,
-        in_features: int,
-        parts: dict[str, int],
-        *,
-        bias: bool,
-        adapters: AdapterManager | None,
-        cuts: Mapping[str, LinearSlice],
-    ) -> Projection:
-        """Of the weights that all uses have."""
-        first_name, shared_linears = next(iter(parts)), self._build_context.shared_linears
-        if self._weights_prefix != self._use_prefix:
-            return shared_linears[first_name].share_weights(
-                tuple(name.replace(self._weights_prefix, self._use_prefix) for name in parts)
-            )
-        shared_linears[first_name] = FusedLinear(scheme, in_features, parts, bias=bias, adapters=adapters, cuts=cuts)
-        return shared_linears[first_name]
+        def share(names: list[str]) -> Projection:
+            sizes, slices = {name: parts[name] for name in names}, {name: cuts[name] for name in names}
+            make_linear = partial(FusedLinear, scheme, in_features, sizes, bias=bias, adapters=adapters, cuts=slices)
+            return self._share_linear(tuple(names), make_linear)
+
+        projections = {f"{self._weights_prefix}.self_attn.{name}_proj": name for name in "qkv"}
+        if not self._spec.adapts_attention or not projections.keys() & parts.keys():
+            return share(list(parts))
+        low_rank = []
+        for name in parts:
+            adapter = self._spec.attention_adapter_name(projections[name])
+            lora_down = self._adapter_shapes.make_linear([f"{adapter}.0"])
+            lora_up = self._adapter_shapes.make_linear([f"{adapter}.1"], {f"{adapter}.1": cuts[name]})
+            low_rank.append(_LoRAProjection(share([name]), lora_down, lora_up))
+        return _ConcatenatedOutputProjections(low_rank)
+
+    def _share_linear(self, names: tuple[str, ...], make_linear: Callable[[], FusedLinear]) -> Projection:
+        """The linear of weights that all uses have: the first use makes it."""
+        shared_linears = self._build_context.shared_linears
+        if self._weights_prefix == self._use_prefix:
+            shared_linears[names[0]] = linear = make_linear()
+            return linear
+        return shared_linears[names[0]].share_weights(
+            tuple(name.replace(self._weights_prefix, self._use_prefix) for name in names)
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from quire.engine.checkpoint.family_spec import build_encoder_spec
+from quire.engine.checkpoint.family_spec import build_encoder_spec, is_encoder
 from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.checkpoint.quantization import is_unneeded_scale
 from quire.engine.checkpoint.tensor_headers import find_weight_files, read_tensor_headers
 from quire.engine.common.errors import ModelError
-from quire.engine.families import find_encoder_family
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.gguf.model_files import read_gguf_header
 from quire.engine.layers.parameters import LoadableParameter, ParameterTable
@@ -111,8 +110,7 @@ def _check_same_config(new_config: ModelConfig, served: ModelConfig, *, quantize
         raise ModelError(
             f"weights: config.json: model_type is {new_config.model_type!r}, the model's {served.model_type!r}"
         )
-    is_encoder = find_encoder_family(served.model_type) is not None
-    spec_of = build_encoder_spec if is_encoder else decoder_spec
+    spec_of = build_encoder_spec if is_encoder(served) else decoder_spec
     if (difference := _first_difference("the model", spec_of(new_config), spec_of(served))) is not None:
         name, is_now, was = difference
         raise ModelError(f"weights: config.json: {name} is {is_now}, the model's {was}")

@@ -3,13 +3,15 @@ linears in is taken apart, and the rows of queries and keys are put in the order
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quire.engine.architecture.recurrent import DeltaNetSpec, Mamba2LayerSpec, MambaLayerSpec
+from quire.engine.architecture.decoder import DecoderSpec
+from quire.engine.architecture.parameter_shapes import ParameterShapes
+from quire.engine.architecture.recurrent import DeltaNetSpec
 from quire.engine.checkpoint.config_reader import find_weight_names
 from quire.engine.checkpoint.tensor_headers import TensorHeader, text_tensor_name
 from quire.engine.common.errors import ModelError
@@ -130,26 +132,12 @@ class WeightMapper:
             count = config.num_heads if module_names == "self_attn.q_proj" else config.num_kv_heads
             every = torch.arange(count * config.head_dim)
             return [_OutputSlice(self._permute_within_heads(every), len(every))]
-        if module_names[0].startswith("linear_attn."):
-            return self._delta_net_slices(module_names)
-        if ".mamba." in f".{module_names[0]}":
-            spec = decoder_spec(self._config)
-            spaces: list[Mamba2LayerSpec | MambaLayerSpec] = [*spec.sublayers_of_kind(Mamba2LayerSpec)]
-            outputs = [*spaces, *spec.sublayers_of_kind(MambaLayerSpec)][0].split_projection_sizes
-            sizes = [outputs[name.rpartition(".")[2]] for name in module_names]
-            return [_OutputSlice(part, sum(sizes)) for part in torch.arange(sum(sizes)).split(sizes)]
         if module_names[-1] == "self_attn.gate_proj":
             every = torch.arange(2 * config.num_heads * config.head_dim)
             queries, gates = (part.flatten() for part in every.view(-1, 2, config.head_dim).unbind(1))
             return [_OutputSlice(self._permute_within_heads(queries), len(every)), _OutputSlice(gates, len(every))]
-        if len(module_names) == 2:
-            shared = module_names[0].startswith("shared_mlp.")
-            width = config.raw.get("shared_intermediate_size") if shared else config.intermediate_size
-            every = torch.arange(2 * (width or 0))
-            return [_OutputSlice(half, len(every)) for half in every.chunk(2)]
-        if module_names[0].startswith("conv."):
-            every = torch.arange(3 * config.hidden_size)
-            return [_OutputSlice(third, len(every)) for third in every.chunk(3)]
+        if module_names[0] not in _ROTATED_PROJECTIONS:
+            return self._consecutive_slices(module_names)
         groups = config.num_kv_heads if weight_names.is_fused_by_kv_head else 1
         each = config.num_kv_heads // groups
         every = torch.arange((config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
@@ -160,19 +148,33 @@ class WeightMapper:
             for rows in (self._permute_within_heads(queries), self._permute_within_heads(keys), values)
         ]
 
-    def _delta_net_slices(self, own: tuple[str, ...]) -> list[_OutputSlice | None]:
-        """What a delta net projects: linears one behind the other, or the key heads' parts of all of them."""
-        net = next(each for each in decoder_spec(self._config).sublayers_of_kind(DeltaNetSpec))
-        keys, values = net.num_key_heads * net.key_dim, net.num_heads * net.value_dim
-        sizes = {"q": keys, "k": keys, "v": values, "z": values, "b": net.num_heads, "a": net.num_heads}
-        groups = net.num_key_heads if self._weight_names.is_fused_by_kv_head else 1
-        each = [sizes[name[-1]] // groups for name in own]
-        every = torch.arange(sum(each) * groups)
-        return [_OutputSlice(part.flatten(), len(every)) for part in every.view(groups, -1).split(each, dim=1)]
+    def _consecutive_slices(self, module_names: tuple[str, ...]) -> list[_OutputSlice | None]:
+        """Linears one behind the other or, of a delta net that is fused so, the key heads' parts of all of them."""
+        spec = decoder_spec(self._config)
+        if (sizes := _find_linear_sizes(spec, module_names)) is None:
+            return [None] * len(module_names)  # whoever loads it says that no layer has it
+        is_fused_by_head = self._weight_names.is_fused_by_kv_head and module_names[0].startswith("linear_attn.")
+        groups = spec.sublayers_of_kind(DeltaNetSpec)[0].num_key_heads if is_fused_by_head else 1
+        every = torch.arange(sum(sizes)).view(groups, -1)
+        parts = every.split([size // groups for size in sizes], dim=1)
+        return [_OutputSlice(part.flatten(), every.numel()) for part in parts]
 
     def _permute_within_heads(self, rows: Tensor) -> Tensor:
         """Those of queries or keys in their heads' order."""
         return rows if self._head_order is None else rows.view(-1, self._config.head_dim)[:, self._head_order].flatten()
+
+
+def _find_linear_sizes(spec: DecoderSpec, names: Sequence[str]) -> list[int] | None:
+    """How many outputs these linears have in the first layer that has them; None: none has."""
+    for index, layer in enumerate(spec.layers):
+        shapes = ParameterShapes()
+        for sublayer in layer:
+            shapes |= sublayer.parameter_shapes(f"model.layers.{index}", spec.hidden_size)
+        num_outputs = {name.split(".", 3)[-1]: shape[0] for name, shape in shapes.items() if shape}
+        weights = [f"{name}.weight" for name in names]
+        if num_outputs.keys() >= {*weights}:
+            return [num_outputs[weight] for weight in weights]
+    return None
 
 
 def make_stored_module_name_lookup(headers: Iterable[str]) -> Callable[[str], str]:

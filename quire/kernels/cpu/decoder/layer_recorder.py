@@ -19,10 +19,12 @@ from quire.kernels.collective import RankEnded
 from quire.kernels.cpu import native_library
 from quire.kernels.cpu.decoder.compiled_moe import CompiledMoE
 from quire.kernels.cpu.decoder.kernel_calls import KernelCalls, StepInputs
+from quire.kernels.cpu.decoder.recurrence import COMPILED_RULES
 from quire.kernels.cpu.linear import CompiledLinearBase
 from quire.kernels.cpu.lora import CompiledLinearWithLora
 from quire.kernels.cpu.mla.per_head_linear import CompiledPerHeadLinear
 from quire.kernels.cpu.ranks.shared_collective import SharedCollective
+from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
 
 _FIXED, _PER_TOKEN, _BUFFER, _STEP_VALUE, _PAGES_FETCH = range(5)
 """How an argument follows from its value, as recorded.cpp has it."""
@@ -130,6 +132,13 @@ class _LayerRecorder(KernelCalls, Operations):
             raise _UnsupportedOperation
         out = self._allocate_buffer(x.elements_per_token)
         return self.call_kernel("mix_experts", out, moe.native, x, router_input, out, _TOKENS)
+
+    def run_recurrence(
+        self, inputs: Any, z: Any, head_inputs: Any, rule: Recurrence, states: RecurrentStates, metadata: Any
+    ) -> Any:
+        if not isinstance(rule, COMPILED_RULES):
+            raise _UnsupportedOperation
+        return super().run_recurrence(inputs, z, head_inputs, rule, states, metadata)
 
     def all_reduce(self, x: Any, group: Any) -> Any:
         if not isinstance(group, SharedCollective | None):

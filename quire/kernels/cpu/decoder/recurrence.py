@@ -12,6 +12,9 @@ from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
 from quire.kernels.recurrent.selective_scan import SelectiveScan
 from quire.kernels.recurrent.state_space import StateSpace
 
+COMPILED_RULES = (DeltaRule, StateSpace, SelectiveScan)
+"""Those that a kernel computes; the reference computes all others."""
+
 
 class RecurrenceKernelArguments(NamedTuple):
     """A rule as its kernel takes it."""

@@ -86,7 +86,7 @@ def _describe_stored(name: str) -> dict[str, Any]:
     entry = next((each for each in load_catalog().values() if each.name in equivalent_names(name)), None)
     raw, folder = _config_from_files_or_catalog(name, entry)
     sizes, text = read_model_sizes(raw), extract_text_config(raw)
-    method = (raw.get("quantization_config") or {}).get("quant_method", "")
+    method = (text.get("quantization_config") or {}).get("quant_method", "")
     bits = method if folder is None or folder.is_dir() else "GGUF"
     parameters = sizes.num_parameters
     description: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Starts the device half of an encoder: device, dtype, backend, weights, runner. It keeps no KV cache."""
+"""The start of an encoder on a device that is chosen: dtype, backend, weights, runner. It keeps no KV cache."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.layers.pooling import Pooler
 from quire.engine.layers.schemes import UnquantizedScheme
 from quire.engine.worker.device_memory import explain_weights_out_of_memory
-from quire.engine.worker.device_plan import (
-    check_non_cuda_accelerator_settings,
-    choose_compute_dtype_and_note,
-    choose_device,
-)
+from quire.engine.worker.device_plan import check_non_cuda_accelerator_settings, choose_compute_dtype_and_note
 from quire.engine.worker.images.tower_loader import load_vector_tower
 from quire.engine.worker.loading.model.weight_filling import check_weights_fit, fill_weights
 from quire.engine.worker.loading.pooler import make_encoder_pooler_head, read_tokenizer
@@ -45,13 +41,12 @@ def start_encoder(
     config: EngineConfig,
     path: Path,
     model_config: ModelConfig,
+    device: torch.device,
     progress: Callable[[], None],
-    tensors: NamedTensors | None = None,
-    on_rank_end: Callable[[int], None] | None = None,
+    tensors: NamedTensors | None,
 ) -> StartedWorker:
-    """Load the model at `path`, with `tensors` for weights if there are any. Raises ConfigError, naming the key at
-    fault. `progress` is called after every layer."""
-    device = _set_threads_and_choose_device(config)
+    """As start_worker has it, which calls this. Raises ConfigError, naming the key at fault."""
+    check_non_cuda_accelerator_settings(config, device)
     dtype, changed = choose_compute_dtype_and_note(config, model_config, device)
     stored = resolve_weights(config)
     check_weights_fit(config, device, dtype, None if tensors is not None else stored, model_config.num_layers)
@@ -101,11 +96,3 @@ def start_encoder(
         expected_weights=checkpoint.detach_from_model(),
         get_grammar_compiler=lambda: make_grammar_compiler(config, path, model_config),
     )
-
-
-def _set_threads_and_choose_device(config: EngineConfig) -> torch.device:
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    device = choose_device(config)
-    check_non_cuda_accelerator_settings(config, device)
-    return device
