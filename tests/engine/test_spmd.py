@@ -32,7 +32,6 @@ from quire.engine.layers.shard import ModelShard
 from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter
 from quire.engine.spec_decode.ngram_drafter import NgramDrafter, SuffixDrafter
 from quire.engine.text.grammar_compiler import json_grammar
-from quire.engine.worker import startup
 from quire.engine.worker.device_plan import choose_device_plan
 from quire.engine.worker.graphs import decode_graphs
 from quire.engine.worker.loading import kv_allocation
@@ -48,6 +47,7 @@ from quire.engine.worker.ranks.rank_messages import (
 from quire.engine.worker.ranks.rank_processes import STOP_SECONDS, end_processes, visible_gpus_for_rank
 from quire.engine.worker.ranks.rendezvous import check_connection, needs_ordered_sums
 from quire.engine.worker.ranks.spmd import SpmdRunner, redact_for_followers
+from quire.engine.worker.startup_steps import decoder_startup
 from quire.kernels import backend_selection
 from quire.kernels.attention.context_shard import ContextShard
 from quire.kernels.attention.reference_attention import PartialSoftmax
@@ -352,7 +352,7 @@ def test_all_ranks_have_as_many_pages_as_the_smallest_has_room_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = save_tiny_model(tmp_path, "llama")
-    monkeypatch.setattr(startup, "available_kv_bytes", lambda *_: 2**30)
+    monkeypatch.setattr(decoder_startup, "available_kv_bytes", lambda *_: 2**30)
     monkeypatch.setattr(follower_rank, "available_kv_bytes", lambda *_: 2**20)
     made = engine(path, 2, max_model_len=128)
     assert made.info.kv_bytes <= 2**20 < made.info.kv_bytes + 4 * made.info.kv_bytes // made.info.num_blocks

@@ -38,6 +38,7 @@ from quire.engine.worker.loading.drafts import draft_head_loader as draft_head
 from quire.engine.worker.loading.drafts import draft_model_loader as draft_model
 from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.ranks.spmd import SpmdRanks, SpmdRunner
+from quire.engine.worker.startup_steps import decoder_startup
 from quire.kernels.distributed import DistributedCollective
 from quire.kernels.gpu import host_transfer
 from quire.kernels.gpu.experts import grouped_moe
@@ -126,7 +127,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactor
     for each in (weight_trial, activation_rounding):
         monkeypatch.setattr(each, "trial_failure_reason", lambda *_: None)
     monkeypatch.setattr(device_memory, "measure_step_bytes", lambda *_: 0)
-    monkeypatch.setattr(startup, "measure_step_costs", lambda *_: [(1, 1.0), (64, 2.0)])
+    monkeypatch.setattr(decoder_startup, "measure_step_costs", lambda *_: [(1, 1.0), (64, 2.0)])
     monkeypatch.setattr(device_memory, "kv_budget", lambda *_: 2**30)
     monkeypatch.setattr(loading_model, "fill_weights", lambda checkpoint, *_: empty_weights(checkpoint.parameter_table))
     monkeypatch.setattr(startup, "prepare_kernel_cache", lambda: None)
