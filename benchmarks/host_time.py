@@ -31,7 +31,7 @@ from quire.engine.core.step_runner import StepRunner
 from quire.engine.engine_core import EngineCore
 from quire.engine.layers.schemes import UnquantizedScheme
 from quire.engine.layers.sublayer import BuildContext
-from quire.engine.link.engine_messages import Stepped, encode
+from quire.engine.link.messages import Stepped, encode
 from quire.engine.models.decoder import Decoder
 from quire.engine.processes.heartbeat import NullHeartbeat
 from quire.engine.worker import input_batch, model_runner

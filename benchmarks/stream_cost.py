@@ -32,13 +32,14 @@ from benchmarks.common.options import options
 from quire.engine.common.types import EngineCoreOutput, EngineInfo
 from quire.engine.core.stats import EngineStats, StepRecord
 from quire.engine.link.client import EngineClient
-from quire.engine.link.engine_messages import Ready, Stepped, Submit, decode_to_engine, encode
 from quire.engine.link.hub import Hub
 from quire.engine.link.hub_link import HubLink
+from quire.engine.link.messages import START, EngineStarted, Stepped, Submit, decode_to_engine, encode
 from quire.engine.link.process import EngineProcess, Launcher
 from quire.engine.link.supervisor import ProcessLink
 from quire.engine.processes.child import end_with_parent, read_configuration
 from quire.engine.processes.heartbeat import PipeHeartbeat
+from quire.engine.processes.utility_calls import make_result
 from quire.server.config import ServerConfig
 from quire.server.http.server import HttpServer
 from tests.server.api import NAME, make_app
@@ -67,7 +68,7 @@ def compute_nothing(address: str, descriptor: int) -> None:
     pair: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
     pair.set(zmq.SNDHWM, 0)
     pair.connect(address)
-    pair.send(encode(Ready(INFO)))
+    pair.send(encode(make_result(START, EngineStarted(INFO))))
     while True:
         ids: list[str] = []
         while len(ids) < streams:

@@ -83,6 +83,7 @@ SHARED = {
     "quire.engine.processes.child",
     "quire.engine.processes.exit_cause",
     "quire.engine.processes.procfs",
+    "quire.engine.processes.utility_calls",
     "quire.engine.replicas.cores",
     "quire.engine.settings.class_import",
     "quire.engine.text.grammar_compiler",

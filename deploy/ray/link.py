@@ -11,7 +11,7 @@ from typing import Any
 from deploy.ray.members import LIFE, Question
 from quire.engine.common.errors import ConfigError, Overloaded
 from quire.engine.link.answering import Answering
-from quire.engine.link.hub_messages import HUB
+from quire.engine.link.messages import LEADER
 from quire.engine.link.tasks import Tasks
 from quire.server.durability.persistence import STATUS_TOPIC
 
@@ -54,7 +54,7 @@ class JournalLink:
         """As HubLink.ask, of one that is named. Raises Overloaded where it is not known whether that was done."""
         while True:
             life = self._life
-            said: list[bytes] | None = await self._call("ask", life, self._identity, topic, body, to or HUB)
+            said: list[bytes] | None = await self._call("ask", life, self._identity, topic, body, to or LEADER)
             if said is not None:
                 return said
             await self._join(life)

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from quire.engine.common import random_source
-from quire.engine.link.hub_messages import HUB
+from quire.engine.link.messages import LEADER
 from quire.server.store.data_dir import ProcessStatus, open_data_dir
 from quire.server.store.data_dir_rpc import serve_data_dir_call_in_thread
 from quire.server.store.database import SQLiteConnect
@@ -100,12 +100,12 @@ class Members:
         return self.life
 
     async def ask(self, life: str, process: str, topic: str, body: bytes, to: str) -> list[bytes] | None:
-        """What HUB, or another replica, says: nothing where that one says nothing, or has ended. None: the one who asks
-        has to join first."""
+        """What LEADER, or another replica, says: nothing where that one says nothing, or has ended. None: the one who
+        asks has to join first."""
         if life != self.life or process not in self._members:
             return None
         await self._all_there.wait()
-        if to == HUB:
+        if to == LEADER:
             return [await serve_data_dir_call_in_thread(self._data, body)]
         said = await self._said(to, topic, body)
         return [] if said is None else [said]

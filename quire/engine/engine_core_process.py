@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import gc
+from typing import NamedTuple
 
 import zmq
 
 from quire.engine.checkpoint.kv_offload_dir import delete_kv_blocks
 from quire.engine.common.config import EngineConfig, capacity_settings_from_info
-from quire.engine.common.errors import InvalidRequest, QuireError
+from quire.engine.common.errors import QuireError
+from quire.engine.core.stats import EngineView
 from quire.engine.engine_core import EngineCore, free_engine_memory
-from quire.engine.link.engine_messages import (
+from quire.engine.link.messages import (
+    START,
     Abort,
-    Asleep,
-    Call,
-    Called,
-    Check,
-    Checked,
-    Failed,
+    EngineCoreMethods,
+    EngineStarted,
     FromEngine,
-    Load,
-    Ready,
-    Refused,
-    ResetPrefixCache,
-    Sleep,
-    SnapshotRequest,
-    SnapshotTaken,
     Stepped,
     Submit,
     decode_to_engine,
@@ -33,9 +25,61 @@ from quire.engine.link.engine_messages import (
     together,
 )
 from quire.engine.processes.heartbeat import Heartbeat
+from quire.engine.processes.utility_calls import (
+    Fault,
+    UtilityCall,
+    UtilityResult,
+    decode_arguments,
+    make_result,
+    run_call,
+)
 
 _ERROR_LINGER_MS = 30_000
 """For which a process that cannot start waits until its parent, which has much to import, listens to why."""
+
+
+class EngineChange(NamedTuple):
+    """What an engine is let go for."""
+
+    call_id: int
+    """Of the call whose result is that it was."""
+    config: EngineConfig | None
+    """Of the engine that takes its place; None: it sleeps."""
+
+
+class EngineLetGo(Exception):
+    """A call has its result once the engine has been let go."""
+
+    def __init__(self, config: EngineConfig | None) -> None:
+        """`config`: see EngineChange."""
+        super().__init__()
+        self.config = config
+
+
+class EngineUtilities(EngineCoreMethods):
+    """What an engine answers that is awake."""
+
+    def __init__(self, engine: EngineCore) -> None:
+        self._engine = engine
+
+    def take_snapshot(self) -> EngineView:
+        return self._engine.make_engine_view()
+
+    def reset_prefix_cache(self) -> None:
+        self._engine.reset_prefix_cache()
+
+    def run_collective_rpc(self, content: bytes) -> list[bytes]:
+        return self._engine.run_collective_rpc(content)
+
+    def check_weights(self, config: str) -> None:
+        self._engine.check_replacement_weights(EngineConfig.model_validate_json(config))
+
+    def load_weights(self, config: str) -> EngineStarted:
+        self.check_weights(config)
+        raise EngineLetGo(EngineConfig.model_validate_json(config))
+
+    def sleep(self) -> None:
+        raise EngineLetGo(None)
 
 
 def run_engine_core(config: EngineConfig, address: str, heartbeat: Heartbeat) -> int:
@@ -48,32 +92,32 @@ def run_engine_core(config: EngineConfig, address: str, heartbeat: Heartbeat) ->
     socket.set(zmq.LINGER, 1000)
     socket.connect(address)
     try:
-        engine, failure = EngineCore(config, heartbeat), None
+        engine, failure, call_id = EngineCore(config, heartbeat), None, START
         # One that is built anew has the same context and pages, whatever memory is free then.
         config = config.model_copy(update=capacity_settings_from_info(engine.info))
         while True:
-            _send_message(socket, Ready(engine.info, failure))
+            _send_message(socket, make_result(call_id, EngineStarted(engine.info, failure)))
             engine.executor.preload_grammar_compiler()
             gc.freeze()  # exempts what lives as long as the engine from garbage collection
-            change = _run_until_change(engine, socket)
+            call_id, wanted = _run_until_change(engine, socket)
             engine.shut_down()
             del engine
             gc.unfreeze()
             free_engine_memory()
-            if isinstance(change, Sleep):
-                _send_message(socket, Asleep())
-                (config, engine), failure = _sleep_then_build_engine(config, socket, heartbeat), None
+            if wanted is None:
+                _send_message(socket, make_result(call_id, None))
+                (call_id, config, engine), failure = _sleep_then_build_engine(config, socket, heartbeat), None
             else:
-                config, engine, failure = _rebuild_engine_or_previous(config, change, heartbeat)
+                config, engine, failure = _rebuild_engine_or_previous(config, wanted, heartbeat)
     except QuireError as error:
-        _send_message(socket, Failed(error.message, error.param))
+        _send_message(socket, UtilityResult(START, error=Fault.of(error)))
         socket.close(linger=_ERROR_LINGER_MS)
         context.term()  # waits for that; the end of the process alone would not
         return 1
 
 
-def _run_until_change(engine: EngineCore, socket: zmq.Socket[bytes]) -> Sleep | EngineConfig:
-    """Compute until the engine is to be let go: to sleep, or for one of another configuration."""
+def _run_until_change(engine: EngineCore, socket: zmq.Socket[bytes]) -> EngineChange:
+    """Compute until the engine is to be let go."""
     while True:
         if (change := _handle_messages_and_get_change(engine, socket)) is not None:
             return change
@@ -82,7 +126,7 @@ def _run_until_change(engine: EngineCore, socket: zmq.Socket[bytes]) -> Sleep | 
             _send_message(socket, Stepped(outputs, engine.engine_stats, engine.last_step_record))
 
 
-def _handle_messages_and_get_change(engine: EngineCore, socket: zmq.Socket[bytes]) -> Sleep | EngineConfig | None:  # noqa: PLR0912 (one case per message)
+def _handle_messages_and_get_change(engine: EngineCore, socket: zmq.Socket[bytes]) -> EngineChange | None:
     """Handle all messages that have arrived. With nothing to compute, warm up, or wait for a message. Returns what the
     engine is to be let go for."""
     is_idle = not engine.has_work
@@ -98,60 +142,40 @@ def _handle_messages_and_get_change(engine: EngineCore, socket: zmq.Socket[bytes
                 is_idle = False
                 for request_id in ids:
                     engine.abort_request(request_id)
-            case Sleep() as sleep:
-                return sleep
-            case Load(text):
-                if (config := _parse_config_or_refuse(engine, socket, text)) is not None:
-                    return config
-            case Check(text):
-                if _parse_config_or_refuse(engine, socket, text) is not None:
-                    _send_message(socket, Checked())
-            case (SnapshotRequest() | ResetPrefixCache() | Call()) as utility_call:
-                _run_utility_call(engine, socket, utility_call)
+            case UtilityCall() as call:  # which leaves the engine idle if it was
+                if (change := _run_call_or_get_change(engine, socket, call)) is not None:
+                    return change
     return None
 
 
-def _run_utility_call(
-    engine: EngineCore, socket: zmq.Socket[bytes], utility_call: SnapshotRequest | ResetPrefixCache | Call
-) -> None:
-    """Run a call that leaves the engine idle if it was."""
-    match utility_call:
-        case SnapshotRequest():
-            _send_message(socket, SnapshotTaken(engine.make_engine_view()))
-        case ResetPrefixCache():
-            engine.reset_prefix_cache()
-        case Call(content):
-            try:
-                _send_message(socket, Called(engine.run_collective_rpc(content)))
-            except InvalidRequest as error:
-                _send_message(socket, Called([], error.message))
-
-
-def _parse_config_or_refuse(engine: EngineCore, socket: zmq.Socket[bytes], text: str) -> EngineConfig | None:
-    """The configuration in `text` if an engine could load its weights; else tell the parent why not."""
-    config = EngineConfig.model_validate_json(text)
+def _run_call_or_get_change(engine: EngineCore, socket: zmq.Socket[bytes], call: UtilityCall) -> EngineChange | None:
     try:
-        engine.check_replacement_weights(config)
-    except QuireError as error:
-        _send_message(socket, Refused(error.message, error.param))
-        return None
-    return config
+        result = run_call(EngineCoreMethods, EngineUtilities(engine), call)
+    except EngineLetGo as change:
+        assert call.id is not None
+        return EngineChange(call.id, change.config)
+    if result is not None:
+        _send_message(socket, result)
+    return None
 
 
 def _sleep_then_build_engine(
     config: EngineConfig, socket: zmq.Socket[bytes], heartbeat: Heartbeat
-) -> tuple[EngineConfig, EngineCore]:
-    """Wait without an engine until there is one again."""
+) -> tuple[int, EngineConfig, EngineCore]:
+    """Wait without an engine until there is one again: of a call with this id, and of this configuration."""
     while True:
-        message = decode_to_engine(socket.recv())
-        if isinstance(message, ResetPrefixCache) and config.kv_offload_dir is not None:
+        call = decode_to_engine(socket.recv())
+        if not isinstance(call, UtilityCall):  # of before the sleep, as all other messages
+            continue
+        if call.method == EngineCoreMethods.reset_prefix_cache.__name__ and config.kv_offload_dir is not None:
             delete_kv_blocks(config.kv_offload_dir)
-        if isinstance(message, Load):  # others are of before the sleep
-            config = EngineConfig.model_validate_json(message.config)
+        if call.method == EngineCoreMethods.load_weights.__name__:
+            assert call.id is not None
+            config = EngineConfig.model_validate_json(decode_arguments(EngineCoreMethods, call)["config"])
             try:
-                return config, EngineCore(config, heartbeat)
+                return call.id, config, EngineCore(config, heartbeat)
             except QuireError as error:
-                refused = Refused(error.message, error.param)
+                refused = UtilityResult(call.id, error=Fault.of(error))
             free_engine_memory()
             _send_message(socket, refused)
 

@@ -1,15 +1,15 @@
-"""How answers become bytes: JSON, and the frame of a server-sent event. How processes ask one another: msgpack."""
+"""How answers become bytes: JSON, and the frame of a server-sent event. How API processes answer one another."""
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from functools import cache
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
+
+from quire.engine.processes.utility_calls import method_call_codec as method_call_codec
 
 encode_json = msgspec.json.Encoder().encode
 """Compact JSON in UTF-8. Raises UnicodeEncodeError for text with half of a surrogate pair."""
@@ -53,31 +53,13 @@ def escape_log_text(text: str) -> str:
 encode_msgpack = msgspec.msgpack.Encoder().encode
 
 
-class MethodCallCodec(NamedTuple):
-    """How a process calls a method of another one: its arguments pass as a tuple, each of the type that it has."""
-
-    signature: inspect.Signature
-    """Without `self`."""
-    arguments_decoder: msgspec.msgpack.Decoder[tuple[Any, ...]]
-    result_decoder: msgspec.msgpack.Decoder[Any]
-
-
-@cache
-def method_call_codec(method: Callable[..., Any]) -> MethodCallCodec:
-    """Of a method as its class has it."""
-    parameters = list(inspect.signature(method).parameters.values())[1:]
-    hints = get_type_hints(method)
-    arguments_type: Any = tuple.__class_getitem__(tuple(hints[each.name] for each in parameters))
-    decode = msgspec.msgpack.Decoder(arguments_type), msgspec.msgpack.Decoder(hints["return"])
-    return MethodCallCodec(inspect.Signature(parameters), *decode)
-
-
 def method_handler(owner: object, method: Callable[..., Any]) -> Callable[[bytes], Awaitable[bytes | None]]:
     """What answers another process that calls this method of `owner`: None, where the method returns None. No body
     stands for no arguments."""
 
     async def handle_call(body: bytes) -> bytes | None:
-        result = method(owner, *(method_call_codec(method).arguments_decoder.decode(body) if body else ()))
+        arguments = method_call_codec(method).arguments_decoder.decode(body) if body else None
+        result = method(owner, **({} if arguments is None else msgspec.structs.asdict(arguments)))
         result = await result if isinstance(result, Awaitable) else result
         return None if result is None else encode_msgpack(result)
 

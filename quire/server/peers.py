@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from quire.engine.common.errors import QuireError
 from quire.engine.link.answering import Answer, Answering
-from quire.engine.link.hub_messages import HUB
+from quire.engine.link.messages import LEADER
 from quire.server.store.data_dir_rpc import DATA_DIR_TOPIC
 from quire.server.store.journal import Calls
 
@@ -86,7 +86,7 @@ def make_blocking_data_dir_call(
 
     async def ask_hub(body: bytes) -> bytes:
         try:
-            (answer,) = await link.ask(DATA_DIR_TOPIC, body, to=HUB)
+            (answer,) = await link.ask(DATA_DIR_TOPIC, body, to=LEADER)
         except QuireError as error:
             raise StoreUnreachable(error.message) from None
         return answer

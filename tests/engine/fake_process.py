@@ -6,31 +6,37 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
 from quire.engine.common.config import EngineConfig
-from quire.engine.common.errors import EngineError, RequestQuarantined
+from quire.engine.common.errors import ConfigError, EngineError, RequestQuarantined
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, EngineInfo
 from quire.engine.core.stats import EngineStats
 from quire.engine.link.client import EngineClient
-from quire.engine.link.engine_messages import (
+from quire.engine.link.messages import (
+    START,
     Abort,
-    Asleep,
-    Check,
-    Checked,
+    EngineStarted,
     FromEngine,
-    Load,
-    Ready,
-    Sleep,
     Stepped,
     Submit,
     ToEngine,
 )
 from quire.engine.link.process import EngineProcess
 from quire.engine.processes.exit_cause import ExitCause
+from quire.engine.processes.utility_calls import Fault, UtilityCall, UtilityResult, make_result
 
 INFO = EngineInfo("fake", "float32", "cpu", "none", 100, 10, 16, 0, 0, 0.0, "none")
 KILLED, CRASHED = ExitCause("was killed", external=True), ExitCause("crashed", external=False)
 LENGTH = 9
 """Tokens of each answer."""
+
+
+def started(info: EngineInfo = INFO) -> UtilityResult:
+    """What a process says when its engine has started."""
+    return make_result(START, EngineStarted(info))
+
+
+def cannot_start(message: str) -> UtilityResult:
+    return UtilityResult(START, error=Fault.of(ConfigError(message)))
 
 
 def token(request_id: str, position: int) -> int:
@@ -62,7 +68,7 @@ class FakeProcess(EngineProcess):
         return 0.0
 
     def connect(self) -> None:
-        self._sent.put_nowait(Ready(INFO))
+        self._sent.put_nowait(started())
 
     def send(self, message: ToEngine) -> None:
         match message:
@@ -72,17 +78,17 @@ class FakeProcess(EngineProcess):
                     self._running[request.id] = request
                     self._tokens[request.id] = len(request.emitted_ids)
                     assert request.emitted_ids == [token(request.id, i) for i in range(len(request.emitted_ids))]
-            case Sleep():
-                self._let_go(Asleep())
-            case Check():
-                self._sent.put_nowait(Checked())
-            case Load():
-                self._let_go(Ready(INFO))
+            case UtilityCall("sleep", id=int(id)):
+                self._let_go(make_result(id, None))
+            case UtilityCall("check_weights", id=int(id)):
+                self._sent.put_nowait(make_result(id, None))
+            case UtilityCall("load_weights", id=int(id)):
+                self._let_go(make_result(id, EngineStarted(INFO)))
             case Abort(ids):
                 for request_id in ids:
                     self._running.pop(request_id, None)
 
-    def _let_go(self, answer: FromEngine) -> None:
+    def _let_go(self, answer: UtilityResult) -> None:
         if self.answers:
             self._running.clear()
             self._sent.put_nowait(answer)

@@ -11,7 +11,8 @@ from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.stats import EngineStats, EngineView
 from quire.engine.engine_core import EngineCore
 from quire.engine.engine_core_process import _handle_messages_and_get_change
-from quire.engine.link.engine_messages import SnapshotRequest, Submit, ToEngine, encode
+from quire.engine.link.messages import EngineCoreMethods, Submit, ToEngine, encode
+from quire.engine.processes.utility_calls import make_call
 
 
 class Idle:
@@ -66,11 +67,12 @@ def receive(left: int, messages: list[tuple[int, ToEngine]]) -> list[str]:
     return engine.done
 
 
+LOOK = make_call(EngineCoreMethods.take_snapshot, 1)
 SUBMIT = Submit([EngineCoreRequest(id="a", prompt_ids=[1], params=SamplingParams(), seed=0)])
 
 
 def test_an_engine_that_is_looked_at_goes_on_preparing() -> None:
-    done = receive(4, [(1, SnapshotRequest()), (3, SnapshotRequest()), (100, SUBMIT)])
+    done = receive(4, [(1, LOOK), (3, LOOK), (100, SUBMIT)])
     assert done == ["prepare", "view", "prepare", "view", "prepare", "prepare", "wait", "add"]
 
 
@@ -79,4 +81,4 @@ def test_a_request_waits_for_no_more_than_is_being_prepared() -> None:
 
 
 def test_with_nothing_to_prepare_it_waits_and_is_looked_at() -> None:
-    assert receive(0, [(100, SnapshotRequest()), (100, SUBMIT)])[-4:] == ["view", "prepare", "wait", "add"]
+    assert receive(0, [(100, LOOK), (100, SUBMIT)])[-4:] == ["view", "prepare", "wait", "add"]

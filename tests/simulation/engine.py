@@ -12,10 +12,10 @@ import msgspec
 
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest
 from quire.engine.core.stats import EngineStats
-from quire.engine.link.engine_messages import Abort, FromEngine, Ready, Stepped, Submit, ToEngine, together
+from quire.engine.link.messages import Abort, FromEngine, Stepped, Submit, ToEngine, together
 from quire.engine.link.process import EngineProcess
 from quire.engine.processes.exit_cause import ExitCause
-from tests.engine.fake_process import CRASHED, INFO, KILLED
+from tests.engine.fake_process import CRASHED, INFO, KILLED, started
 
 LETTERS = b"abcdefghijklmnopqrstuvwxyz "
 CONTEXT = 2048
@@ -126,7 +126,7 @@ class SimulatedProcess(EngineProcess):
 
     async def _run(self) -> None:
         await asyncio.sleep(self._rng.choice((0.0, 0.1, 2.0)))
-        self._from_engine.put_nowait(Ready(msgspec.structs.replace(ENGINE, code=str(self._version))))
+        self._from_engine.put_nowait(started(msgspec.structs.replace(ENGINE, code=str(self._version))))
         while True:
             if not self.running:
                 self._take(await self._to_engine.get())

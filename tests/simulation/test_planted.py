@@ -15,7 +15,7 @@ import pytest
 
 from quire.engine.common.types import EngineCoreRequest
 from quire.engine.link.client import EngineClient
-from quire.engine.link.hub_messages import HUB
+from quire.engine.link.messages import LEADER
 from quire.server.durability import answer_pins
 from quire.server.durability.event_ids import EventIdWriter
 from quire.server.generation.resolved_request import AnswerIdentity, GenerationRequest
@@ -138,7 +138,7 @@ def asks_that_end_what_asks(patch: pytest.MonkeyPatch) -> None:
         loop = asyncio.get_running_loop()
 
         async def ask(body: bytes) -> bytes:
-            (said,) = await link.ask(DATA_DIR_TOPIC, body, to=HUB)
+            (said,) = await link.ask(DATA_DIR_TOPIC, body, to=LEADER)
             return bytes(said)
 
         return lambda body: from_thread(ask(body), loop).result()

@@ -9,45 +9,44 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from itertools import count
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
 
-import msgspec
 import zmq
 
 from quire.engine.common import clock
 from quire.engine.common.errors import EngineError, QuireError
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, EngineInfo
-from quire.engine.core.stats import EngineStats, StepRecord
+from quire.engine.core.stats import EngineStats, EngineView, StepRecord
 from quire.engine.link.answering import Answering
 from quire.engine.link.client import EngineClient
-from quire.engine.link.engine_messages import Abort, ResetPrefixCache, Submit, encode, together
-from quire.engine.link.hub_messages import (
-    CHANGE,
-    HUB,
-    LASTING,
-    SNAPSHOT,
-    Alive,
-    Answer,
-    Answers,
-    Ask,
-    Change,
-    Changed,
-    EngineDied,
-    Fault,
-    FromHub,
-    Hello,
-    NotStarted,
-    Question,
-    Serving,
-    State,
-    ToHub,
-    Welcome,
-    decode_to_hub,
-)
 from quire.engine.link.hub_relay import Channel, Relayed
+from quire.engine.link.messages import (
+    CANNOT_ANSWER,
+    LASTING,
+    LEADER,
+    Abort,
+    ApiProcessMethods,
+    FromLeader,
+    LeaderMethods,
+    State,
+    Submit,
+    ToLeader,
+    decode_to_leader,
+    encode,
+    together,
+)
 from quire.engine.link.tasks import Tasks
-from quire.engine.link.weights import Weights
+from quire.engine.link.weights import Mode, Weights
+from quire.engine.processes.heartbeat import Alive
+from quire.engine.processes.utility_calls import (
+    Fault,
+    UtilityCall,
+    UtilityResult,
+    make_notification,
+    run_call,
+    run_call_in_task,
+)
 from quire.engine.processes.wire import Wire
 
 log = logging.getLogger("quire.hub")
@@ -70,8 +69,8 @@ class Hub:
     ) -> None:
         """address: where API processes connect, as ZeroMQ writes it. tell_seconds: after so long the state is sent
         again though nothing has changed: it is the hub's sign of life."""
-        self._client, self._tell_seconds = client, tell_seconds
-        self._weights = Weights(client)
+        self.client, self._tell_seconds = client, tell_seconds
+        self.weights = Weights(client)
         client.recorder = self  # what happened to a request is kept by the API process that has it
         client.turns = None  # so are turns
         self._wire = wire(zmq.ROUTER)
@@ -82,16 +81,11 @@ class Hub:
         self._flushing = False
         self._state: State | None = None
         """The last one that was sent."""
-        self._numbers = count()
-        self._asked: dict[tuple[bytes, int], asyncio.Future[bytes | None]] = {}
-        """Answers that are awaited, by who was asked and the question's number."""
         self._lasting: dict[int, bytes] = {}
         """By number of the API process: its last answer to LASTING."""
         self._tasks = Tasks(self._failed)
         self.answering = Answering()
         """How this process answers what API processes ask it."""
-        self.answering.add(SNAPSHOT, self._snapshot)
-        self.answering.add(CHANGE, self._change)
         self.changed = asyncio.Event()
         """Set when an API process has started, or cannot; then another event takes its place."""
 
@@ -111,7 +105,7 @@ class Hub:
         """The engine is ready: API processes may begin."""
         self._info = info
         for identity, channel in self._channels.items():
-            self._welcome(identity, channel)
+            self.welcome(identity, channel)
 
     def add(self, identity: bytes, number: int) -> Channel:
         """Expect an API process with this identity."""
@@ -122,10 +116,8 @@ class Hub:
     def remove(self, identity: bytes) -> int:
         """An API process has ended: abort its requests. Returns how many these were."""
         channel = self._channels.pop(identity)
-        for (asked, _), answer in self._asked.items():
-            if asked == identity and not answer.done():
-                answer.set_result(None)
-        return self._client.drop(lambda reader: isinstance(reader, Relayed) and reader.channel is channel)
+        channel.calls.end(EngineError("the API process has ended"))
+        return self.client.drop(lambda reader: isinstance(reader, Relayed) and reader.channel is channel)
 
     async def close(self) -> None:
         await self._tasks.cancel()
@@ -133,13 +125,13 @@ class Hub:
 
     def _failed(self, error: BaseException) -> None:
         log.error("the hub failed", exc_info=error)
-        self._client.fail(EngineError(f"the hub failed: {type(error).__name__}"))
+        self.client.fail(EngineError(f"the hub failed: {type(error).__name__}"))
 
-    def _write(self, identity: bytes, message: FromHub) -> None:
+    def _write(self, identity: bytes, message: FromLeader) -> None:
         self._wire.send(identity, encode(message))
 
     def _stats(self) -> list[EngineStats]:
-        return [each.stats for each in self._client.link.engines]
+        return [each.stats for each in self.client.link.engines]
 
     async def _receive(self) -> None:
         while True:
@@ -147,43 +139,41 @@ class Hub:
             channel = self._channels.get(identity)
             if channel is not None:  # else it has ended
                 channel.silence = 0.0
-                self._take(identity, channel, decode_to_hub(message))
+                self._take(identity, channel, decode_to_leader(message))
 
-    def _take(self, identity: bytes, channel: Channel, message: ToHub) -> None:
+    def _take(self, identity: bytes, channel: Channel, message: ToLeader) -> None:
         match message:
             case Submit():
                 self._submit(channel, message)
             case Abort():
                 for request_id in message.ids:
-                    self._client.abort(request_id)
-            case Hello():
-                self._welcome(identity, channel)
-            case Serving() | NotStarted():
-                channel.started = channel.started or message
-                self.changed.set()
-                self.changed = asyncio.Event()
-            case ResetPrefixCache():
-                self._client.reset_prefix_cache()
-            case Ask():
-                self._tasks.begin(self._ask(identity, channel, message))
-            case Answer():
-                answer = self._asked.get((identity, message.number))
-                if answer is not None and not answer.done():
-                    answer.set_result(message.body)
+                    self.client.abort(request_id)
+            case UtilityCall(id=None):
+                run_call(LeaderMethods, _ApiProcessCalls(self, identity, channel), message)
+            case UtilityCall():
+                self._tasks.begin(self._answer(identity, channel, message))
+            case UtilityResult():
+                channel.calls.resolve(message)
             case Alive():
                 pass
 
-    def _welcome(self, identity: bytes, channel: Channel) -> None:
+    def welcome(self, identity: bytes, channel: Channel) -> None:
         """Tell an API process that the engine is ready, once both are there."""
         if self._info is not None:
             channel.welcomed = True
-            self._write(identity, Welcome(self._info, self._now(), self._lasting.get(channel.number)))
+            about = self._info, self._now(), self._lasting.get(channel.number)
+            self._write(identity, make_notification(ApiProcessMethods.welcome, *about))
+
+    def report_start(self) -> None:
+        """An API process has started, or cannot."""
+        self.changed.set()
+        self.changed = asyncio.Event()
 
     def _submit(self, channel: Channel, message: Submit) -> None:
         requests = together(message.requests, message.images)
         reader = Relayed(requests, channel, self._stats)
         try:
-            self._client.add(requests, reader)
+            self.client.add(requests, reader)
         except QuireError as error:
             reader.fail(error)
 
@@ -193,7 +183,7 @@ class Hub:
         """The API process has recorded it."""
 
     def record_step(self, outputs: Sequence[EngineCoreOutput], record: StepRecord | None, replica: int = 0) -> None:
-        version, first = self._client.link.weights_version, True
+        version, first = self.client.link.weights_version, True
         for channel in self._channels.values():
             channel.begin(record, replica, version, counts=first)
             first = first and not channel.welcomed
@@ -210,13 +200,14 @@ class Hub:
         self, replica: int = 0, ids: Iterable[str] | None = None, *, for_good: bool = False
     ) -> None:
         if not for_good:  # then all readers fail, which each API process is told
-            self._tell(EngineDied(replica, None if ids is None else list(ids)))
+            self._tell(make_notification(ApiProcessMethods.lose_engine, replica, None if ids is None else list(ids)))
             asyncio.get_running_loop().call_soon(self._tell_state)
 
     def end_request(self, request_id: str, reason: str) -> None:
         """The API process records it."""
 
-    def _tell(self, message: FromHub) -> None:
+    def _tell(self, message: FromLeader) -> None:
+        """All API processes."""
         stats = self._stats()
         for channel in self._channels.values():
             if channel.welcomed:
@@ -224,39 +215,44 @@ class Hub:
 
     # What API processes want
 
-    async def _snapshot(self, body: bytes) -> bytes:
-        return encode(await self._client.snapshot() if self._client.responsive else None)
-
-    async def _change(self, body: bytes) -> bytes:
-        wanted, fault = msgspec.msgpack.decode(body, type=Change), None
+    async def _answer(self, identity: bytes, channel: Channel, call: UtilityCall) -> None:
+        assert call.id is not None
         try:
-            if wanted.do == "sleep":
-                await self._weights.sleep(wanted.level, wanted.mode, refuse=wanted.refuse)
-            elif wanted.do == "wake_up":
-                await self._weights.wake_up()
-            else:
-                await self._weights.update(wanted.path, wanted.mode, wanted.version)
+            result = await run_call_in_task(LeaderMethods, _ApiProcessCalls(self, identity, channel), call)
+        except Exception:
+            log.exception("the call %r of an API process failed", call.method)
+            result = UtilityResult(call.id, error=Fault.of(EngineError(CANNOT_ANSWER)))
+        channel.send(result, self._stats())
+
+    async def change_weights(self, change: Coroutine[Any, Any, object]) -> str:
+        """Have a change of Weights made. Returns their version."""
+        fault: QuireError | None = None
+        try:
+            await change
         except QuireError as error:
-            fault = Fault.of(error)
+            fault = error
         self._tell_state()
         # Messages to an API process arrive in their order. When all have answered this question, all have been told of
         # the change, and the one that asked for it can rely on that.
         await self._answers("", b"", self._others())
-        return encode(Changed(self._client.link.weights_version, fault))
+        if fault is not None:
+            raise fault
+        return self.client.link.weights_version
 
-    async def _ask(self, identity: bytes, channel: Channel, asked: Ask) -> None:
-        if asked.to == HUB:
-            said = await self.answering.answer(asked.topic, asked.body)
+    async def ask(self, identity: bytes, topic: str, body: bytes, to: str | None) -> list[bytes]:
+        """See LeaderMethods.ask, on behalf of an API process."""
+        if to == LEADER:
+            said = await self.answering.answer(topic, body)
             bodies = [] if said is None else [said]
-        elif asked.to is not None:
-            asks = [(who, each) for who, each in self._others(identity) if who == asked.to.encode()]
-            bodies = await self._answers(asked.topic, asked.body, asks, _LONG_ANSWER_SECONDS)
+        elif to is not None:
+            asks = [(who, each) for who, each in self._others(identity) if who == to.encode()]
+            bodies = await self._answers(topic, body, asks, _LONG_ANSWER_SECONDS)
         else:
-            bodies = await self._answers(asked.topic, asked.body, self._others(identity))
-        if asked.topic == LASTING:  # those that are being replaced
+            bodies = await self._answers(topic, body, self._others(identity))
+        if topic == LASTING:  # those that are being replaced
             there = {each.number for each in self._channels.values() if each.welcomed}
             bodies += [body for number, body in self._lasting.items() if number not in there]
-        channel.send(Answers(asked.number, bodies), self._stats())
+        return bodies
 
     def _others(self, but: bytes | None = None) -> list[tuple[bytes, Channel]]:
         """All API processes that can be asked, or all but one."""
@@ -266,17 +262,13 @@ class Hub:
         self, topic: str, body: bytes, asked: Sequence[tuple[bytes, Channel]], seconds: float = _ANSWER_SECONDS
     ) -> list[bytes]:
         """The answers of these API processes that come in so many seconds."""
-        number = next(self._numbers)
-        waiting = {}
-        for identity, channel in asked:
-            self._asked[identity, number] = waiting[channel] = asyncio.get_running_loop().create_future()
-            self._write(identity, Question(number, topic, body))
-        if waiting:
-            await asyncio.wait(waiting.values(), timeout=seconds)
-        self._asked = {key: answer for key, answer in self._asked.items() if key[1] != number}
+        answers = {channel: channel.calls.begin(ApiProcessMethods.answer, topic, body) for _, channel in asked}
+        if answers:
+            await asyncio.wait(answers.values(), timeout=seconds)
         found = []
-        for channel, answer in waiting.items():
-            said = answer.result() if answer.done() else None
+        for channel, answer in answers.items():
+            is_there = not answer.cancel() and answer.exception() is None
+            said = answer.result() if is_there else None
             if topic == LASTING:
                 said = self._lasting[channel.number] = said or self._lasting.get(channel.number, b"")
             found.append(said)
@@ -304,10 +296,10 @@ class Hub:
         state = self._now()
         if state != self._state:
             self._state = state
-            self._tell(state)
+            self._tell(make_notification(ApiProcessMethods.update_state, state))
 
     def _now(self) -> State:
-        client, link = self._client, self._client.link
+        client, link = self.client, self.client.link
         return State(
             engines=[*link.engines],
             responsive=client.responsive,
@@ -323,3 +315,40 @@ class Hub:
             open=dict(client.open_by_tenant),
             queued_tokens=client.queued_tokens,
         )
+
+
+class _ApiProcessCalls(LeaderMethods):
+    """What one API process has the hub do."""
+
+    def __init__(self, hub: Hub, identity: bytes, channel: Channel) -> None:
+        self._hub, self._identity, self._channel = hub, identity, channel
+
+    def join(self) -> None:
+        self._hub.welcome(self._identity, self._channel)
+
+    def announce(self, announcement: str) -> None:
+        self._channel.announcement = announcement
+        self._hub.report_start()
+
+    def report_failed_start(self, fault: Fault) -> None:
+        self._channel.fault = fault
+        self._hub.report_start()
+
+    def reset_prefix_cache(self) -> None:
+        self._hub.client.reset_prefix_cache()
+
+    async def take_snapshot(self) -> EngineView | None:
+        client = self._hub.client
+        return await client.snapshot() if client.responsive else None
+
+    async def ask(self, topic: str, body: bytes, to: str | None) -> list[bytes]:
+        return await self._hub.ask(self._identity, topic, body, to)
+
+    async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None:
+        await self._hub.change_weights(self._hub.weights.sleep(level, mode, refuse=refuse))
+
+    async def wake_up(self) -> None:
+        await self._hub.change_weights(self._hub.weights.wake_up())
+
+    async def update(self, path: str, mode: Mode = "keep", version: str | None = None) -> str:
+        return await self._hub.change_weights(self._hub.weights.update(path, mode, version))

@@ -8,9 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
 
-import msgspec
 import zmq
 
 from quire.engine.common import clock
@@ -21,32 +19,34 @@ from quire.engine.core.stats import EngineStats, EngineView, sum_stats
 from quire.engine.link.answering import Answering
 from quire.engine.link.broadcast import Group, WeightsGroup
 from quire.engine.link.client import EngineClient
-from quire.engine.link.engine_messages import Abort, ResetPrefixCache, Submit, apart, encode
-from quire.engine.link.hub_messages import (
-    CHANGE,
-    HUB,
-    SNAPSHOT,
-    Alive,
-    Answer,
-    Answers,
-    Ask,
-    Change,
-    Changed,
-    EngineDied,
-    Failed,
-    FromHub,
-    Hello,
-    Question,
-    Serving,
-    State,
-    Stepped,
-    ToHub,
-    Welcome,
-    decode_from_hub,
-)
 from quire.engine.link.link import EngineState, Link
+from quire.engine.link.messages import (
+    CANNOT_ANSWER,
+    LEADER,
+    Abort,
+    ApiProcessMethods,
+    FromLeader,
+    LeaderMethods,
+    SharedSteps,
+    State,
+    Submit,
+    ToLeader,
+    apart,
+    decode_from_leader,
+    encode,
+)
 from quire.engine.link.tasks import Tasks
 from quire.engine.link.weights import Mode
+from quire.engine.processes.heartbeat import Alive
+from quire.engine.processes.utility_calls import (
+    Fault,
+    UtilityCall,
+    UtilityCalls,
+    UtilityResult,
+    make_notification,
+    run_call,
+    run_call_in_task,
+)
 from quire.engine.processes.wire import Wire
 
 log = logging.getLogger("quire.hub")
@@ -54,7 +54,7 @@ _LINGER_MS = 1000
 """How long the last message of a process may take when it ends."""
 
 
-class HubLink(Link):
+class HubLink(Link, ApiProcessMethods):
     """`launch()` says hello to the hub and returns at once; `start()` waits until the engine is ready."""
 
     owner: EngineClient
@@ -82,19 +82,18 @@ class HubLink(Link):
         self._told_version = self.weights_version
         """What `on_version` was last called with."""
         self.inherited: bytes | None = None
-        """The last answer to messages.LASTING of the process that this one replaces."""
+        """The last answer to LASTING (messages.py) of the process that this one replaces."""
         self.on_failure: Callable[[], object] = partial(self.die, "the connection to the engine failed")
         """Called when what the hub says can be followed no more, by a fault of ours."""
         self.identity = identity
         self._address = address
         self._wire: Wire | None = None
-        self._welcome: asyncio.Future[Welcome] | None = None
+        self._welcome: asyncio.Future[EngineInfo] | None = None
         self._states = [EngineState(EngineStats(), responsive=False, asleep=False)] * config.data_parallel_size
         self._responsive = self._healthy = False
         self._silence = 0.0
         """Seconds since the hub was last heard, without those in which we could not listen."""
-        self._numbers = count()
-        self._asked: dict[int, asyncio.Future[list[bytes]]] = {}
+        self._calls = UtilityCalls(self._write)
         self._unsent_aborts: list[str] = []
         self._tasks = Tasks(self._failed)
 
@@ -102,19 +101,17 @@ class HubLink(Link):
         self._welcome = asyncio.get_running_loop().create_future()
         self._wire = self._make_wire(zmq.DEALER, linger_ms=_LINGER_MS, identity=self.identity.encode())
         self._wire.connect(self._address)
-        self._write(Hello())
+        self._write(make_notification(LeaderMethods.join))
         self._tasks.begin(self._receive())
         self._tasks.begin(self._live())
 
     async def start(self) -> EngineInfo:
         assert self._welcome is not None, "launch comes first"
-        welcome = await self._welcome
-        self.inherited = welcome.inherited
-        return welcome.info
+        return await self._welcome
 
     async def stop(self) -> None:
         self.die("the engine was stopped")
-        self._end_waiting(EngineError("the engine was stopped"))
+        self._calls.end(EngineError("the engine was stopped"))
         await self._tasks.cancel()
         if self._wire is not None:
             self._wire.close()
@@ -122,7 +119,7 @@ class HubLink(Link):
 
     def tell_serving(self, announcement: str) -> None:
         """This process listens."""
-        self._write(Serving(announcement))
+        self._write(make_notification(LeaderMethods.announce, announcement))
 
     @property
     def responsive(self) -> bool:
@@ -138,41 +135,27 @@ class HubLink(Link):
         return self._states
 
     def reset_prefix_cache(self) -> None:
-        self._write(ResetPrefixCache())
+        self._write(make_notification(LeaderMethods.reset_prefix_cache))
 
     async def ask(self, topic: str, body: bytes = b"", *, to: str | None = None) -> list[bytes]:
-        """The answers of the other API processes, or of the one that is named (HUB: of the hub's process), without
-        those that have none or do not answer in time."""
-        number = next(self._numbers)
-        self._asked[number] = asyncio.get_running_loop().create_future()
-        self._write(Ask(number, topic, body, to))
-        try:
-            answers = await self._asked[number]
-        finally:
-            del self._asked[number]
-        if to == HUB and not answers:
-            raise EngineError("the server's main process could not answer; see its log")
+        """The answers of the other API processes, or of the one that is named (LEADER: of the
+        process that has the engine), without those that have none or do not answer in time."""
+        answers = await self._calls.begin(LeaderMethods.ask, topic, body, to)
+        if to == LEADER and not answers:
+            raise EngineError(CANNOT_ANSWER)
         return answers
 
     async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None:
         """As Weights.sleep; the hub makes the changes of all API processes, one after another."""
-        await self._change(Change("sleep", level=level, mode=mode, refuse=refuse))
+        await self._calls.begin(LeaderMethods.sleep, level, mode, refuse=refuse)
 
     async def wake_up(self) -> None:
         """As Weights.wake_up."""
-        await self._change(Change("wake_up"))
+        await self._calls.begin(LeaderMethods.wake_up)
 
     async def update(self, path: str, mode: Mode = "keep", version: str | None = None) -> str:
         """As Weights.update."""
-        return await self._change(Change("update", path=path, mode=mode, version=version))
-
-    async def _change(self, wanted: Change) -> str:
-        """Have the weights changed. Returns their version; raises what Weights raises."""
-        (answer,) = await self.ask(CHANGE, encode(wanted), to=HUB)
-        changed = msgspec.msgpack.decode(answer, type=Changed)
-        if changed.fault is not None:
-            raise changed.fault.error()
-        return changed.version
+        return await self._calls.begin(LeaderMethods.update, path, mode, version)
 
     def send(self, requests: Sequence[EngineCoreRequest]) -> None:
         self._write(Submit(*apart(requests)))
@@ -189,15 +172,14 @@ class HubLink(Link):
 
     async def snapshot(self) -> EngineView | None:
         try:
-            (answer,) = await self.ask(SNAPSHOT, to=HUB)
+            return await self._calls.begin(LeaderMethods.take_snapshot)
         except QuireError:  # the hub has gone
             return None
-        return msgspec.msgpack.decode(answer, type=EngineView | None)
 
     async def call(self, content: bytes) -> list[bytes] | None:
         raise InvalidRequest("collective_rpc: with several API processes (api_server_count) no calls are passed on")
 
-    def _write(self, message: ToHub) -> None:
+    def _write(self, message: ToLeader) -> None:
         if self._wire is None:
             raise EngineError("the engine was stopped")
         self._wire.send(encode(message))
@@ -210,7 +192,7 @@ class HubLink(Link):
         last = clock.monotonic()
         while True:
             await asyncio.sleep(self._alive_seconds)
-            self._write(Alive())
+            self._write(Alive(0))
             last, elapsed = clock.monotonic(), min(clock.monotonic() - last, 2 * self._alive_seconds)
             self._silence += elapsed
             if self._silence > self._silence_seconds:
@@ -219,12 +201,7 @@ class HubLink(Link):
     def _give_up(self, error: QuireError) -> None:
         """End all that waits for the hub with this error."""
         self.owner.end_all(error)
-        self._end_waiting(error)
-
-    def _end_waiting(self, error: QuireError) -> None:
-        for each in self._asked.values():
-            if not each.done():
-                each.set_exception(error)
+        self._calls.end(error)
 
     async def _receive(self) -> None:
         wire = self._wire
@@ -232,31 +209,20 @@ class HubLink(Link):
         while True:
             (message,) = await wire.receive()
             self._silence = 0.0
-            self._take(decode_from_hub(message))
+            self._take(decode_from_leader(message))
 
-    def _take(self, message: FromHub) -> None:
+    def _take(self, message: FromLeader) -> None:
         match message:
-            case Stepped():
+            case SharedSteps():
                 self._take_steps(message)
-            case State():
-                self._take_state(message)
-            case Failed():
-                for request_id in message.ids:
-                    self.owner.give_up(request_id, message.fault.error())
-            case EngineDied():
-                self.owner.lost(message.replica, message.ids)
-            case Question():
+            case UtilityCall(id=None):
+                run_call(ApiProcessMethods, self, message)
+            case UtilityCall():
                 self._tasks.begin(self._answer(message))
-            case Answers():
-                if (asked := self._asked.get(message.number)) is not None and not asked.done():
-                    asked.set_result(message.bodies)
-            case Welcome():
-                assert self._welcome is not None
-                self._take_state(message.state)
-                if not self._welcome.done():
-                    self._welcome.set_result(message)
+            case UtilityResult():
+                self._calls.resolve(message)
 
-    def _take_steps(self, message: Stepped) -> None:
+    def _take_steps(self, message: SharedSteps) -> None:
         states = zip(self._states, message.stats, strict=True)
         self._states = [EngineState(stats, each.responsive, each.asleep) for each, stats in states]
         self.stats = self._total()
@@ -265,7 +231,29 @@ class HubLink(Link):
             self.owner.history.counts_steps = part.counts
             self.owner.deliver(part.outputs, part.record, part.replica)
 
-    def _take_state(self, state: State) -> None:
+    async def _answer(self, call: UtilityCall) -> None:
+        self._write(await run_call_in_task(ApiProcessMethods, self, call))
+
+    # What the hub tells and asks
+
+    async def answer(self, topic: str, body: bytes) -> bytes | None:
+        return await self.answering.answer(topic, body)
+
+    def welcome(self, info: EngineInfo, state: State, inherited: bytes | None) -> None:
+        assert self._welcome is not None
+        self.update_state(state)
+        if not self._welcome.done():
+            self.inherited = inherited
+            self._welcome.set_result(info)
+
+    def lose_engine(self, replica: int, ids: list[str] | None) -> None:
+        self.owner.lost(replica, ids)
+
+    def fail_requests(self, ids: list[str], fault: Fault) -> None:
+        for request_id in ids:
+            self.owner.give_up(request_id, fault.error())
+
+    def update_state(self, state: State) -> None:
         self._states = state.engines
         self.stats = self._total()
         self._responsive, self._healthy = state.responsive, state.healthy
@@ -286,9 +274,6 @@ class HubLink(Link):
 
     def _total(self) -> EngineStats:
         return self._states[0].stats if len(self._states) == 1 else sum_stats([each.stats for each in self._states])
-
-    async def _answer(self, question: Question) -> None:
-        self._write(Answer(question.number, await self.answering.answer(question.topic, question.body)))
 
 
 class NoWeightsGroup(WeightsGroup):

@@ -9,19 +9,24 @@ from quire.engine.common import clock
 from quire.engine.common.errors import QuireError
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest
 from quire.engine.core.stats import EngineStats, StepRecord
-from quire.engine.link.hub_messages import Failed, Fault, FromHub, NotStarted, Part, Serving, Stepped
+from quire.engine.link.messages import ApiProcessMethods, FromLeader, Part, SharedSteps
+from quire.engine.processes.utility_calls import Fault, UtilityCalls, make_notification
 
 
 class Channel:
     """One API process."""
 
-    def __init__(self, number: int, send: Callable[[FromHub], None]) -> None:
+    def __init__(self, number: int, send: Callable[[FromLeader], None]) -> None:
         """`number`: of the API process among those of the server; the one that replaces it has the same."""
         self.number = number
         self.welcomed = False
         """Whether it knows that the engine is ready."""
-        self.started: Serving | NotStarted | None = None
-        """Its message when it listened, or could not start."""
+        self.calls = UtilityCalls(send)
+        """What it is asked."""
+        self.announcement: str | None = None
+        """What it said when it listened."""
+        self.fault: Fault | None = None
+        """Why it could not start."""
         self.silence = 0.0
         """Seconds since it was last heard of, without those in which the hub could not listen."""
         self.outputs: list[EngineCoreOutput] = []
@@ -41,9 +46,9 @@ class Channel:
         parts = [part for part in self._parts if part.outputs or part.record is not None]
         self._parts.clear()
         if parts:
-            self._write(Stepped(parts, list(stats)))
+            self._write(SharedSteps(parts, list(stats)))
 
-    def send(self, message: FromHub, stats: Sequence[EngineStats]) -> None:
+    def send(self, message: FromLeader, stats: Sequence[EngineStats]) -> None:
         """Send a message, after what has gathered."""
         self.flush(stats)
         self._write(message)
@@ -67,4 +72,5 @@ class Relayed:
         self.channel.outputs.append(output)
 
     def fail(self, error: QuireError) -> None:
-        self.channel.send(Failed(list(self.ids), Fault.of(error)), self._stats())
+        failed = make_notification(ApiProcessMethods.fail_requests, list(self.ids), Fault.of(error))
+        self.channel.send(failed, self._stats())

@@ -7,12 +7,10 @@ There are four links: InProcessLink (engine/offline/in_process.py) to an engine 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 import msgspec
 
@@ -21,30 +19,6 @@ from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, Engin
 from quire.engine.core.stats import EngineStats, EngineView, StepRecord
 
 log = logging.getLogger("quire.engine.link.link")
-_T = TypeVar("_T")
-_M = TypeVar("_M")
-
-
-class Answers(Generic[_T]):
-    """What an engine is asked, whose answers come in the same order."""
-
-    def __init__(self) -> None:
-        self._open: deque[asyncio.Future[_T | None]] = deque()
-
-    async def ask(self, send: Callable[[_M], None], message: _M) -> _T | None:
-        """The answer to a message; None where the engine ends before."""
-        answer: asyncio.Future[_T | None] = asyncio.get_running_loop().create_future()
-        self._open.append(answer)
-        send(message)
-        return await answer
-
-    def come(self, found: _T | None) -> None:
-        if self._open and not (answer := self._open.popleft()).done():  # whoever asked may have left
-            answer.set_result(found)
-
-    def end(self) -> None:
-        while self._open:
-            self.come(None)
 
 
 class Owner(Protocol):

@@ -24,15 +24,10 @@ from quire.engine.checkpoint.kv_offload_dir import delete_kv_blocks
 from quire.engine.common import clock
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import EngineError
-from quire.engine.link.engine_messages import (
-    Called,
-    Check,
+from quire.engine.link.messages import (
+    START,
+    EngineCoreMethods,
     FromEngine,
-    Load,
-    ResetPrefixCache,
-    Sleep,
-    SnapshotTaken,
-    Stepped,
     ToEngine,
     decode_from_engine,
     encode,
@@ -42,10 +37,15 @@ from quire.engine.processes.exit_cause import FAULT_SIGNALS, ExitCause, exit_cau
 from quire.engine.processes.heartbeat import Alive, FaultSignal, RequestsBegan, decode_heartbeat
 from quire.engine.processes.procfs import RunnableClock, is_stopped, oom_kills
 from quire.engine.processes.socket_folder import SocketFolder
+from quire.engine.processes.utility_calls import UtilityCall, UtilityResult, make_notification
 from quire.engine.processes.wire import Wire
 
 STDERR_LINES = 20
 """How many of the last lines of the engine's standard error are kept, to show them when it fails."""
+_REBUILDS = frozenset(
+    each.__name__ for each in (EngineCoreMethods.sleep, EngineCoreMethods.load_weights, EngineCoreMethods.check_weights)
+)
+"""Calls during which an engine's threads may be kept from running."""
 _KERNELS = Path(__file__).resolve().parents[2] / "kernels" / "cpu"
 _STOP_SECONDS = 5.0
 """How long `stop` waits for the process to end by itself before it kills it."""
@@ -80,6 +80,8 @@ class EngineProcess:
         self._stderr_lines: deque[str] = deque(maxlen=STDERR_LINES)
         self._ready = False
         """Whether no engine is being built in the process, which may keep its threads from running."""
+        self._rebuild: int | None = START
+        """The id of the last call that has to do with that."""
         self._oom_kills_before = oom_kills()
         self._hang: ExitCause | None = None
         """Why we killed the engine, if we did."""
@@ -137,15 +139,15 @@ class EngineProcess:
 
     def send(self, message: ToEngine) -> None:
         assert self._wire is not None
-        if isinstance(message, Sleep | Load | Check):
-            self._ready = False
+        if isinstance(message, UtilityCall) and message.method in _REBUILDS:
+            self._ready, self._rebuild = False, message.id
         self._wire.send(encode(message))
 
     async def receive(self) -> FromEngine:
         assert self._wire is not None
         (encoded,) = await self._wire.receive()
         message = decode_from_engine(encoded)
-        if not isinstance(message, Stepped | SnapshotTaken | Called):  # these may be of the engine before
+        if isinstance(message, UtilityResult) and message.id in (START, self._rebuild):
             self._ready = True
         return message
 
@@ -313,6 +315,6 @@ def _environment() -> dict[str, str]:
 def reset_prefix_cache(process: EngineProcess | None, config: EngineConfig) -> None:
     """Let an engine that is there, or that starts, forget all prefixes; where none is, those that outlive it."""
     if process is not None and process.connected:
-        process.send(ResetPrefixCache())
+        process.send(make_notification(EngineCoreMethods.reset_prefix_cache))
     elif config.kv_offload_dir is not None:
         delete_kv_blocks(config.kv_offload_dir)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 
 from quire.engine.common import clock
@@ -16,12 +16,14 @@ from quire.engine.common.config import EngineConfig, capacity_settings_from_info
 from quire.engine.common.errors import ConfigError, EngineError, Overloaded, QuireError, RequestQuarantined
 from quire.engine.common.types import EngineCoreRequest, EngineInfo
 from quire.engine.core.stats import EngineStats, EngineView
-from quire.engine.link import engine_messages as messages
-from quire.engine.link.link import Answers, EngineLink
+from quire.engine.link import messages
+from quire.engine.link.link import EngineLink
+from quire.engine.link.messages import EngineCoreMethods
 from quire.engine.link.process import EngineProcess, KilledDuringStart, Launcher, engine_json, reset_prefix_cache
 from quire.engine.link.replay import Replay
 from quire.engine.link.weights import Change
 from quire.engine.processes.exit_cause import ExitCause
+from quire.engine.processes.utility_calls import UtilityCall, UtilityCalls, UtilityResult, make_call
 
 log = logging.getLogger("quire.supervisor")
 
@@ -65,7 +67,7 @@ class ProcessLink(EngineLink):
         """Set when a change needs a process, and it sleeps without one."""
         self._ending = False
         """Whether the process was told to end, because it sleeps."""
-        self._answers = Answers[messages.SnapshotTaken | messages.Called]()
+        self._calls = UtilityCalls(self._send_call)
 
     def launch(self) -> None:
         try:
@@ -103,7 +105,8 @@ class ProcessLink(EngineLink):
         return self.ready and not self._replay.isolating
 
     async def rest(self, level: int) -> None:
-        await self._exchange(messages.Sleep(), self._config, self.weights_version)
+        call = make_call(EngineCoreMethods.sleep, self._calls.number())
+        await self._exchange(call, self._config, self.weights_version, self._on_asleep)
         if level == 2 and self._process is not None:
             assert self._exit is not None
             self._ending = True
@@ -112,7 +115,9 @@ class ProcessLink(EngineLink):
 
     async def check(self, weights: str) -> None:
         if not self.asleep:
-            await self._exchange(messages.Check(engine_json(self._with(weights))), self._config, self.weights_version)
+            config = engine_json(self._with(weights))
+            call = make_call(EngineCoreMethods.check_weights, self._calls.number(), config)
+            await self._exchange(call, self._config, self.weights_version, self._on_checked)
 
     async def shorten(self, max_model_len: int) -> None:
         """Build the engine anew with a shorter context."""
@@ -121,24 +126,29 @@ class ProcessLink(EngineLink):
 
     async def load(self, weights: str | None, version: str) -> None:
         config = self._with(weights)
-        await self._exchange(messages.Load(engine_json(config)), config, version)
+        call = make_call(EngineCoreMethods.load_weights, self._calls.number(), engine_json(config))
+        await self._exchange(call, config, version, self._on_rebuilt_engine)
 
     def _with(self, weights: str | None) -> EngineConfig:
         update = {} if weights is None else {"weights": weights, "load_format": "auto"}
         return self._config.model_copy(update=self._fitted | {"warmup_seconds": 0.0} | update)
 
-    async def _exchange(self, message: messages.ToEngine, config: EngineConfig, version: str) -> None:
+    async def _exchange(
+        self, call: UtilityCall, config: EngineConfig, version: str, take_result: Callable[[UtilityResult], None]
+    ) -> None:
         """Tell the engine of a change and wait until it is made. Raises what went wrong."""
         if self.failure is not None:
             raise self.failure
         if not self.ready and not self.asleep:
             raise Overloaded("the engine is being replaced; please try again")
-        self._change = change = Change(config, version, asyncio.get_running_loop().create_future())
+        assert call.id is not None
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._change = change = Change(config, version, call.id, take_result, done)
         self.ready = False
         if self._process is None or self._ending:
             self._wakes.set()
         else:
-            self._process.send(message)
+            self._process.send(call)
         try:
             await change.done
         finally:
@@ -172,7 +182,7 @@ class ProcessLink(EngineLink):
     def die(self, message: str) -> None:
         super().die(message)
         self._give_up_change(EngineError(message))
-        self._answers.end()
+        self._calls.end(EngineError(message))
 
     def send(self, requests: Sequence[EngineCoreRequest]) -> None:
         for request in requests:
@@ -193,17 +203,25 @@ class ProcessLink(EngineLink):
     async def snapshot(self) -> EngineView | None:
         if self._process is None or not self.ready:
             return None
-        found = await self._answers.ask(self._process.send, messages.SnapshotRequest())
-        return found.view if isinstance(found, messages.SnapshotTaken) else None
+        try:
+            return await self._calls.begin(EngineCoreMethods.take_snapshot)
+        except EngineError:
+            return None
 
     async def call(self, content: bytes) -> list[bytes] | None:
         if self._process is None or not self.ready:
             return None
-        found = await self._answers.ask(self._process.send, messages.Call(content))
-        return found.checked() if isinstance(found, messages.Called) else None
+        try:
+            return await self._calls.begin(EngineCoreMethods.run_collective_rpc, content)
+        except EngineError:
+            return None
 
     def reset_prefix_cache(self) -> None:
         reset_prefix_cache(self._process, self._config)
+
+    def _send_call(self, call: UtilityCall) -> None:
+        assert self._process is not None
+        self._process.send(call)
 
     def _submit_ready(self) -> None:
         """Submit the requests that may go to the engine now, each with the tokens it already has."""
@@ -241,11 +259,11 @@ class ProcessLink(EngineLink):
         process.connect()
         self._exit = exited = asyncio.create_task(process.wait_for_exit())
         message = await process.first_message(exited)
-        if isinstance(message, messages.Failed):
-            raise ConfigError(message.message, param=message.param)
-        assert isinstance(message, messages.Ready)
+        assert isinstance(message, UtilityResult)
+        if message.error is not None:
+            raise ConfigError(message.error.message, param=message.error.param)
         self.ready = True
-        return message.info
+        return messages.decode_started(message.value).info
 
     async def _discard_process(self) -> None:
         """Wait until the process has ended, and free its pipes and socket."""
@@ -323,30 +341,35 @@ class ProcessLink(EngineLink):
     async def _receive(self, process: EngineProcess) -> None:
         while True:
             message = await process.receive()
-            match message:
-                case messages.Stepped():
-                    self._deliver_step(message)
-                case messages.SnapshotTaken():
-                    self.stats = message.view.stats.add_earlier(self._earlier_stats)
-                    self._answers.come(message)
-                case messages.Called():
-                    self._answers.come(message)
-                case messages.Asleep():
-                    self._on_engine_gone(external=True)
-                    self.asleep = True
-                    self._changed()
-                case messages.Ready():
-                    self._on_rebuilt_engine(message)
-                case messages.Checked():
-                    self.ready = True
-                    self._changed()
-                    self._submit_ready()
-                case messages.Refused():
-                    self.ready = not self.asleep
-                    self._give_up_change(ConfigError(message.message, param=message.param))
-                    self._submit_ready()
-                case messages.Failed():
-                    log.error("the engine could not be built anew: %s", message.message)
+            if isinstance(message, messages.Stepped):
+                self._deliver_step(message)
+            else:
+                self._take_result(message)
+
+    def _take_result(self, result: UtilityResult) -> None:
+        change = self._change
+        if result.id == messages.START:
+            assert result.error is not None
+            log.error("the engine could not be built anew: %s", result.error.message)
+        elif change is None or result.id != change.call_id:
+            if isinstance(value := self._calls.resolve(result), EngineView):
+                self.stats = value.stats.add_earlier(self._earlier_stats)
+        elif result.error is not None:
+            self.ready = not self.asleep
+            self._give_up_change(ConfigError(result.error.message, param=result.error.param))
+            self._submit_ready()
+        else:
+            change.take_result(result)
+
+    def _on_asleep(self, result: UtilityResult) -> None:
+        self._on_engine_gone(external=True)
+        self.asleep = True
+        self._changed()
+
+    def _on_checked(self, result: UtilityResult) -> None:
+        self.ready = True
+        self._changed()
+        self._submit_ready()
 
     def _deliver_step(self, message: messages.Stepped) -> None:
         for output in message.outputs:
@@ -357,14 +380,15 @@ class ProcessLink(EngineLink):
         self.stats = message.stats.add_earlier(self._earlier_stats)
         self.owner.deliver(message.outputs, message.step, self.number)
 
-    def _on_rebuilt_engine(self, message: messages.Ready) -> None:
+    def _on_rebuilt_engine(self, result: UtilityResult) -> None:
         """The process has built its engine anew: with other weights, or with those before."""
+        started = messages.decode_started(result.value)
         self._on_engine_gone(external=True)
-        self.ready, self._content = True, message.info.content
-        if message.failure is None:
+        self.ready, self._content = True, started.info.content
+        if started.failure is None:
             self._changed()
         else:
-            self._give_up_change(ConfigError(f"{message.failure}; the weights before are back"))
+            self._give_up_change(ConfigError(f"{started.failure}; the weights before are back"))
         self._submit_ready()
 
     def _changed(self) -> None:
@@ -396,7 +420,7 @@ class ProcessLink(EngineLink):
 
     def _on_engine_gone(self, *, external: bool) -> None:
         """All that the engine had must go to another one. external: no request can be the cause."""
-        self._answers.end()
+        self._calls.end(EngineError("the engine ended before it answered"))
         self._earlier_stats = self.stats = self.stats.without_gauges()
         self.owner.lost(self.number)
         for request_id in self._replay.engine_exited(external=external):

@@ -21,6 +21,7 @@ from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import InvalidRequest
 from quire.engine.link.client import EngineClient
 from quire.engine.link.link import EngineLink
+from quire.engine.processes.utility_calls import UtilityResult
 
 Mode = Literal["keep", "wait", "abort"]
 """What becomes of the requests that are open when weights change. keep: they go on after it, with the weights that are
@@ -38,6 +39,9 @@ class Change:
 
     config: EngineConfig
     version: str
+    call_id: int
+    take_result: Callable[[UtilityResult], None]
+    """What is done at once when the engine's process says that it is made."""
     done: asyncio.Future[None]
 
 

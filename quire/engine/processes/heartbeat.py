@@ -23,20 +23,20 @@ HEARTBEAT_SECONDS = 0.25
 """Time between two heartbeats."""
 
 
-class Alive(msgspec.Struct, frozen=True, tag=True):
+class Alive(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The heartbeat itself, sent every HEARTBEAT_SECONDS."""
 
     stuck_ms: int
     """Milliseconds since the current step began or last made progress; 0 when no step is running."""
 
 
-class RequestsBegan(msgspec.Struct, frozen=True, tag=True):
+class RequestsBegan(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """These requests are about to be computed for the first time by this engine process."""
 
     ids: list[str]
 
 
-class FaultSignal(msgspec.Struct, frozen=True, tag=True):
+class FaultSignal(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Another process has sent the engine one of exit_cause.FAULT_SIGNALS, which will end it."""
 
     sender: int

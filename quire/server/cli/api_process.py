@@ -19,10 +19,10 @@ import zmq
 
 from quire.engine.common.errors import ConfigError, Overloaded, QuireError
 from quire.engine.link.client import EngineClient
-from quire.engine.link.engine_messages import encode
 from quire.engine.link.hub_link import HubLink
-from quire.engine.link.hub_messages import Fault, NotStarted
+from quire.engine.link.messages import LeaderMethods, encode
 from quire.engine.processes.child import end_with_parent, read_configuration
+from quire.engine.processes.utility_calls import Fault, make_notification
 from quire.server.cli.api_process_manager import ApiProcessSetup
 from quire.server.cli.process_setup import dump_threads_on_signal, exit_on_sigterm_or_sighup
 from quire.server.cli.serve import ServerRun, SingleModelHost
@@ -82,7 +82,7 @@ def report_failure_to_parent(setup: ApiProcessSetup, error: QuireError) -> None:
     link.set(zmq.IDENTITY, setup.identity.encode())
     link.set(zmq.LINGER, _LINGER_MS)
     link.connect(setup.hub)
-    link.send(encode(NotStarted(Fault.of(error))))
+    link.send(encode(make_notification(LeaderMethods.report_failed_start, Fault.of(error))))
     link.close()
     context.term()
 

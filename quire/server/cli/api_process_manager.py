@@ -24,7 +24,6 @@ import msgspec
 from quire.engine.common.errors import ConfigError, EngineError
 from quire.engine.link.client import EngineClient
 from quire.engine.link.hub import Hub
-from quire.engine.link.hub_messages import NotStarted, Serving
 from quire.engine.link.hub_relay import Channel
 from quire.engine.processes.child import Child, module
 from quire.engine.processes.exit_cause import exit_cause
@@ -187,7 +186,7 @@ class ApiProcessManager:
         texts: list[str] = []
         while len(texts) < self._config.api_server_count:
             await hub.changed.wait()
-            texts = [each.started.announcement for each in hub.channels if isinstance(each.started, Serving)]
+            texts = [each.announcement for each in hub.channels if each.announcement is not None]
         self._is_ready = True
         with suppress(OSError):  # the output may be closed or full, which is no reason not to serve
             print(texts[0], flush=True)
@@ -207,10 +206,10 @@ class ApiProcessManager:
             aborted = hub.remove(identity.encode())
             if self._num_signals or not self._client.alive:
                 return code
-            failures = 0 if isinstance(channel.started, Serving) else failures + 1
+            failures = 0 if channel.announcement is not None else failures + 1
             cause = exit_cause(code, sender=None, oom_kills=None).description
-            if isinstance(channel.started, NotStarted) and (failures == MAX_FAILURES or not self._is_ready):
-                raise channel.started.fault.error()
+            if channel.fault is not None and (failures == MAX_FAILURES or not self._is_ready):
+                raise channel.fault.error()
             if failures == MAX_FAILURES:
                 raise EngineError(f"API process {number} {cause} before it served, {failures} times in a row")
             what = "API process %d %s; its %d open requests were aborted, and another process starts"

@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.engine.link.client import EngineClient
 from quire.engine.link.hub_link import HubLink
-from quire.engine.link.hub_messages import LASTING
+from quire.engine.link.messages import LASTING
 from quire.engine.prefix_misses.recent_turns import Turn
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant

@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from quire.engine.common.errors import QuireError
-from quire.engine.link.hub_messages import Fault
-from quire.server.encoding import encode_msgpack, method_call_codec
+from quire.engine.processes.utility_calls import Fault, method_call_codec
+from quire.server.encoding import encode_msgpack
 from quire.server.store.batches import Batches
 from quire.server.store.data_dir import DataDir, Processes
 from quire.server.store.files import FileContents, Files
@@ -133,8 +133,8 @@ def serve_data_dir_call(data: DataDir, encoded_request: bytes) -> bytes:
         method = RPC_METHODS[request.method]
         form = method_call_codec(method)
         store = getattr(data, request.method.partition(".")[0].lower())
-        arguments = dict(zip(form.signature.parameters, form.arguments_decoder.decode(request.arguments), strict=True))
-        result = getattr(store, method.__name__)(**arguments)
+        arguments = form.arguments_decoder.decode(request.arguments)
+        result = getattr(store, method.__name__)(**msgspec.structs.asdict(arguments))
         return encode_msgpack(_Done(msgspec.Raw(encode_msgpack(result))))
     except QuireError as error:
         return encode_msgpack(_Refused(Fault.of(error)))
@@ -159,9 +159,7 @@ class _RPCProxy:
 
     def _call_method(self, method: str, *args: Any, **kwargs: Any) -> Any:
         form = method_call_codec(RPC_METHODS[method])
-        bound = form.signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        request = _RPCRequest(method, msgspec.Raw(encode_msgpack(tuple(bound.arguments.values()))))
+        request = _RPCRequest(method, msgspec.Raw(encode_msgpack(form.arguments_type(*args, **kwargs))))
         match _decode_reply(self._send_request(encode_msgpack(request))):
             case _Done(result):
                 return form.result_decoder.decode(result)

@@ -16,13 +16,12 @@ from quire.engine.common.errors import ConfigError, EngineError, InvalidRequest,
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest
 from quire.engine.core.stats import EngineStats, StepRecord
-from quire.engine.link import hub_messages as messages
 from quire.engine.link.client import EngineClient
-from quire.engine.link.engine_messages import encode
 from quire.engine.link.hub import Hub
 from quire.engine.link.hub_link import HubLink, NoWeightsGroup
-from quire.engine.link.hub_messages import LASTING, Fault, FromHub, Stepped
 from quire.engine.link.hub_relay import Channel, Relayed
+from quire.engine.link.messages import LASTING, FromLeader, LeaderMethods, SharedSteps, decode_to_leader, encode
+from quire.engine.processes.utility_calls import Fault, UtilityResult, decode_result
 from quire.server.peers import Peers
 from tests.server.fake import FakeEngine, hashed
 
@@ -97,7 +96,7 @@ async def test_each_gets_the_tokens_of_its_requests(tmp_path: Path) -> None:
 
 
 def test_a_step_is_one_message_for_all_streams_of_an_api_process() -> None:
-    written: list[FromHub] = []
+    written: list[FromLeader] = []
     channel = Channel(0, written.append)
     channel.welcomed = True
     streams = [Relayed([request(f"s{n}")], channel, list) for n in range(100)]
@@ -109,7 +108,7 @@ def test_a_step_is_one_message_for_all_streams_of_an_api_process() -> None:
     channel.flush([EngineStats()])
     channel.flush([EngineStats()])
     (message,) = written
-    assert isinstance(message, Stepped)
+    assert isinstance(message, SharedSteps)
     assert [[output.new_ids for output in part.outputs] for part in message.parts] == [[[n]] * 100 for n in range(3)]
 
 
@@ -330,12 +329,13 @@ async def test_snapshots_and_resets_reach_the_engine(tmp_path: Path) -> None:
     ],
 )
 def test_errors_keep_their_kind_on_the_way(error: errors.QuireError, kind: type[errors.QuireError]) -> None:
-    sent = encode(messages.NotStarted(Fault.of(error)))
-    message = messages.decode_to_hub(sent)
-    assert isinstance(message, messages.NotStarted)
-    found = message.fault.error()
-    assert type(found) is kind
-    assert (found.message, found.param) == (error.message, error.param)
+    sent = encode(UtilityResult(1, error=Fault.of(error)))
+    message = decode_to_leader(sent)
+    assert isinstance(message, UtilityResult)
+    with pytest.raises(kind) as found:
+        decode_result(LeaderMethods.join, message)
+    assert type(found.value) is kind
+    assert (found.value.message, found.value.param) == (error.message, error.param)
 
 
 def test_every_error_can_travel() -> None:

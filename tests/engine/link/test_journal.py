@@ -13,10 +13,9 @@ from quire.engine.common.config import EngineConfig
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import EngineCoreRequest
 from quire.engine.link.client import EngineClient
-from quire.engine.link.engine_messages import Ready
 from quire.engine.link.process import Launcher
 from quire.engine.link.supervisor import ProcessLink
-from tests.engine.fake_process import INFO, KILLED, LENGTH, Caller, FakeProcess, settle, token
+from tests.engine.fake_process import INFO, KILLED, LENGTH, Caller, FakeProcess, settle, started, token
 from tests.tiers import examples
 
 ACTIONS = st.one_of(
@@ -101,7 +100,7 @@ async def test_no_stream_goes_on_with_other_weights_that_took_the_place_of_its_o
 
     class Overwritten(FakeProcess):
         def connect(self) -> None:
-            self._sent.put_nowait(Ready(msgspec.structs.replace(INFO, content=contents.pop(0))))
+            self._sent.put_nowait(started(msgspec.structs.replace(INFO, content=contents.pop(0))))
 
     client = EngineClient(ProcessLink(EngineConfig(), launcher=Launcher(Overwritten)))
     await client.link.start()

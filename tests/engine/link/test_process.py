@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 
 from quire.engine.common.config import EngineConfig
-from quire.engine.link.engine_messages import Failed, Refused, encode
+from quire.engine.link.messages import encode
 from quire.engine.link.process import EngineProcess
 from quire.engine.processes.wire import MOST_IN_TURN
-from tests.engine.fake_process import CRASHED, FakeProcess
+from tests.engine.fake_process import CRASHED, FakeProcess, cannot_start
 
+NO = cannot_start("no")
 COUNT = 5 * MOST_IN_TURN
 TALKATIVE = f"""
 import sys, zmq
@@ -17,7 +18,7 @@ socket = zmq.Context.instance().socket(zmq.PAIR)
 socket.set(zmq.SNDHWM, 0)
 socket.connect(sys.argv[1])
 for _ in range({COUNT}):
-    socket.send(bytes.fromhex("{encode(Refused("no")).hex()}"))
+    socket.send(bytes.fromhex("{encode(NO).hex()}"))
 sys.stdin.read()
 """
 
@@ -43,7 +44,7 @@ async def test_an_engine_that_never_pauses_leaves_others_their_turns() -> None:
     async with asyncio.timeout(60):
         received = [await process.receive() for _ in range(COUNT)]
     taker.cancel()
-    assert received == [Refused("no")] * COUNT
+    assert received == [NO] * COUNT
     assert turns >= COUNT // MOST_IN_TURN
     await process.stop()
 
@@ -53,5 +54,5 @@ async def test_what_a_process_said_before_it_ended_is_heard_after_its_end() -> N
     process = FakeProcess(EngineConfig(), lambda ids: None)
     process.exit(CRASHED)
     exited = asyncio.create_task(process.wait_for_exit())
-    asyncio.get_running_loop().call_later(0.01, process._sent.put_nowait, Failed("no room"))
-    assert await process.first_message(exited) == Failed("no room")
+    asyncio.get_running_loop().call_later(0.01, process._sent.put_nowait, cannot_start("no room"))
+    assert await process.first_message(exited) == cannot_start("no room")

@@ -15,13 +15,15 @@ from quire.engine.common.errors import ConfigError, EngineError, Overloaded
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import EngineCoreRequest
 from quire.engine.link.client import EngineClient
-from quire.engine.link.engine_messages import Failed, Load, Ready, ToEngine
+from quire.engine.link.messages import EngineCoreMethods, ToEngine
 from quire.engine.link.process import Launcher
 from quire.engine.link.supervisor import ProcessLink
 from quire.engine.link.weights import Weights
 from quire.engine.processes.exit_cause import ExitCause
+from quire.engine.processes.utility_calls import UtilityCall, decode_arguments
 from quire.engine.replicas.replicas import processes
-from tests.engine.fake_process import CRASHED, INFO, KILLED, LENGTH, Caller, FakeProcess, settle
+from tests.engine.fake_process import CRASHED, INFO, KILLED, LENGTH, Caller, FakeProcess, cannot_start, settle
+from tests.engine.fake_process import started as engine_started
 from tests.tiers import examples
 
 N = 3
@@ -164,7 +166,7 @@ async def test_while_all_are_replaced_requests_wait_for_the_first_that_is_back()
 
 class Unstartable(FakeProcess):
     def connect(self) -> None:
-        self._sent.put_nowait(Failed("there is no room"))
+        self._sent.put_nowait(cannot_start("there is no room"))
 
 
 async def until_gone(client: EngineClient, number: int) -> None:
@@ -265,11 +267,12 @@ async def test_all_have_the_shortest_context() -> None:
 
     class Fitted(FakeProcess):
         def connect(self) -> None:
-            self._sent.put_nowait(Ready(msgspec.structs.replace(INFO, max_model_len=lengths.pop(0))))
+            self._sent.put_nowait(engine_started(msgspec.structs.replace(INFO, max_model_len=lengths.pop(0))))
 
         def send(self, message: ToEngine) -> None:
-            if isinstance(message, Load):
-                loaded.append(EngineConfig.model_validate_json(message.config).max_model_len)
+            if isinstance(message, UtilityCall) and message.method == "load_weights":
+                config = decode_arguments(EngineCoreMethods, message)["config"]
+                loaded.append(EngineConfig.model_validate_json(config).max_model_len)
             super().send(message)
 
     client = processes(EngineConfig(data_parallel_size=3), Launcher(Fitted))

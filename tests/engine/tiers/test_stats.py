@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.engine.core.stats import EngineStats, TierStats
-from quire.engine.link.engine_messages import Stepped, decode_from_engine, encode
+from quire.engine.link.messages import Stepped, decode_from_engine, encode
 
 
 def test_counters_go_on_over_engines_and_gauges_do_not() -> None:
