@@ -13,7 +13,6 @@ from quire.engine.common.errors import QuireError
 from quire.engine.core.stats import EngineView
 from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.link.messages import (
-    START,
     Abort,
     EngineCoreMethods,
     EngineStarted,
@@ -26,6 +25,7 @@ from quire.engine.link.messages import (
 )
 from quire.engine.processes.heartbeat import Heartbeat
 from quire.engine.processes.utility_calls import (
+    START,
     Fault,
     UtilityCall,
     UtilityResult,

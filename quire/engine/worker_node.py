@@ -24,9 +24,10 @@ from quire.engine.common import clock, random_source
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, refuse_setting_if
 from quire.engine.processes.child import Child
+from quire.engine.processes.heartbeat import Alive
 from quire.engine.processes.procfs import Stopped, oom_kills
 from quire.engine.replicas.cores import allowed_cores, node_cores
-from quire.engine.worker.ranks.rank_messages import ProgressReply, RankEndReply, encode_message
+from quire.engine.worker.ranks.rank_messages import RankExit, encode_message
 from quire.engine.worker.ranks.rank_processes import FOLLOWER_PROGRAM
 from quire.engine.worker.ranks.remote_ranks import (
     JOIN_QUEUE,
@@ -224,9 +225,9 @@ class NodeHeartbeat:
     def _send_until_exit(self, store: dist.TCPStore, queue: str) -> None:
         with suppress(RuntimeError):
             while not self._ended_event.wait(self._silence.total_seconds() / 5):
-                store.queue_push(queue, encode_message(ProgressReply()))
+                store.queue_push(queue, encode_message(Alive(0)))
                 self._last_success = clock.monotonic()
             assert self._exit_code is not None
-            store.queue_push(queue, encode_message(RankEndReply(self._exit_code)))
+            store.queue_push(queue, encode_message(RankExit(self._exit_code)))
             return
         self._has_failed = True

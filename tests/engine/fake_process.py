@@ -12,7 +12,6 @@ from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, Engin
 from quire.engine.core.stats import EngineStats
 from quire.engine.link.client import EngineClient
 from quire.engine.link.messages import (
-    START,
     Abort,
     EngineStarted,
     FromEngine,
@@ -22,7 +21,7 @@ from quire.engine.link.messages import (
 )
 from quire.engine.link.process import EngineProcess
 from quire.engine.processes.exit_cause import ExitCause
-from quire.engine.processes.utility_calls import Fault, UtilityCall, UtilityResult, make_result
+from quire.engine.processes.utility_calls import START, Fault, UtilityCall, UtilityResult, make_result
 
 INFO = EngineInfo("fake", "float32", "cpu", "none", 100, 10, 16, 0, 0, 0.0, "none")
 KILLED, CRASHED = ExitCause("was killed", external=True), ExitCause("crashed", external=False)

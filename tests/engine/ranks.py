@@ -16,7 +16,7 @@ import pytest
 
 from quire.engine.worker.ranks import rank_processes
 from quire.engine.worker.ranks.follower import make_pipe_sender, run_follower
-from quire.engine.worker.ranks.rank_messages import StartCommand, decode_command, encode_frame, read_frame_bytes
+from quire.engine.worker.ranks.rank_messages import decode_start, encode_frame, read_frame_bytes
 
 
 class ThreadProcess:
@@ -46,8 +46,7 @@ class ThreadProcess:
 
     def send(self, content: bytes) -> None:
         if self._owned is not None:
-            start = decode_command(content[8:])
-            assert isinstance(start, StartCommand)
+            start = decode_start(content[8:])
             content, self._owned = encode_frame(msgspec.structs.replace(start, descriptors=self._owned)), None
         self._orders.write(content)
         self._orders.flush()

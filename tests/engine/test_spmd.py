@@ -29,6 +29,7 @@ from quire.engine.common.scheduler_output import BlockCopy, NewRequestData, Sche
 from quire.engine.common.types import EngineCoreRequest
 from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.layers.shard import ModelShard
+from quire.engine.processes.utility_calls import UtilityResult
 from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter
 from quire.engine.spec_decode.ngram_drafter import NgramDrafter, SuffixDrafter
 from quire.engine.text.grammar_compiler import json_grammar
@@ -38,8 +39,7 @@ from quire.engine.worker.loading import kv_allocation
 from quire.engine.worker.ranks import follower_rank, rank_processes, rank_startup, rendezvous
 from quire.engine.worker.ranks.follower import make_pipe_sender, run_follower
 from quire.engine.worker.ranks.rank_messages import (
-    FailureReply,
-    StartCommand,
+    RankStart,
     decode_reply,
     encode_frame,
     read_frame_bytes,
@@ -462,13 +462,14 @@ def test_a_rank_that_cannot_load_stays_until_that_is_read(tmp_path: Path) -> Non
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     with os.fdopen(tell, "wb") as pipe, os.fdopen(hear, "rb") as heard:
-        pipe.write(encode_frame(StartCommand(config.model_dump_json(), 1, [], [])))
+        pipe.write(encode_frame(RankStart(config.model_dump_json(), 1, [], [])))
         pipe.flush()
         content = read_frame_bytes(heard)
         assert content is not None
         failed = decode_reply(content)
-        assert isinstance(failed, FailureReply)
-        assert "nowhere" in failed.message
+        assert isinstance(failed, UtilityResult)
+        assert failed.error is not None
+        assert "nowhere" in failed.error.message
         thread.join(0.3)
         assert thread.is_alive()
     thread.join(10)

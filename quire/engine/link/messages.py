@@ -19,10 +19,6 @@ from quire.engine.link.weights import WeightChanges
 from quire.engine.processes.heartbeat import Alive
 from quire.engine.processes.utility_calls import Fault, UtilityCall, UtilityResult
 
-START = 0
-"""The id of an engine process's start, which is a call of its configuration: answered by EngineStarted, or by why it
-cannot start."""
-
 LASTING = "metrics"
 """The topic of questions whose answers still count after the end of the API process that gave them."""
 LEADER = ""
@@ -70,7 +66,7 @@ class SharedSteps(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class EngineStarted(msgspec.Struct, frozen=True, array_like=True):
-    """An engine has started, or was built anew; it has no requests."""
+    """The result of START, and of `load_weights`: an engine has started, or was built anew; it has no requests."""
 
     info: EngineInfo
     failure: str | None = None

@@ -25,7 +25,6 @@ from quire.engine.common import clock
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import EngineError
 from quire.engine.link.messages import (
-    START,
     EngineCoreMethods,
     FromEngine,
     ToEngine,
@@ -37,7 +36,7 @@ from quire.engine.processes.exit_cause import FAULT_SIGNALS, ExitCause, exit_cau
 from quire.engine.processes.heartbeat import Alive, FaultSignal, RequestsBegan, decode_heartbeat
 from quire.engine.processes.procfs import RunnableClock, is_stopped, oom_kills
 from quire.engine.processes.socket_folder import SocketFolder
-from quire.engine.processes.utility_calls import UtilityCall, UtilityResult, make_notification
+from quire.engine.processes.utility_calls import START, UtilityCall, UtilityResult, make_notification
 from quire.engine.processes.wire import Wire
 
 STDERR_LINES = 20

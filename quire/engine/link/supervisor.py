@@ -23,7 +23,7 @@ from quire.engine.link.process import EngineProcess, KilledDuringStart, Launcher
 from quire.engine.link.replay import Replay
 from quire.engine.link.weights import Change
 from quire.engine.processes.exit_cause import ExitCause
-from quire.engine.processes.utility_calls import UtilityCall, UtilityCalls, UtilityResult, make_call
+from quire.engine.processes.utility_calls import START, UtilityCall, UtilityCalls, UtilityResult, make_call
 
 log = logging.getLogger("quire.supervisor")
 
@@ -348,7 +348,7 @@ class ProcessLink(EngineLink):
 
     def _take_result(self, result: UtilityResult) -> None:
         change = self._change
-        if result.id == messages.START:
+        if result.id == START:
             assert result.error is not None
             log.error("the engine could not be built anew: %s", result.error.message)
         elif change is None or result.id != change.call_id:

@@ -21,6 +21,9 @@ from quire.engine.common.errors import ConfigError, EngineError, ModelError, Qui
 
 P = ParamSpec("P")
 R = TypeVar("R")
+START = 0
+"""The id of a process's start, where that is a call of its configuration. An error is its result at any time: the
+process cannot start, or not go on."""
 _NO_VALUE = msgspec.Raw(msgspec.msgpack.encode(None))
 
 encode = msgspec.msgpack.Encoder().encode
@@ -118,11 +121,16 @@ def decode_result(method: Callable[..., R], result: UtilityResult) -> R:
     return value
 
 
+def invoke(declared: type, owner: object, call: UtilityCall) -> Any:
+    """Have `owner` do what it is called for."""
+    return getattr(owner, call.method)(**decode_arguments(declared, call))
+
+
 def run_call(declared: type, owner: object, call: UtilityCall) -> UtilityResult | None:
-    """Have `owner` do what it is called for. A QuireError is the result; but one of a call that has none is raised, and
-    an EngineError, after which there is nobody to go on."""
+    """As `invoke`; returns the message with the result, if there is to be one. A QuireError is the result. Raised are
+    those of a call that has none, and an EngineError, after which there is nobody to go on."""
     try:
-        value = getattr(owner, call.method)(**decode_arguments(declared, call))
+        value = invoke(declared, owner, call)
     except QuireError as error:
         if call.id is None or isinstance(error, EngineError):
             raise
@@ -135,7 +143,7 @@ async def run_call_in_task(declared: type, owner: object, call: UtilityCall) -> 
     each QuireError is a result."""
     assert call.id is not None
     try:
-        value = getattr(owner, call.method)(**decode_arguments(declared, call))
+        value = invoke(declared, owner, call)
         return make_result(call.id, await value if inspect.isawaitable(value) else value)
     except QuireError as error:
         return UtilityResult(call.id, error=Fault.of(error))

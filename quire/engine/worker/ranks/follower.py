@@ -24,14 +24,13 @@ import msgspec
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import QuireError
 from quire.engine.processes.child import end_with_parent, killed_with_parent, read_configuration
+from quire.engine.processes.heartbeat import Alive
+from quire.engine.processes.utility_calls import START, Fault, UtilityResult, make_result
 from quire.engine.worker.ranks.follower_rank import FollowerRank, PipelineStageRank, TensorParallelRank
 from quire.engine.worker.ranks.rank_messages import (
-    FailureReply,
     Inbox,
-    ProgressReply,
     RankReply,
-    StartCommand,
-    decode_command,
+    decode_start,
     encode_frame,
     encode_message,
     read_frame_bytes,
@@ -55,21 +54,20 @@ def run_follower(
     """Load, and then compute until there is nothing more to `read_message`. Returns the exit status."""
     if (first := read_message()) is None:
         return 0
-    start = decode_command(first)
-    assert isinstance(start, StartCommand)
+    start = decode_start(first)
     config = EngineConfig.model_validate_json(start.config)
     kind = PipelineStageRank if config.pipeline_parallel_size > 1 else TensorParallelRank
     try:
-        rank: FollowerRank = kind(config, start, lambda: send_answer(ProgressReply()), assignment)
+        rank: FollowerRank = kind(config, start, lambda: send_answer(Alive(0)), assignment)
     except QuireError as error:
-        send_answer(FailureReply(error.message, error.param))
+        send_answer(UtilityResult(START, error=Fault.of(error)))
         # The first rank reads this when it has loaded its own part. A process that ended before would end that one too.
         while read_message() is not None:
             pass
         return 0
     except ConnectionError:  # there is nobody to meet any more
         return 0
-    send_answer(rank.loaded_message)
+    send_answer(make_result(START, rank.loaded_part))
     # The engine tells all stages and receives from one: it must not wait for one that waits for it.
     read_message = Inbox(read_message).get_message if isinstance(rank, PipelineStageRank) else read_message
     try:
@@ -78,7 +76,7 @@ def run_follower(
                 send_answer(answer)
     except QuireError as error:
         print(f"quire: rank {start.rank}: {error.message}", file=sys.stderr, flush=True)
-        send_answer(FailureReply(error.message, error.param))
+        send_answer(UtilityResult(START, error=Fault.of(error)))
         # Mostly the first rank fails alike, and its error says more than that this one ended. Else it waits for this.
         end = threading.Thread(target=read_message, daemon=True)
         end.start()

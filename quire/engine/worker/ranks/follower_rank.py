@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, replace
 from functools import partial
@@ -12,10 +12,11 @@ from quire.engine.checkpoint.kv_cache_groups import apply_context_settings
 from quire.engine.checkpoint.kv_cache_plan import StateSlotCounts
 from quire.engine.checkpoint.overrides import load_model_config, resolve_model_with_overrides
 from quire.engine.common.config import EngineConfig
-from quire.engine.common.scheduler_output import SchedulerOutput
+from quire.engine.common.scheduler_output import HeadDraftRequest, SchedulerOutput
 from quire.engine.common.types import Adapter
 from quire.engine.layers.shard import ModelShard
 from quire.engine.lora.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from quire.engine.processes.utility_calls import invoke, make_result
 from quire.engine.replicas.cores import stay_on
 from quire.engine.text.grammar_compiler import GrammarCompiler
 from quire.engine.worker.device_memory import available_kv_bytes, explain_weights_out_of_memory
@@ -36,26 +37,13 @@ from quire.engine.worker.ranks.pipeline import StageRunner
 from quire.engine.worker.ranks.pipeline_stage import PipelineStage
 from quire.engine.worker.ranks.rank_adapters import FollowerAdapterLoader
 from quire.engine.worker.ranks.rank_messages import (
-    AllocateCommand,
-    AllocationReply,
-    AwaitAdapterCommand,
-    CallCommand,
-    CallReply,
-    DraftCommand,
-    DummyDraftCommand,
-    FindKernelVariantsCommand,
-    KernelVariantsReply,
-    LoadAdapterCommand,
-    LoadReply,
-    MakeRunnerCommand,
-    MeasureMemoryCommand,
-    MemoryReply,
-    RankCommand,
+    KernelVariantFields,
+    LoadedPart,
+    RankMethods,
     RankReply,
+    RankStart,
     SampledTokens,
-    StartCommand,
     StepCommand,
-    WarmUpCommand,
     decode_command,
 )
 from quire.engine.worker.ranks.rank_rpc import RankWorker, run_rank_call
@@ -66,12 +54,12 @@ from quire.kernels.device.error_messages import describe_kernel_error
 from quire.kernels.distributed import DistributedCollective
 
 
-class FollowerRank(ABC):
+class FollowerRank(RankMethods):
     """Loads its part of the model when constructed. Raises QuireError."""
 
     setting: str
     """That asks for it."""
-    loaded_message: LoadReply
+    loaded_part: LoadedPart
     _allocation: tuple[RunnerResources, int]
     """And how many pages it has."""
     _runner: ModelRunner
@@ -79,7 +67,7 @@ class FollowerRank(ABC):
     _tower: LoadedTower
 
     def __init__(
-        self, config: EngineConfig, start: StartCommand, progress: Callable[[], None], assignment: RankAssignment | None
+        self, config: EngineConfig, start: RankStart, progress: Callable[[], None], assignment: RankAssignment | None
     ) -> None:
         """`progress` is called after each part of a stage's step. `assignment`: of a machine but the first."""
         stay_on(set(start.cores if assignment is None else assignment.cores))
@@ -125,49 +113,57 @@ class FollowerRank(ABC):
         """What a message says; returns what is to be answered. Raises QuireError, and RankEnded or BrokenPipeError
         where another rank has ended."""
         command = decode_command(content)
-        match command:
-            case StepCommand(batch, picked):
-                self._run_step(batch, picked)
-            case DraftCommand(rows):
-                self._head_runner.draft_tokens(rows)
-            case WarmUpCommand(what):
-                getattr(self._runner, what)()
-            case DummyDraftCommand(count):
-                self._head_runner.run_dummy_draft(count)
-            case MakeRunnerCommand(prompts):
-                self._runner = self._make_runner(*self._allocation, captures_mixed_batches=prompts)
-            case LoadAdapterCommand(slot, adapter, files):
-                assert self._adapters is not None
-                self._adapters.load_adapter(slot, _save_adapter_locally(adapter, files, self._assignment))
-            case AwaitAdapterCommand(slot, failed):
-                assert self._adapters is not None
-                self._adapters.await_adapter(slot, failed=failed)
-            case _:
-                return self._answer_command(command)
-        return None
+        if isinstance(command, StepCommand):
+            self._run_step(command.scheduler_output, command.sampled_tokens)
+            return None
+        value = invoke(RankMethods, self, command)
+        return None if command.id is None else make_result(command.id, value)
 
-    def _answer_command(self, command: RankCommand) -> RankReply:
-        model = self._loaded_model.model
-        match command:
-            case FindKernelVariantsCommand(step_tokens):
-                return _find_kernel_variants(self._runner, step_tokens)
-            case MeasureMemoryCommand():
-                check_connection(self._group, self._device_plan.device, self.setting)
-                about = self._model_config, self._device_plan.backend, self._config
-                return MemoryReply(available_kv_bytes(model, *about, self._tower.encoding_bytes))
-            case CallCommand(content):
-                return CallReply(run_rank_call(RankWorker(self._rank, self._config.world_size, model), content))
-            case AllocateCommand(pages, max_model_len, sequences, snapshots):
-                shares = StateSlotCounts(sequences, snapshots)
-                self._allocation = (
-                    allocate_runner_resources(
-                        self._config, self._device_plan, self._loaded_model, pages, max_model_len, shares
-                    ),
-                    pages,
-                )
-                return AllocationReply()
-            case _:
-                raise AssertionError(f"{command} is for other ranks")
+    def measure_memory(self) -> int:
+        check_connection(self._group, self._device_plan.device, self.setting)
+        about = self._model_config, self._device_plan.backend, self._config
+        return available_kv_bytes(self._loaded_model.model, *about, self._tower.encoding_bytes)
+
+    def allocate_cache(self, num_blocks: int, max_model_len: int, sequences: int, snapshots: int) -> None:
+        shares = StateSlotCounts(sequences, snapshots)
+        about = self._config, self._device_plan, self._loaded_model
+        self._allocation = allocate_runner_resources(*about, num_blocks, max_model_len, shares), num_blocks
+
+    def make_runner(self, *, captures_mixed_batches: bool) -> None:
+        self._runner = self._make_runner(*self._allocation, captures_mixed_batches=captures_mixed_batches)
+
+    def warm_up_next(self) -> None:
+        self._runner.warm_up_next()
+
+    def warm_sampler(self) -> None:
+        self._runner.warm_sampler()
+
+    def warm_prompts(self) -> None:
+        self._runner.warm_prompts()
+
+    def find_kernel_variants(self, step_tokens: int) -> list[KernelVariantFields] | str:
+        try:
+            return [astuple(kind) for kind in self._runner.kernel_variants(step_tokens)]
+        except Exception as error:  # as in precompile_kernels (warmup.py)
+            return describe_kernel_error(error)
+
+    def draft_tokens(self, rows: list[HeadDraftRequest]) -> None:
+        self._head_runner.draft_tokens(rows)
+
+    def run_dummy_draft(self, num_sequences: int) -> None:
+        self._head_runner.run_dummy_draft(num_sequences)
+
+    def load_adapter(self, slot: int, adapter: Adapter, files: dict[str, bytes]) -> None:
+        assert self._adapters is not None
+        self._adapters.load_adapter(slot, _save_adapter_locally(adapter, files, self._assignment))
+
+    def await_adapter(self, slot: int, *, failed: bool) -> None:
+        assert self._adapters is not None
+        self._adapters.await_adapter(slot, failed=failed)
+
+    def run_collective_rpc(self, content: bytes) -> bytes:
+        worker = RankWorker(self._rank, self._config.world_size, self._loaded_model.model)
+        return run_rank_call(worker, content)
 
 
 class TensorParallelRank(FollowerRank):
@@ -188,7 +184,7 @@ class TensorParallelRank(FollowerRank):
             self._draft_head = load_head_drafter(config, self._model_config, chosen.backend, loaded.model)
         self._tower = load_tower(config, self._path, self._model_config, chosen, _no_progress)
         digest = compute_weight_digest(config) if config.nnodes > 1 else ""
-        self.loaded_message = LoadReply(loaded.read_bytes + self._tower.weight_bytes, weight_digest=digest)
+        self.loaded_part = LoadedPart(loaded.read_bytes + self._tower.weight_bytes, weight_digest=digest)
         return loaded
 
     def _make_runner(
@@ -231,7 +227,7 @@ class PipelineStageRank(FollowerRank):
         self._tower = load_tower(*tower_arguments, progress, stage=self._rank - 1)
         held_bytes_total += self._tower.weight_bytes
         table = loaded.expected_weights.parameter_table.items()
-        self.loaded_message = LoadReply(held_bytes_total, {name: (each.shape, str(each.dtype)) for name, each in table})
+        self.loaded_part = LoadedPart(held_bytes_total, {name: (each.shape, str(each.dtype)) for name, each in table})
         return loaded
 
     def _make_runner(
@@ -251,13 +247,6 @@ class PipelineStageRank(FollowerRank):
 
     def _run_step(self, scheduler_output: SchedulerOutput, picked: list[SampledTokens]) -> None:
         self._runner.compute_and_send_stage(scheduler_output, picked)
-
-
-def _find_kernel_variants(runner: ModelRunner, step_tokens: int) -> KernelVariantsReply:
-    try:
-        return KernelVariantsReply([astuple(kind) for kind in runner.kernel_variants(step_tokens)])
-    except Exception as error:  # as in precompile_kernels (warmup.py)
-        return KernelVariantsReply([], describe_kernel_error(error))
 
 
 def _save_adapter_locally(adapter: Adapter, files: Mapping[str, bytes], assignment: RankAssignment | None) -> Adapter:

@@ -22,7 +22,7 @@ from quire.engine.worker.loading.model.loaded_model import LoadedModel, ModelPar
 from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.pending_step import PendingStep, PreparedBatch
 from quire.engine.worker.ranks.pipeline_stage import PipelineStage
-from quire.engine.worker.ranks.rank_messages import AllocateCommand, LoadReply, SampledTokens, StepCommand
+from quire.engine.worker.ranks.rank_messages import SampledTokens, StepCommand
 from quire.engine.worker.ranks.rank_processes import MultiProcessRanks
 from quire.engine.worker.ranks.spmd import redact_for_followers
 from quire.kernels.distributed import DistributedCollective
@@ -50,12 +50,12 @@ class Stages(MultiProcessRanks):
         assert isinstance(own.model, PipelineStage)
         assert isinstance(self.group, DistributedCollective)
         own.model.set_previous_stage_rank(self.group, self.count - 1)
-        others = self.read_answers(LoadReply)
+        others = self.read_loaded_parts()
         checkpoint = own.expected_weights.merge_stages(each.weight_shapes for each in others)
         return replace(own, expected_weights=checkpoint), sum(each.weight_bytes for each in others)
 
-    def allocate_on_followers(self, message: AllocateCommand) -> None:
-        super().allocate_on_followers(message)
+    def allocate_on_followers(self, num_blocks: int, max_model_len: int, sequences: int, snapshots: int) -> None:
+        super().allocate_on_followers(num_blocks, max_model_len, sequences, snapshots)
         for read in self._answer_readers:  # from now on they answer nothing else
             reporter_arguments = (partial(read, None), self._progress)
             threading.Thread(target=_report_progress, args=reporter_arguments, name="progress", daemon=True).start()

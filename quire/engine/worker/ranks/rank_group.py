@@ -11,7 +11,7 @@ from quire.engine.models.decoder import Decoder
 from quire.engine.worker.draft_head_runner import DraftHeadRunner
 from quire.engine.worker.loading.model_loader import LoadedModel
 from quire.engine.worker.model_runner import ModelRunner
-from quire.engine.worker.ranks.rank_messages import AllocateCommand, RankCommand
+from quire.engine.worker.ranks.rank_messages import RankCommand
 
 
 class RankGroup(ABC):
@@ -31,8 +31,8 @@ class RankGroup(ABC):
         """Bytes for the KV cache in all processes; `measure` finds this process'."""
 
     @abstractmethod
-    def allocate_on_followers(self, message: AllocateCommand) -> None:
-        """Raises ConfigError if a follower has too little memory."""
+    def allocate_on_followers(self, num_blocks: int, max_model_len: int, sequences: int, snapshots: int) -> None:
+        """See RankMethods.allocate_cache. Raises ConfigError if a follower has too little memory."""
 
     @abstractmethod
     def send_to_followers(self, message: RankCommand) -> None:

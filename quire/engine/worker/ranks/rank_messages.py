@@ -1,24 +1,31 @@
-"""What the first rank tells the others, and what they answer: frames in pipes."""
+"""What the first rank tells the others, and what they answer: frames in pipes.
+
+Steps flow, each in a message of its own. For all else there are utility calls (engine/processes/utility_calls.py), and
+the start is a call of its configuration.
+"""
 
 from __future__ import annotations
 
 import struct
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import msgspec
 
 from quire.engine.common.scheduler_output import HeadDraftRequest, SchedulerOutput
 from quire.engine.common.types import Adapter
+from quire.engine.processes.heartbeat import Alive
+from quire.engine.processes.utility_calls import UtilityCall, UtilityResult
 
 FRAME_HEADER = struct.Struct("<Q")
 """Before each message in a pipe."""
 
 
-class StartCommand(msgspec.Struct, frozen=True, tag=True):
-    """Load your part of the model. Answered by Loaded or Failed."""
+class RankStart(msgspec.Struct, frozen=True):
+    """The first message to a rank: load your part of the model. The result of START is a LoadedPart."""
 
     config: str
     """The engine's, as JSON."""
@@ -31,26 +38,13 @@ class StartCommand(msgspec.Struct, frozen=True, tag=True):
     """The address of the store where ranks find each other (torch.distributed's TCPStore); None: they share memory."""
 
 
-class MeasureMemoryCommand(msgspec.Struct, frozen=True, tag=True):
-    """Reach all other ranks, and on a GPU run the largest step. Answered by Measured or Failed."""
-
-
-class AllocateCommand(msgspec.Struct, frozen=True, tag=True):
-    """Make room for so many pages and slots, of which there will be no more and no fewer. Answered by Allocated or
-    Failed."""
-
-    num_blocks: int
-    max_model_len: int
-    sequences: int
-    """Slots of sequences, and those of snapshots."""
-    snapshots: int
-
-
-class MakeRunnerCommand(msgspec.Struct, frozen=True, tag=True):
-    """Be ready for steps, in the room that was made."""
-
-    captures_mixed_batches: bool
-    """Whether small ones with prompts become graphs, as the first rank has tried it."""
+class LoadedPart(msgspec.Struct, frozen=True):
+    weight_bytes: int
+    """As read; a stage's, as held."""
+    weight_shapes: dict[str, tuple[tuple[int, ...], str]] = {}
+    """A stage's weights: shape and type, by name in the checkpoint."""
+    weight_digest: str = ""
+    """Of the weights, as loading.samples tells them, where there are several machines."""
 
 
 class SampledTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -61,7 +55,7 @@ class SampledTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token_ids: list[int]
 
 
-class StepCommand(msgspec.Struct, frozen=True, tag=True):
+class StepCommand(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Executor.launch."""
 
     scheduler_output: SchedulerOutput
@@ -69,136 +63,80 @@ class StepCommand(msgspec.Struct, frozen=True, tag=True):
     """Of a stage, which cannot hear it from a collective: what was picked since the step before."""
 
 
-WarmUpMethod = Literal["warm_up_next", "warm_sampler", "warm_prompts"]
-
-
-class WarmUpCommand(msgspec.Struct, frozen=True, tag=True):
-    """A method of Runner."""
-
-    method: WarmUpMethod
-
-
-class FindKernelVariantsCommand(msgspec.Struct, frozen=True, tag=True):
-    """ModelRunner.kernel_variants. Answered by Kinds."""
-
-    step_tokens: int
-
-
-class DraftCommand(msgspec.Struct, frozen=True, tag=True):
-    """Heads.draft."""
-
-    rows: list[HeadDraftRequest]
-
-
-class DummyDraftCommand(msgspec.Struct, frozen=True, tag=True):
-    """Heads.run_dummy_draft."""
-
-    num_sequences: int
-
-
-class LoadAdapterCommand(msgspec.Struct, frozen=True, tag=True):
-    """Begin to read an adapter for a slot."""
-
-    slot: int
-    adapter: Adapter
-    files: dict[str, bytes] = {}
-    """For a rank on another machine, which has no such folder: its files. Empty: it got them before."""
-
-
-class AwaitAdapterCommand(msgspec.Struct, frozen=True, tag=True):
-    """The next passes may be of this slot's adapter, or never will be where it could not be loaded."""
-
-    slot: int
-    failed: bool
-
-
-class CallCommand(msgspec.Struct, frozen=True, tag=True):
-    """Call something, as `encode_call` of engine/common/executor.py writes it. Answered by Called."""
-
-    content: bytes
-
-
-_StartupCommand = StartCommand | MeasureMemoryCommand | AllocateCommand | MakeRunnerCommand
-RankCommand = (
-    _StartupCommand
-    | StepCommand
-    | WarmUpCommand
-    | FindKernelVariantsCommand
-    | DraftCommand
-    | DummyDraftCommand
-    | LoadAdapterCommand
-    | AwaitAdapterCommand
-    | CallCommand
-)
-
-
-class LoadReply(msgspec.Struct, frozen=True, tag=True):
-    weight_bytes: int
-    """As read; a stage's, as held."""
-    weight_shapes: dict[str, tuple[tuple[int, ...], str]] = {}
-    """A stage's weights: shape and type, by name in the checkpoint."""
-    weight_digest: str = ""
-    """Of the weights, as loading.samples tells them, where there are several machines."""
-
-
-class MemoryReply(msgspec.Struct, frozen=True, tag=True):
-    """Bytes that the rank's device, or its machine, has for the KV cache."""
-
-    available_bytes: int
-
-
-class KernelVariantsReply(msgspec.Struct, frozen=True, tag=True):
-    """Kinds of Triton's kernels, or why they could not be found."""
-
-    variants: list[tuple[str, str, str, tuple[str, int | str, int]]]
-    """The fields of each, as kernels/gpu/kernel_variant.py has them."""
-    error: str = ""
-
-
-class AllocationReply(msgspec.Struct, frozen=True, tag=True):
-    """There is room."""
-
-
-class FailureReply(msgspec.Struct, frozen=True, tag=True):
-    """A QuireError ended the start."""
-
-    message: str
-    param: str | None
-
-
-class ProgressReply(msgspec.Struct, frozen=True, tag=True):
-    """A part of a stage's step is done; or the machine of a rank is there."""
-
-
-class RankEndReply(msgspec.Struct, frozen=True, tag=True):
+class RankExit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A rank on another machine has ended, with this return code, as subprocess says it."""
 
     code: int
 
 
-class CallReply(msgspec.Struct, frozen=True, tag=True):
-    content: bytes
-    """What the call gave."""
+KernelVariantFields = tuple[str, str, str, tuple[str, int | str, int]]
+"""Those of kernels/gpu/kernel_variant.py."""
 
 
-RankReply = (
-    LoadReply
-    | MemoryReply
-    | AllocationReply
-    | KernelVariantsReply
-    | FailureReply
-    | ProgressReply
-    | RankEndReply
-    | CallReply
-)
+class RankMethods(ABC):
+    """What ranks but the first answer. A rank that fails says so as the result of START, and ends."""
 
+    @abstractmethod
+    def measure_memory(self) -> int:
+        """Reach all other ranks, and on a GPU run the largest step. Returns the bytes that the rank's device, or its
+        machine, has for the KV cache."""
+
+    @abstractmethod
+    def allocate_cache(self, num_blocks: int, max_model_len: int, sequences: int, snapshots: int) -> None:
+        """Make room for so many pages, slots of sequences and slots of snapshots, of which there will be no more and no
+        fewer."""
+
+    @abstractmethod
+    def make_runner(self, *, captures_mixed_batches: bool) -> None:
+        """Be ready for steps, in the room that was made. `captures_mixed_batches`: whether small ones with prompts
+        become graphs, as the first rank has tried it."""
+
+    @abstractmethod
+    def warm_up_next(self) -> None:
+        """See ModelRunner, as the next three."""
+
+    @abstractmethod
+    def warm_sampler(self) -> None: ...
+
+    @abstractmethod
+    def warm_prompts(self) -> None: ...
+
+    @abstractmethod
+    def find_kernel_variants(self, step_tokens: int) -> list[KernelVariantFields] | str:
+        """A text: why they could not be found."""
+
+    @abstractmethod
+    def draft_tokens(self, rows: list[HeadDraftRequest]) -> None:
+        """See DraftHeadRunner, as the next one."""
+
+    @abstractmethod
+    def run_dummy_draft(self, num_sequences: int) -> None: ...
+
+    @abstractmethod
+    def load_adapter(self, slot: int, adapter: Adapter, files: dict[str, bytes]) -> None:
+        """Begin to read an adapter for a slot. `files`: for a rank on another machine, which has no such folder. Empty:
+        it got them before, or has the folder."""
+
+    @abstractmethod
+    def await_adapter(self, slot: int, *, failed: bool) -> None:
+        """The next passes may be of this slot's adapter, or never will be where it could not be loaded."""
+
+    @abstractmethod
+    def run_collective_rpc(self, content: bytes) -> bytes:
+        """Call something, as `encode_call` of engine/common/executor.py writes it."""
+
+
+RankCommand = StepCommand | UtilityCall
+RankReply = UtilityResult | Alive | RankExit
 
 encode_message: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
+decode_start = msgspec.msgpack.Decoder(RankStart).decode
+decode_loaded_part = msgspec.msgpack.Decoder(LoadedPart).decode
 decode_command = msgspec.msgpack.Decoder(RankCommand).decode
 decode_reply = msgspec.msgpack.Decoder(RankReply).decode
 
 
-def encode_frame(message: RankCommand | RankReply) -> bytes:
+def encode_frame(message: RankStart | RankCommand | RankReply) -> bytes:
     encoded = encode_message(message)
     return FRAME_HEADER.pack(len(encoded)) + encoded
 

@@ -12,8 +12,9 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -26,24 +27,17 @@ from quire.engine.models.decoder import Decoder
 from quire.engine.processes.child import Child, module
 from quire.engine.processes.exit_cause import exit_cause
 from quire.engine.processes.procfs import Stopped
+from quire.engine.processes.utility_calls import START, UtilityResult, decode_result, make_call, make_notification
 from quire.engine.replicas.cores import allowed_cores, node_cores, stay_on
 from quire.engine.worker.device_plan import DevicePlan
 from quire.engine.worker.ranks.rank_group import RankGroup
 from quire.engine.worker.ranks.rank_messages import (
-    AllocateCommand,
-    AllocationReply,
-    AwaitAdapterCommand,
-    CallCommand,
-    CallReply,
-    FailureReply,
     Inbox,
-    KernelVariantsReply,
-    LoadAdapterCommand,
-    LoadReply,
-    MeasureMemoryCommand,
-    MemoryReply,
+    LoadedPart,
     RankCommand,
-    StartCommand,
+    RankMethods,
+    RankStart,
+    decode_loaded_part,
     decode_reply,
     encode_frame,
     read_frame_bytes,
@@ -64,7 +58,8 @@ _CUMEM_VARIABLE = "NCCL_CUMEM_ENABLE"
 switches (NVLS); so it stays as it is where no graph is captured."""
 FOLLOWER_PROGRAM = module("quire.engine.worker.ranks.follower")
 
-ExpectedReply = TypeVar("ExpectedReply", LoadReply, MemoryReply, AllocationReply, KernelVariantsReply, CallReply)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class RankProcess(Protocol):
@@ -93,7 +88,8 @@ class LeaderAdapterLoader:
     def install_finished_loads(self) -> list[tuple[int, str | None]]:
         loaded_slots = self._loader.install_finished_loads()
         for slot, failure in loaded_slots:
-            self._ranks.send_to_followers(AwaitAdapterCommand(slot, failed=failure is not None))
+            failed = failure is not None
+            self._ranks.send_to_followers(make_notification(RankMethods.await_adapter, slot, failed=failed))
         return loaded_slots
 
 
@@ -123,6 +119,7 @@ class MultiProcessRanks(RankGroup):
         self._processes: list[RankProcess] = []
         self._answer_readers: list[Callable[[float | None], bytes | None]] = []
         """What reads each one's next frame; None: it has ended."""
+        self._call_ids = count(START + 1)
         self._sent_adapters: set[str] = set()
         """Digests of the adapters that other machines have."""
         if chosen.device.type == "cuda" and not config.enforce_eager:
@@ -173,10 +170,10 @@ class MultiProcessRanks(RankGroup):
         try:
             for rank in range(1, num_local):
                 self._start_and_register_process(
-                    StartCommand(config_json, rank, memory, sorted(cores[rank]) if cores else [], store)
+                    RankStart(config_json, rank, memory, sorted(cores[rank]) if cores else [], store)
                 )
             for rank, each in enumerate(remote, num_local):
-                self._register_rank(each, each.get_message, StartCommand(config_json, rank, [], [], store))
+                self._register_rank(each, each.get_message, RankStart(config_json, rank, [], [], store))
             stay_on(cores[0] if cores else set())
             where = f", on cores {'; '.join(str(sorted(each)) for each in cores)}" if cores else ""
             where += "" if on_cpu else ", each on a GPU of its own"
@@ -201,14 +198,14 @@ class MultiProcessRanks(RankGroup):
         """Tell them to load it; ranks of other machines get its files, once."""
         local = [each for each in self._processes if not isinstance(each, RemoteRank)]
         remote = [each for each in self._processes if isinstance(each, RemoteRank)]
-        self._send_to_processes(LoadAdapterCommand(slot, adapter), local)
+        self._send_to_processes(make_notification(RankMethods.load_adapter, slot, adapter, {}), local)
         if remote:
             names = () if adapter.digest in self._sent_adapters else (CONFIG_FILE, WEIGHTS_FILE)
             files = {}
             with suppress(OSError):  # then they cannot load it, nor can this rank, which says why
                 files = {name: (Path(adapter.folder) / name).read_bytes() for name in names}
                 self._sent_adapters.add(adapter.digest)
-            self._send_to_processes(LoadAdapterCommand(slot, adapter, files), remote)
+            self._send_to_processes(make_notification(RankMethods.load_adapter, slot, adapter, files), remote)
 
     def _send_to_processes(self, message: RankCommand, processes: Sequence[RankProcess]) -> None:
         content = encode_frame(message)
@@ -242,10 +239,25 @@ class MultiProcessRanks(RankGroup):
         with self.rank_failures_as_engine_errors():
             yield
 
-    def read_answers(self, kind: type[ExpectedReply], seconds: float | None = None) -> list[ExpectedReply]:
-        """The next answer of each, which is of this kind. Raises what they raised, and EngineError where one does not
-        answer for so many seconds (None: it takes as long as it does)."""
-        answers = []
+    def call_followers(
+        self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> Callable[[float | None], list[R]]:
+        """Begin a call of a method of RankMethods. The function that this returns is called before the next one begins:
+        it waits for so many seconds (None: as long as they take) for what each rank returns, and raises what they
+        raised, and EngineError where one does not answer."""
+        self.send_to_followers(make_call(method, next(self._call_ids), *args, **kwargs))
+
+        def read_results(seconds: float | None) -> list[R]:
+            return [decode_result(method, each) for each in self._read_results(seconds)]
+
+        return read_results
+
+    def read_loaded_parts(self) -> list[LoadedPart]:
+        """What each rank has loaded. Raises what they raised."""
+        return [decode_loaded_part(each.value) for each in self._read_results(None)]
+
+    def _read_results(self, seconds: float | None) -> list[UtilityResult]:
+        results = []
         for rank, read in enumerate(self._answer_readers, 1):
             try:
                 content = read(seconds)
@@ -254,25 +266,26 @@ class MultiProcessRanks(RankGroup):
             if content is None:
                 with self.rank_failures_as_engine_errors():
                     raise RankEnded
-            answer = decode_reply(content)
-            if isinstance(answer, FailureReply):
-                raise ConfigError(f"{answer.message} (rank {rank} of {self.count})", param=answer.param)
-            assert isinstance(answer, kind)
-            answers.append(answer)
-        return answers
+            result = decode_reply(content)
+            assert isinstance(result, UtilityResult)
+            if result.error is not None:
+                message = f"{result.error.message} (rank {rank} of {self.count})"
+                raise ConfigError(message, param=result.error.param)
+            results.append(result)
+        return results
 
     def measure_total_kv_bytes(self, measure: Callable[[], int]) -> int:
         """What the ranks of a machine have together, as the machine, or the GPU, with the least room decides; once all
         have reached each other. Raises ConfigError."""
-        with self.follower_command_context(MeasureMemoryCommand()):
+        others = self.call_followers(RankMethods.measure_memory)
+        with self.rank_failures_as_engine_errors():
             check_connection(self.group, self._device, self.setting)
             own_bytes = measure()
-        min_bytes = min([own_bytes, *(each.available_bytes for each in self.read_answers(MemoryReply))])
+        min_bytes = min([own_bytes, *others(None)])
         return min_bytes * self.count if self._device.type == "cuda" else min_bytes
 
-    def allocate_on_followers(self, message: AllocateCommand) -> None:
-        self.send_to_followers(message)
-        self.read_answers(AllocationReply)
+    def allocate_on_followers(self, num_blocks: int, max_model_len: int, sequences: int, snapshots: int) -> None:
+        self.call_followers(RankMethods.allocate_cache, num_blocks, max_model_len, sequences, snapshots)(None)
 
     def stop_ranks(self) -> None:
         """End the processes and wait for them."""
@@ -285,9 +298,10 @@ class MultiProcessRanks(RankGroup):
         worker = RankWorker(0, self.count, model)
 
         def call_all_ranks(content: bytes) -> list[bytes]:
-            with self.follower_command_context(CallCommand(content)):
+            others = self.call_followers(RankMethods.run_collective_rpc, content)
+            with self.rank_failures_as_engine_errors():
                 own_result = run_rank_call(worker, content)
-            return [own_result, *(each.content for each in self.read_answers(CallReply))]
+            return [own_result, *others(None)]
 
         return call_all_ranks
 
@@ -303,7 +317,7 @@ class MultiProcessRanks(RankGroup):
     def pids(self) -> Sequence[int]:
         return [process.pid for process in self._processes]
 
-    def _start_and_register_process(self, start: StartCommand) -> None:
+    def _start_and_register_process(self, start: RankStart) -> None:
         answers, answers_fd = os.pipe()
         try:
             child = Child(
@@ -319,7 +333,7 @@ class MultiProcessRanks(RankGroup):
         self._register_rank(child, Inbox(partial(read_frame_bytes, os.fdopen(answers, "rb"))).get_message, start)
 
     def _register_rank(
-        self, process: RankProcess, read_answer: Callable[[float | None], bytes | None], start: StartCommand
+        self, process: RankProcess, read_answer: Callable[[float | None], bytes | None], start: RankStart
     ) -> None:
         self._processes.append(process)
         self._answer_readers.append(read_answer)

@@ -25,11 +25,11 @@ from quire.engine.checkpoint.kv_cache_groups import apply_context_settings
 from quire.engine.checkpoint.overrides import load_model_config, resolve_model_with_overrides
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError
+from quire.engine.processes.heartbeat import Alive
 from quire.engine.worker.ranks.rank_messages import (
     FRAME_HEADER,
     Inbox,
-    ProgressReply,
-    RankEndReply,
+    RankExit,
     decode_reply,
     encode_message,
 )
@@ -142,7 +142,7 @@ class RemoteRank:
     def destroy(self) -> None:
         """Its machine ends it when the store is gone."""
         with suppress(RuntimeError):  # this first: once told to end, it may say code 0 at any moment
-            self._store.queue_push(answer_queue_name(self._rank), encode_message(RankEndReply(self._return_code)))
+            self._store.queue_push(answer_queue_name(self._rank), encode_message(RankExit(self._return_code)))
         self.end()
 
     def send(self, content: bytes) -> None:
@@ -162,9 +162,9 @@ class RemoteRank:
         """Its next answer; None where it has ended. In a thread."""
         with suppress(RuntimeError, msgspec.DecodeError):  # silence, or the store is gone
             while not isinstance(
-                answer := decode_reply(content := store.queue_pop(answer_queue_name(self._rank))), RankEndReply
+                answer := decode_reply(content := store.queue_pop(answer_queue_name(self._rank))), RankExit
             ):
-                if not isinstance(answer, ProgressReply):
+                if not isinstance(answer, Alive):
                     return content
             self._return_code, self.is_lost = answer.code, False
         self._has_ended.set()

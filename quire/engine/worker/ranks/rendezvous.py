@@ -15,7 +15,7 @@ import torch.distributed as dist
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError
 from quire.engine.worker.device_plan import DevicePlan
-from quire.engine.worker.ranks.rank_messages import StartCommand
+from quire.engine.worker.ranks.rank_messages import RankStart
 from quire.kernels.collective import Collective, RankEnded
 from quire.kernels.distributed import join_ranks
 
@@ -42,7 +42,7 @@ def connect_store(place: tuple[str, int]) -> dist.TCPStore:
         raise ConnectionError(str(error).partition("\n")[0]) from error
 
 
-def join_group(start: StartCommand, config: EngineConfig, chosen: DevicePlan, address: str) -> Collective:
+def join_group(start: RankStart, config: EngineConfig, chosen: DevicePlan, address: str) -> Collective:
     """The ranks as one that was started sees them. `address`: at which other machines reach this one."""
     count = config.world_size
     if start.store is None:

@@ -11,7 +11,7 @@ from quire.engine.worker.draft_head_runner import DraftHeadRunner
 from quire.engine.worker.loading.model.loaded_model import LoadedModel
 from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.ranks.rank_group import RankGroup
-from quire.engine.worker.ranks.rank_messages import AllocateCommand, RankCommand
+from quire.engine.worker.ranks.rank_messages import RankCommand
 from quire.engine.worker.ranks.rank_rpc import RankWorker, run_rank_call
 
 
@@ -24,7 +24,7 @@ class SingleProcess(RankGroup):
     def measure_total_kv_bytes(self, measure: Callable[[], int]) -> int:
         return measure()
 
-    def allocate_on_followers(self, message: AllocateCommand) -> None:
+    def allocate_on_followers(self, num_blocks: int, max_model_len: int, sequences: int, snapshots: int) -> None:
         pass
 
     def send_to_followers(self, message: RankCommand) -> None:

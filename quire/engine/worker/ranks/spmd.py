@@ -18,19 +18,12 @@ from quire.engine.common.executor import PendingOutput
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.scheduler_output import HeadDraftRequest, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from quire.engine.layers.shard import ModelShard
+from quire.engine.processes.utility_calls import make_notification
 from quire.engine.worker.draft_head_runner import DraftHeadRunner
 from quire.engine.worker.loading.model.loaded_model import LoadedModel, ModelPart
 from quire.engine.worker.loading.weight_digest import compute_weight_digest
 from quire.engine.worker.model_runner import ModelRunner
-from quire.engine.worker.ranks.rank_messages import (
-    DraftCommand,
-    DummyDraftCommand,
-    FindKernelVariantsCommand,
-    KernelVariantsReply,
-    LoadReply,
-    StepCommand,
-    WarmUpCommand,
-)
+from quire.engine.worker.ranks.rank_messages import RankMethods, StepCommand
 from quire.engine.worker.ranks.rank_processes import MultiProcessRanks
 from quire.engine.worker.ranks.remote_ranks import RemoteRank
 from quire.engine.worker.sampling.sampling_rules import is_plain_greedy_request
@@ -51,7 +44,7 @@ class SpmdRanks(MultiProcessRanks):
         own_model = load(
             part=ModelPart(shard=ModelShard(0, self.count, self.group, self._config.uses_context_parallel))
         )
-        others = self.read_answers(LoadReply)
+        others = self.read_loaded_parts()
         digest = compute_weight_digest(self._config) if self._config.nnodes > 1 else ""
         for process, each in zip(self._processes, others, strict=True):
             if each.weight_digest != digest:
@@ -79,15 +72,15 @@ class SpmdRunner(ModelRunner):
             return _WatchedStep(self._ranks, super().launch(scheduler_output))
 
     def warm_up_next(self) -> bool:
-        with self._ranks.follower_command_context(WarmUpCommand("warm_up_next")):
+        with self._ranks.follower_command_context(make_notification(RankMethods.warm_up_next)):
             return super().warm_up_next()
 
     def warm_sampler(self) -> None:
-        with self._ranks.follower_command_context(WarmUpCommand("warm_sampler")):
+        with self._ranks.follower_command_context(make_notification(RankMethods.warm_sampler)):
             super().warm_sampler()
 
     def warm_prompts(self) -> None:
-        with self._ranks.follower_command_context(WarmUpCommand("warm_prompts")):
+        with self._ranks.follower_command_context(make_notification(RankMethods.warm_prompts)):
             super().warm_prompts()
 
     def kernel_variants(self, step_tokens: int) -> list[KernelVariant]:
@@ -95,17 +88,15 @@ class SpmdRunner(ModelRunner):
         once. Meanwhile none meets another. Raises RuntimeError where one of them fails to find its own."""
         from quire.kernels.gpu.kernel_variant import KernelVariant
 
-        self._ranks.send_to_followers(FindKernelVariantsCommand(step_tokens))
+        read_others = self._ranks.call_followers(RankMethods.find_kernel_variants, step_tokens)
         try:
             variants = dict.fromkeys(super().kernel_variants(step_tokens))
         finally:
-            others = self._ranks.read_answers(
-                KernelVariantsReply, VARIANTS_TIMEOUT_SECONDS
-            )  # else they would be what the next one asks for
+            others = read_others(VARIANTS_TIMEOUT_SECONDS)  # else they would be what the next one asks for
         for rank, each in enumerate(others, 1):
-            if each.error:
-                raise RuntimeError(f"rank {rank}: {each.error}")
-            variants |= dict.fromkeys(KernelVariant(*fields) for fields in each.variants)
+            if isinstance(each, str):
+                raise RuntimeError(f"rank {rank}: {each}")
+            variants |= dict.fromkeys(KernelVariant(*fields) for fields in each)
         return list(variants)
 
 
@@ -119,11 +110,11 @@ class SpmdDraftHeadRunner(DraftHeadRunner):
         self._ranks = ranks
 
     def draft_tokens(self, rows: Sequence[HeadDraftRequest]) -> list[list[int]]:
-        with self._ranks.follower_command_context(DraftCommand(list(rows))):
+        with self._ranks.follower_command_context(make_notification(RankMethods.draft_tokens, list(rows))):
             return super().draft_tokens(rows)
 
     def run_dummy_draft(self, count: int) -> None:
-        with self._ranks.follower_command_context(DummyDraftCommand(count)):
+        with self._ranks.follower_command_context(make_notification(RankMethods.run_dummy_draft, count)):
             super().run_dummy_draft(count)
 
 
