@@ -82,6 +82,8 @@ SHARED = {
     "quire.engine.lora.target_modules",
     "quire.engine.processes.child",
     "quire.engine.processes.exit_cause",
+    "quire.engine.processes.frames",
+    "quire.engine.processes.heartbeat",
     "quire.engine.processes.procfs",
     "quire.engine.processes.utility_calls",
     "quire.engine.replicas.cores",

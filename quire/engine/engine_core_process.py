@@ -92,7 +92,8 @@ def run_engine_core(config: EngineConfig, address: str, heartbeat: Heartbeat) ->
     socket.set(zmq.LINGER, 1000)
     socket.connect(address)
     try:
-        engine, failure, call_id = EngineCore(config, heartbeat), None, START
+        engine, failure = EngineCore(config, heartbeat), None
+        call_id = START
         # One that is built anew has the same context and pages, whatever memory is free then.
         config = config.model_copy(update=capacity_settings_from_info(engine.info))
         while True:

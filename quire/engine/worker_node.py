@@ -25,7 +25,7 @@ from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, refuse_setting_if
 from quire.engine.processes.child import Child
 from quire.engine.processes.heartbeat import Alive
-from quire.engine.processes.procfs import Stopped, oom_kills
+from quire.engine.processes.procfs import Stopped, WatchTimer, oom_kills
 from quire.engine.replicas.cores import allowed_cores, node_cores
 from quire.engine.worker.ranks.rank_messages import RankExit, encode_message
 from quire.engine.worker.ranks.rank_processes import FOLLOWER_PROGRAM
@@ -180,12 +180,12 @@ class WorkerNode:
 
     def _wait_for_rank_or_kill_stopped(self, process: subprocess.Popen[bytes], heartbeat: NodeHeartbeat) -> None:
         """Until it has ended, or all shall, or it does not end by itself though machine 0 has gone."""
-        stopped = Stopped()
+        stopped, timer = Stopped(), WatchTimer(_POLL_SECONDS)
         while not self.stop_event.is_set():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_POLL_SECONDS)
                 return
-            if stopped.advance(process.pid, _POLL_SECONDS) > self._config.engine_heartbeat_timeout:
+            if stopped.advance(process.pid, timer.measure_elapsed()) > self._config.engine_heartbeat_timeout:
                 process.kill()  # machine 0 would wait for it as long as a step may take
             if heartbeat.is_engine_gone:
                 return

@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from quire.engine.processes.frames import encode_frame, read_frame
 from quire.engine.worker.ranks import rank_processes
 from quire.engine.worker.ranks.follower import make_pipe_sender, run_follower
-from quire.engine.worker.ranks.rank_messages import decode_start, encode_frame, read_frame_bytes
+from quire.engine.worker.ranks.rank_messages import decode_start
 
 
 class ThreadProcess:
@@ -33,7 +34,7 @@ class ThreadProcess:
 
         def run() -> None:
             with ends[0] as orders, ends[1] as answers:
-                run_follower(partial(read_frame_bytes, orders), make_pipe_sender(answers))
+                run_follower(partial(read_frame, orders), make_pipe_sender(answers))
 
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()

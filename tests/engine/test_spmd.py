@@ -29,6 +29,7 @@ from quire.engine.common.scheduler_output import BlockCopy, NewRequestData, Sche
 from quire.engine.common.types import EngineCoreRequest
 from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.layers.shard import ModelShard
+from quire.engine.processes.frames import encode_frame, read_frame
 from quire.engine.processes.utility_calls import UtilityResult
 from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter
 from quire.engine.spec_decode.ngram_drafter import NgramDrafter, SuffixDrafter
@@ -38,12 +39,7 @@ from quire.engine.worker.graphs import decode_graphs
 from quire.engine.worker.loading import kv_allocation
 from quire.engine.worker.ranks import follower_rank, rank_processes, rank_startup, rendezvous
 from quire.engine.worker.ranks.follower import make_pipe_sender, run_follower
-from quire.engine.worker.ranks.rank_messages import (
-    RankStart,
-    decode_reply,
-    encode_frame,
-    read_frame_bytes,
-)
+from quire.engine.worker.ranks.rank_messages import RankStart, decode_reply
 from quire.engine.worker.ranks.rank_processes import STOP_SECONDS, end_processes, visible_gpus_for_rank
 from quire.engine.worker.ranks.rendezvous import check_connection, needs_ordered_sums
 from quire.engine.worker.ranks.spmd import SpmdRunner, redact_for_followers
@@ -457,14 +453,14 @@ def test_a_rank_that_cannot_load_stays_until_that_is_read(tmp_path: Path) -> Non
 
     def run() -> None:
         with os.fdopen(orders, "rb") as told, os.fdopen(answers, "wb") as said:
-            codes.append(run_follower(partial(read_frame_bytes, told), make_pipe_sender(said)))
+            codes.append(run_follower(partial(read_frame, told), make_pipe_sender(said)))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     with os.fdopen(tell, "wb") as pipe, os.fdopen(hear, "rb") as heard:
         pipe.write(encode_frame(RankStart(config.model_dump_json(), 1, [], [])))
         pipe.flush()
-        content = read_frame_bytes(heard)
+        content = read_frame(heard)
         assert content is not None
         failed = decode_reply(content)
         assert isinstance(failed, UtilityResult)

@@ -4,21 +4,24 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from subprocess import DEVNULL
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 from quire.engine.common.errors import EngineError, InvalidRequest, QuireError
+from quire.engine.common.weight_receiver import WeightReceiverMethods
 from quire.engine.link.weights import Mode, WeightChanges, to_its_end
 from quire.engine.processes.child import Child, module
+from quire.engine.processes.frames import encode_frame, receive_frame
+from quire.engine.processes.utility_calls import decode_result, decode_utility_result, make_call
 
+P = ParamSpec("P")
 _MEMORY = Path("/dev/shm")
 _LEEWAY_SECONDS = 30.0
 """A receiver that takes so much longer than the group's own timeout hangs."""
@@ -69,7 +72,7 @@ class WeightsGroup:
             await self._forget()
             self._group = group
             try:
-                await self._ask("join", **group._asdict())
+                await self._call(WeightReceiverMethods.join, *group)
             except QuireError:
                 self._group = None
                 raise
@@ -82,7 +85,7 @@ class WeightsGroup:
         async def left() -> None:
             if self._group is not None:
                 await self._forget()
-                await self._ask("leave")
+                await self._call(WeightReceiverMethods.leave)
                 self._group = None
 
         await to_its_end(self._turn, left())
@@ -98,7 +101,8 @@ class WeightsGroup:
                 self._folders += 1
                 self._partial = self._folder() / str(self._folders)
             try:
-                await self._ask("receive", folder=str(self._partial), tensors=tensors)
+                fields = [(each.name, each.dtype, [*each.shape]) for each in tensors]
+                await self._call(WeightReceiverMethods.receive, str(self._partial), fields)
             except QuireError:
                 await self._forget()
                 self._group = None
@@ -113,7 +117,7 @@ class WeightsGroup:
             if self._partial is None:
                 raise InvalidRequest("no tensor was received", param="tensors")
             folder = self._partial
-            await self._ask("finish", folder=str(folder))
+            await self._call(WeightReceiverMethods.finish, str(folder))
             self._partial = None
             try:
                 name = await self.weights.update(str(folder), mode, version)
@@ -148,22 +152,21 @@ class WeightsGroup:
                 raise EngineError(f"no folder for weights can be made: {error.strerror}") from None
         return self._root
 
-    async def _ask(self, do: str, **parameters: Any) -> None:
+    async def _call(self, method: Callable[Concatenate[Any, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Have the process do it. Raises InvalidRequest with what it says, EngineError where it ends or hangs."""
-        if do == "join" and (self._process is None or self._process.returncode is not None):
+        if method is WeightReceiverMethods.join and (self._process is None or self._process.returncode is not None):
             await self._start()
         timeout = (self._group.timeout if self._group is not None else 0.0) + _LEEWAY_SECONDS
-        line = b""
+        content = b""
         if self._connection is not None:
             reader, writer = self._connection
-            with suppress(TimeoutError, OSError):
-                writer.write(json.dumps({"do": do, **parameters}).encode() + b"\n")
-                line = await asyncio.wait_for(reader.readline(), timeout)
-        if not line:
+            with suppress(TimeoutError, OSError, asyncio.IncompleteReadError):
+                writer.write(encode_frame(make_call(method, 1, *args, **kwargs)))
+                content = await asyncio.wait_for(receive_frame(reader), timeout)
+        if not content:
             await self._end()
             raise EngineError("the process that receives weights has ended, or hung: the group is gone")
-        if error := json.loads(line).get("error"):
-            raise InvalidRequest(f"the group broke: {error}")
+        decode_result(method, decode_utility_result(content))
 
     async def _start(self) -> None:
         await self._end()

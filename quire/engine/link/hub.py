@@ -39,6 +39,7 @@ from quire.engine.link.messages import (
 from quire.engine.link.tasks import Tasks
 from quire.engine.link.weights import Mode, Weights
 from quire.engine.processes.heartbeat import Alive
+from quire.engine.processes.procfs import WatchTimer
 from quire.engine.processes.utility_calls import (
     Fault,
     UtilityCall,
@@ -282,14 +283,14 @@ class Hub:
     # How the engines are
 
     async def _tick(self) -> None:
-        last = told = clock.monotonic()
+        told, timer = clock.monotonic(), WatchTimer(_TICK_SECONDS)
         while True:
             await asyncio.sleep(_TICK_SECONDS)
-            last, elapsed = clock.monotonic(), min(clock.monotonic() - last, 2 * _TICK_SECONDS)
+            elapsed = timer.measure_elapsed()
             for channel in self._channels.values():
                 channel.silence += elapsed
-            if last - told > self._tell_seconds:
-                self._state, told = None, last
+            if clock.monotonic() - told > self._tell_seconds:
+                self._state, told = None, clock.monotonic()
             self._tell_state()
 
     def _tell_state(self) -> None:
@@ -321,7 +322,9 @@ class _ApiProcessCalls(LeaderMethods):
     """What one API process has the hub do."""
 
     def __init__(self, hub: Hub, identity: bytes, channel: Channel) -> None:
-        self._hub, self._identity, self._channel = hub, identity, channel
+        self._hub = hub
+        self._identity = identity
+        self._channel = channel
 
     def join(self) -> None:
         self._hub.welcome(self._identity, self._channel)

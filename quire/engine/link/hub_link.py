@@ -11,7 +11,6 @@ from functools import partial
 
 import zmq
 
-from quire.engine.common import clock
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import EngineError, InvalidRequest, Overloaded, QuireError
 from quire.engine.common.types import EngineCoreRequest, EngineInfo
@@ -38,6 +37,7 @@ from quire.engine.link.messages import (
 from quire.engine.link.tasks import Tasks
 from quire.engine.link.weights import Mode
 from quire.engine.processes.heartbeat import Alive
+from quire.engine.processes.procfs import WatchTimer
 from quire.engine.processes.utility_calls import (
     Fault,
     UtilityCall,
@@ -189,12 +189,11 @@ class HubLink(Link, ApiProcessMethods):
         self.on_failure()
 
     async def _live(self) -> None:
-        last = clock.monotonic()
+        timer = WatchTimer(self._alive_seconds)
         while True:
             await asyncio.sleep(self._alive_seconds)
             self._write(Alive(0))
-            last, elapsed = clock.monotonic(), min(clock.monotonic() - last, 2 * self._alive_seconds)
-            self._silence += elapsed
+            self._silence += timer.measure_elapsed()
             if self._silence > self._silence_seconds:
                 self._give_up(Overloaded("the server's main process gives no sign of life; please try again"))
 

@@ -34,7 +34,7 @@ from quire.engine.link.messages import (
 from quire.engine.processes.child import Child, module
 from quire.engine.processes.exit_cause import FAULT_SIGNALS, ExitCause, exit_cause
 from quire.engine.processes.heartbeat import Alive, FaultSignal, RequestsBegan, decode_heartbeat
-from quire.engine.processes.procfs import RunnableClock, is_stopped, oom_kills
+from quire.engine.processes.procfs import RunnableClock, WatchTimer, is_stopped, oom_kills
 from quire.engine.processes.socket_folder import SocketFolder
 from quire.engine.processes.utility_calls import START, UtilityCall, UtilityResult, make_notification
 from quire.engine.processes.wire import Wire
@@ -108,7 +108,8 @@ class EngineProcess:
         self._stderr_thread = threading.Thread(target=self._copy_stderr, args=(stderr,), daemon=True)
         self._stderr_thread.start()
         self._clock = RunnableClock(self.pid)
-        self._last_heartbeat = self._last_check = clock.monotonic()
+        self._last_heartbeat = clock.monotonic()
+        self._watch_timer = WatchTimer(_CHECK_SECONDS)
         self._heartbeat_clock = self._progress_clock = 0.0
         """What `_clock` showed at the last heartbeat, and at the last one that reported progress."""
         self._stuck_ms = 0
@@ -245,10 +246,8 @@ class EngineProcess:
 
         Only time counts in which the engine was able to run and in which we were able to notice that it did.
         """
-        now = clock.monotonic()
-        elapsed, self._last_check = min(now - self._last_check, 2 * _CHECK_SECONDS), now
         inspect = max(self.silence, self._stuck_ms / 1000) > _INSPECT_SECONDS
-        self._clock.advance(elapsed, inspect=inspect)
+        self._clock.advance(self._watch_timer.measure_elapsed(), inspect=inspect)
         silent = self._clock.seconds - self._heartbeat_clock
         stuck = min(self._stuck_ms / 1000, self._clock.seconds - self._progress_clock)
         if silent > self._config.engine_heartbeat_timeout and is_stopped(self.pid):

@@ -8,6 +8,23 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from quire.engine.common import clock
+
+
+class WatchTimer:
+    """Measures the time between two looks at another process, but not that in which this one could not look: if it was
+    stopped, the other one may have been stopped with it."""
+
+    def __init__(self, period: float) -> None:
+        """`period`: the seconds between two looks; twice as many count at most."""
+        self._period = period
+        self._last_look = clock.monotonic()
+
+    def measure_elapsed(self) -> float:
+        """The seconds since the last look."""
+        last, self._last_look = self._last_look, clock.monotonic()
+        return min(self._last_look - last, 2 * self._period)
+
 
 class RunnableClock:
     """Counts the seconds in which a process could have computed.

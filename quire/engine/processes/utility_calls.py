@@ -66,6 +66,10 @@ class UtilityResult(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Why there is no value."""
 
 
+decode_call = msgspec.msgpack.Decoder(UtilityCall).decode
+decode_utility_result = msgspec.msgpack.Decoder(UtilityResult).decode
+
+
 class MethodCallCodec(NamedTuple):
     """How a method of another process is called."""
 

@@ -3,7 +3,7 @@
     python -m quire.engine.worker.weight_receiver FD FOLDER
 
 It is not the engine's, because a collective waits for a peer that may have died, and an engine may not. FD is a socket
-of engine/link/broadcast.py; each line there is one command in JSON, and is answered by one line: {} or {"error": …}.
+of engine/link/broadcast.py, on which it answers calls of WeightReceiverMethods.
 When the socket is closed, FOLDER goes with all that is in it, and the process ends, wherever it is.
 """
 
@@ -18,18 +18,21 @@ from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
 from quire.engine.checkpoint.tensor_headers import INDEX_FILE
+from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.weight_receiver import WeightReceiverMethods
+from quire.engine.processes.frames import encode_frame, read_frame
+from quire.engine.processes.utility_calls import Fault, UtilityResult, decode_call, invoke, make_result
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class WeightFileReceiver:
+class WeightFileReceiver(WeightReceiverMethods):
     """Takes part in a group's broadcasts from rank 0."""
 
     def __init__(self) -> None:
@@ -37,8 +40,7 @@ class WeightFileReceiver:
         """By folder the file of each tensor that was received."""
         self._device = torch.device("cpu")
 
-    def join(self, *, address: str, port: int, rank: int, world_size: int, backend: str, timeout: float) -> None:
-        """Returns when all members have come. Raises RuntimeError when some do not within `timeout` seconds."""
+    def join(self, address: str, port: int, rank: int, world_size: int, backend: str, timeout: float) -> None:
         self.leave()
         if backend == "nccl":
             self._device = torch.device("cuda")
@@ -54,11 +56,7 @@ class WeightFileReceiver:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def receive(self, *, folder: str, tensors: list[tuple[str, str, list[int]]]) -> None:
-        """Write the next tensors that rank 0 broadcasts, by name, type and shape, to one more file in the folder.
-
-        Raises RuntimeError where the group breaks, which it then is.
-        """
+    def receive(self, folder: str, tensors: list[tuple[str, str, list[int]]]) -> None:
         received = {}
         try:
             for name, dtype, shape in tensors:
@@ -74,31 +72,31 @@ class WeightFileReceiver:
         save_file(received, Path(folder) / shard)
         shards |= dict.fromkeys(received, shard)
 
-    def finish(self, *, folder: str) -> None:
-        """Name all that was received in the folder's index."""
+    def finish(self, folder: str) -> None:
         (Path(folder) / INDEX_FILE).write_text(json.dumps({"weight_map": self._shard_of_tensor.pop(folder)}))
         self._shard_of_tensor.clear()
 
 
 def main() -> None:
     connection, root = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
-    commands: SimpleQueue[dict[str, Any]] = SimpleQueue()
-    Thread(target=_read_commands_then_exit, args=(connection, root, commands), daemon=True).start()
+    calls: SimpleQueue[bytes] = SimpleQueue()
+    Thread(target=_read_calls_then_exit, args=(connection, root, calls), daemon=True).start()
     receiver = WeightFileReceiver()
     while True:
-        command = commands.get()
-        answer = {}
+        call = decode_call(calls.get())
+        assert call.id is not None
         try:
-            getattr(receiver, command.pop("do"))(**command)
+            result = make_result(call.id, invoke(WeightReceiverMethods, receiver, call))
         except Exception as error:
-            answer["error"] = str(error).partition("\n")[0] or type(error).__name__
-        connection.sendall(json.dumps(answer).encode() + b"\n")
+            message = str(error).partition("\n")[0] or type(error).__name__
+            result = UtilityResult(call.id, error=Fault.of(InvalidRequest(f"the group broke: {message}")))
+        connection.sendall(encode_frame(result))
 
 
-def _read_commands_then_exit(connection: socket.socket, root: str, commands: SimpleQueue[dict[str, Any]]) -> None:
-    with connection.makefile("rb") as lines:
-        for line in lines:
-            commands.put(json.loads(line))
+def _read_calls_then_exit(connection: socket.socket, root: str, calls: SimpleQueue[bytes]) -> None:
+    with connection.makefile("rb") as pipe:
+        while (content := read_frame(pipe)) is not None:
+            calls.put(content)
     shutil.rmtree(root, ignore_errors=True)
     os._exit(0)
 

@@ -27,7 +27,7 @@ from quire.engine.link.hub import Hub
 from quire.engine.link.hub_relay import Channel
 from quire.engine.processes.child import Child, module
 from quire.engine.processes.exit_cause import exit_cause
-from quire.engine.processes.procfs import Stopped
+from quire.engine.processes.procfs import Stopped, WatchTimer
 from quire.engine.processes.socket_folder import SocketFolder
 from quire.engine.processes.wire import Wire
 from quire.engine.replicas.replicas import processes
@@ -230,12 +230,12 @@ class ApiProcessManager:
     async def _wait_for_exit_or_kill_hung(self, process: Child, channel: Channel) -> int:
         """The return code of a process, which is killed when it hangs."""
         exited = asyncio.create_task(process.exited())
-        stopped = Stopped()
+        stopped, timer = Stopped(), WatchTimer(_CHECK_SECONDS)
         try:
             while not exited.done():
                 await asyncio.wait([exited], timeout=_CHECK_SECONDS)
                 silent = channel.silence if channel.welcomed else 0.0
-                seconds = stopped.advance(process.pid, _CHECK_SECONDS)
+                seconds = stopped.advance(process.pid, timer.measure_elapsed())
                 if (silent > _SILENCE_SECONDS or seconds > _STOPPED_SECONDS) and not exited.done():
                     log.error("API process %d gave no sign of life for %g s", channel.number, max(silent, seconds))
                     process.process.kill()

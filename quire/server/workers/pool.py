@@ -11,10 +11,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from quire.engine.common import clock
 from quire.engine.common.errors import EngineError, InvalidRequest, Overloaded
 from quire.engine.processes.child import Child, module
-from quire.engine.processes.procfs import Standstill
+from quire.engine.processes.procfs import Standstill, WatchTimer
 from quire.engine.replicas.cores import usable_cpus
 from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
@@ -301,13 +300,11 @@ class StallWatch:
 
     async def kill_when_stalled(self) -> None:
         await asyncio.sleep(_POLL_SECONDS)  # most jobs have ended by then
-        standstill, last = Standstill(self._pid), clock.monotonic()
+        standstill, timer = Standstill(self._pid), WatchTimer(_POLL_SECONDS)
         seconds = 0.0
         while seconds < STALL_SECONDS:
             await asyncio.sleep(_POLL_SECONDS)
-            # Where it was this process that could not run, the other one may have been stopped with it.
-            last, elapsed = clock.monotonic(), min(clock.monotonic() - last, 2 * _POLL_SECONDS)
-            seconds = standstill.advance(elapsed)
+            seconds = standstill.advance(timer.measure_elapsed())
         self.has_killed = True
         with suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGKILL)

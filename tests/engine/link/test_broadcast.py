@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import socket
@@ -21,10 +20,13 @@ from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, EngineError, InvalidRequest
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import EngineCoreRequest
+from quire.engine.common.weight_receiver import WeightReceiverMethods
 from quire.engine.link.broadcast import Group, Tensor, WeightsGroup
 from quire.engine.link.client import EngineClient
 from quire.engine.link.supervisor import ProcessLink
 from quire.engine.link.weights import Weights
+from quire.engine.processes.frames import encode_frame, read_frame
+from quire.engine.processes.utility_calls import decode_utility_result, make_call
 from tests.e2e.server import free_port
 from tests.tiny_models import save_tiny_model
 
@@ -198,8 +200,10 @@ def test_the_files_go_with_whoever_asked_for_them(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "quire.engine.worker.weight_receiver", str(theirs.fileno()), str(root)]
         process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
     with ours:
-        ours.sendall(json.dumps({"do": "leave"}).encode() + b"\n")
-        assert ours.makefile("rb").readline() == b"{}\n"
+        ours.sendall(encode_frame(make_call(WeightReceiverMethods.leave, 1)))
+        result = read_frame(ours.makefile("rb"))
+        assert result is not None
+        assert decode_utility_result(result).error is None
         ours.shutdown(socket.SHUT_RDWR)
     assert process.wait(60) == 0
     assert not root.exists()

@@ -24,17 +24,11 @@ import msgspec
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import QuireError
 from quire.engine.processes.child import end_with_parent, killed_with_parent, read_configuration
+from quire.engine.processes.frames import Inbox, encode_frame, read_frame
 from quire.engine.processes.heartbeat import Alive
 from quire.engine.processes.utility_calls import START, Fault, UtilityResult, make_result
 from quire.engine.worker.ranks.follower_rank import FollowerRank, PipelineStageRank, TensorParallelRank
-from quire.engine.worker.ranks.rank_messages import (
-    Inbox,
-    RankReply,
-    decode_start,
-    encode_frame,
-    encode_message,
-    read_frame_bytes,
-)
+from quire.engine.worker.ranks.rank_messages import RankReply, decode_start, encode_message
 from quire.engine.worker.ranks.remote_ranks import RankAssignment, answer_queue_name, order_queue_name
 from quire.engine.worker.ranks.rendezvous import connect_store
 from quire.kernels.collective import RankEnded
@@ -126,7 +120,7 @@ def main() -> None:
     try:
         if sys.argv[1] != "--joined":
             with os.fdopen(int(sys.argv[1]), "wb") as answers:
-                status = run_follower(partial(read_frame_bytes, sys.stdin.buffer), make_pipe_sender(answers))
+                status = run_follower(partial(read_frame, sys.stdin.buffer), make_pipe_sender(answers))
         elif line := read_configuration():
             assignment = msgspec.json.decode(line, type=RankAssignment)
             end_with_parent()

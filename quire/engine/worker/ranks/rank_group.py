@@ -8,10 +8,11 @@ from typing import Any
 
 from quire.engine.common.executor import AdapterLoader, CollectiveRPC
 from quire.engine.models.decoder import Decoder
+from quire.engine.processes.utility_calls import make_notification
 from quire.engine.worker.draft_head_runner import DraftHeadRunner
 from quire.engine.worker.loading.model_loader import LoadedModel
 from quire.engine.worker.model_runner import ModelRunner
-from quire.engine.worker.ranks.rank_messages import RankCommand
+from quire.engine.worker.ranks.rank_messages import RankCommand, RankMethods
 
 
 class RankGroup(ABC):
@@ -37,6 +38,12 @@ class RankGroup(ABC):
     @abstractmethod
     def send_to_followers(self, message: RankCommand) -> None:
         """Send to all followers. They read it when they have done what earlier messages asked."""
+
+    def make_follower_runners(self, *, captures_mixed_batches: bool) -> None:
+        """See RankMethods.make_runner."""
+        self.send_to_followers(
+            make_notification(RankMethods.make_runner, captures_mixed_batches=captures_mixed_batches)
+        )
 
     @abstractmethod
     def runner(self, *parts: Any) -> ModelRunner:

@@ -6,12 +6,9 @@ the start is a call of its configuration.
 
 from __future__ import annotations
 
-import struct
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
@@ -19,9 +16,6 @@ from quire.engine.common.scheduler_output import HeadDraftRequest, SchedulerOutp
 from quire.engine.common.types import Adapter
 from quire.engine.processes.heartbeat import Alive
 from quire.engine.processes.utility_calls import UtilityCall, UtilityResult
-
-FRAME_HEADER = struct.Struct("<Q")
-"""Before each message in a pipe."""
 
 
 class RankStart(msgspec.Struct, frozen=True):
@@ -134,42 +128,3 @@ decode_start = msgspec.msgpack.Decoder(RankStart).decode
 decode_loaded_part = msgspec.msgpack.Decoder(LoadedPart).decode
 decode_command = msgspec.msgpack.Decoder(RankCommand).decode
 decode_reply = msgspec.msgpack.Decoder(RankReply).decode
-
-
-def encode_frame(message: RankStart | RankCommand | RankReply) -> bytes:
-    encoded = encode_message(message)
-    return FRAME_HEADER.pack(len(encoded)) + encoded
-
-
-def read_frame_bytes(pipe: BinaryIO) -> bytes | None:
-    """The next frame's content; None where the pipe has ended."""
-    head = pipe.read(FRAME_HEADER.size)
-    if len(head) < FRAME_HEADER.size:
-        return None
-    content = pipe.read(length := FRAME_HEADER.unpack(head)[0])
-    return content if len(content) == length else None
-
-
-class Inbox:
-    """Messages that a thread reads as they come, so that who sends them never waits for who takes them."""
-
-    def __init__(self, read: Callable[[], bytes | None]) -> None:
-        """`read`: the next message; None: there is none any more."""
-        self._messages: SimpleQueue[bytes | None] = SimpleQueue()
-        threading.Thread(target=_pump_messages, args=(read, self._messages), name="inbox", daemon=True).start()
-
-    def get_message(self, seconds: float | None = None) -> bytes | None:
-        """Wait for the next message; None where there is none any more. Raises TimeoutError after so many seconds."""
-        try:
-            content = self._messages.get(timeout=seconds)
-        except Empty as error:
-            raise TimeoutError from error
-        if content is None:
-            self._messages.put(None)
-        return content
-
-
-def _pump_messages(read: Callable[[], bytes | None], messages: SimpleQueue[bytes | None]) -> None:
-    while (content := read()) is not None:
-        messages.put(content)
-    messages.put(None)

@@ -26,21 +26,19 @@ from quire.engine.lora.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from quire.engine.models.decoder import Decoder
 from quire.engine.processes.child import Child, module
 from quire.engine.processes.exit_cause import exit_cause
-from quire.engine.processes.procfs import Stopped
+from quire.engine.processes.frames import Inbox, encode_frame, read_frame
+from quire.engine.processes.procfs import Stopped, WatchTimer
 from quire.engine.processes.utility_calls import START, UtilityResult, decode_result, make_call, make_notification
 from quire.engine.replicas.cores import allowed_cores, node_cores, stay_on
 from quire.engine.worker.device_plan import DevicePlan
 from quire.engine.worker.ranks.rank_group import RankGroup
 from quire.engine.worker.ranks.rank_messages import (
-    Inbox,
     LoadedPart,
     RankCommand,
     RankMethods,
     RankStart,
     decode_loaded_part,
     decode_reply,
-    encode_frame,
-    read_frame_bytes,
 )
 from quire.engine.worker.ranks.rank_rpc import RankWorker, run_rank_call
 from quire.engine.worker.ranks.remote_ranks import NodeRendezvous, RemoteRank
@@ -330,7 +328,7 @@ class MultiProcessRanks(RankGroup):
             raise
         finally:
             os.close(answers_fd)
-        self._register_rank(child, Inbox(partial(read_frame_bytes, os.fdopen(answers, "rb"))).get_message, start)
+        self._register_rank(child, Inbox(partial(read_frame, os.fdopen(answers, "rb"))).get_message, start)
 
     def _register_rank(
         self, process: RankProcess, read_answer: Callable[[float | None], bytes | None], start: RankStart
@@ -374,9 +372,9 @@ def _watch_and_kill_stopped_ranks(
 ) -> None:
     """In a thread: kill those that stand stopped for so many seconds. All others would wait for one, as long as a step
     may take; a machine's member (engine/worker_node.py) does the same for its own."""
-    stopped, last = Stopped(), time.monotonic()
+    stopped, timer = Stopped(), WatchTimer(_POLL_SECONDS)
     while not closing.wait(_POLL_SECONDS):
-        last, elapsed = time.monotonic(), min(time.monotonic() - last, 2 * _POLL_SECONDS)
+        elapsed = timer.measure_elapsed()
         for process in processes:
             if not isinstance(process, RemoteRank) and stopped.advance(process.pid, elapsed) > max_stopped_seconds:
                 message = (

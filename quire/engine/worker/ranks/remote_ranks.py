@@ -25,14 +25,9 @@ from quire.engine.checkpoint.kv_cache_groups import apply_context_settings
 from quire.engine.checkpoint.overrides import load_model_config, resolve_model_with_overrides
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError
+from quire.engine.processes.frames import FRAME_HEADER, Inbox
 from quire.engine.processes.heartbeat import Alive
-from quire.engine.worker.ranks.rank_messages import (
-    FRAME_HEADER,
-    Inbox,
-    RankExit,
-    decode_reply,
-    encode_message,
-)
+from quire.engine.worker.ranks.rank_messages import RankExit, decode_reply, encode_message
 from quire.engine.worker.ranks.rendezvous import connect_store, open_store
 from quire.kernels.cpu.backend import CpuBackend
 

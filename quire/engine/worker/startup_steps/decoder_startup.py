@@ -9,14 +9,12 @@ from quire.engine.checkpoint.kv_cache_plan import KVCachePlan, StateSlotCounts
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.executor import AdapterLoader
 from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.processes.utility_calls import make_notification
 from quire.engine.worker.device_memory import available_kv_bytes
 from quire.engine.worker.device_plan import DevicePlan
 from quire.engine.worker.loading.adapter_loader import make_adapter_loader
 from quire.engine.worker.loading.kv_allocation import RunnerResources, allocate_runner_resources
 from quire.engine.worker.loading.pooler import make_pooler
 from quire.engine.worker.ranks.rank_group import RankGroup
-from quire.engine.worker.ranks.rank_messages import RankMethods
 from quire.engine.worker.sampling.slot_grammars import SlotGrammars
 from quire.engine.worker.startup_steps.kv_cache_sizing import KVCacheSizer
 from quire.engine.worker.startup_steps.started_worker import StartedWorker, make_grammar_compiler
@@ -67,7 +65,7 @@ class DecoderStartup:
         )
         self._ranks.allocate_on_followers(kv_plan.num_group_blocks, kv_plan.max_model_len, *shares)
         captures = allocation.eager_prefill_reason is None
-        self._ranks.send_to_followers(make_notification(RankMethods.make_runner, captures_mixed_batches=captures))
+        self._ranks.make_follower_runners(captures_mixed_batches=captures)
         return allocation
 
     def make_worker(

@@ -1,0 +1,61 @@
+"""Messages in the pipes and sockets between a process and its child: each behind its length."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import BinaryIO
+
+import msgspec
+
+from quire.engine.processes.utility_calls import encode
+
+FRAME_HEADER = struct.Struct("<Q")
+
+
+def encode_frame(message: msgspec.Struct) -> bytes:
+    encoded = encode(message)
+    return FRAME_HEADER.pack(len(encoded)) + encoded
+
+
+async def receive_frame(reader: asyncio.StreamReader) -> bytes:
+    """As `read_frame`. Raises IncompleteReadError where there is none any more."""
+    (length,) = FRAME_HEADER.unpack(await reader.readexactly(FRAME_HEADER.size))
+    return await reader.readexactly(length)
+
+
+def read_frame(pipe: BinaryIO) -> bytes | None:
+    """The next frame's content; None where the pipe has ended."""
+    head = pipe.read(FRAME_HEADER.size)
+    if len(head) < FRAME_HEADER.size:
+        return None
+    content = pipe.read(length := FRAME_HEADER.unpack(head)[0])
+    return content if len(content) == length else None
+
+
+class Inbox:
+    """Messages that a thread reads as they come, so that who sends them never waits for who takes them."""
+
+    def __init__(self, read: Callable[[], bytes | None]) -> None:
+        """`read`: the next message; None: there is none any more."""
+        self._messages: SimpleQueue[bytes | None] = SimpleQueue()
+        threading.Thread(target=_pump_messages, args=(read, self._messages), name="inbox", daemon=True).start()
+
+    def get_message(self, seconds: float | None = None) -> bytes | None:
+        """Wait for the next message; None where there is none any more. Raises TimeoutError after so many seconds."""
+        try:
+            content = self._messages.get(timeout=seconds)
+        except Empty as error:
+            raise TimeoutError from error
+        if content is None:
+            self._messages.put(None)
+        return content
+
+
+def _pump_messages(read: Callable[[], bytes | None], messages: SimpleQueue[bytes | None]) -> None:
+    while (content := read()) is not None:
+        messages.put(content)
+    messages.put(None)
