@@ -31,9 +31,10 @@ from quire.engine.core.step_runner import StepRunner
 from quire.engine.engine_core import EngineCore
 from quire.engine.layers.schemes import UnquantizedScheme
 from quire.engine.layers.sublayer import BuildContext
-from quire.engine.link.messages import Stepped, encode
+from quire.engine.link.messages import Stepped
 from quire.engine.models.decoder import Decoder
 from quire.engine.processes.heartbeat import NullHeartbeat
+from quire.engine.processes.utility_calls import encode
 from quire.engine.worker import input_batch, model_runner
 from quire.engine.worker.device_memory import allocate_kv_blocks, kv_cache_by_layer, prefill_metadata
 from quire.engine.worker.graphs import mixed_batch_graphs as prompt_graphs

@@ -34,12 +34,12 @@ from quire.engine.core.stats import EngineStats, StepRecord
 from quire.engine.link.client import EngineClient
 from quire.engine.link.hub import Hub
 from quire.engine.link.hub_link import HubLink
-from quire.engine.link.messages import EngineStarted, Stepped, Submit, decode_to_engine, encode
+from quire.engine.link.messages import EngineStarted, Stepped, Submit, decode_to_engine
 from quire.engine.link.process import EngineProcess, Launcher
 from quire.engine.link.supervisor import ProcessLink
 from quire.engine.processes.child import end_with_parent, read_configuration
 from quire.engine.processes.heartbeat import PipeHeartbeat
-from quire.engine.processes.utility_calls import START, make_result
+from quire.engine.processes.utility_calls import START, encode, make_result
 from quire.server.config import ServerConfig
 from quire.server.http.server import HttpServer
 from tests.server.api import NAME, make_app

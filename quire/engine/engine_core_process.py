@@ -20,7 +20,6 @@ from quire.engine.link.messages import (
     Stepped,
     Submit,
     decode_to_engine,
-    encode,
     together,
 )
 from quire.engine.processes.heartbeat import Heartbeat
@@ -30,6 +29,7 @@ from quire.engine.processes.utility_calls import (
     UtilityCall,
     UtilityResult,
     decode_arguments,
+    encode,
     make_result,
     run_call,
 )

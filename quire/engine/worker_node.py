@@ -26,8 +26,9 @@ from quire.engine.common.errors import ConfigError, refuse_setting_if
 from quire.engine.processes.child import Child
 from quire.engine.processes.heartbeat import Alive
 from quire.engine.processes.procfs import Stopped, WatchTimer, oom_kills
+from quire.engine.processes.utility_calls import encode
 from quire.engine.replicas.cores import allowed_cores, node_cores
-from quire.engine.worker.ranks.rank_messages import RankExit, encode_message
+from quire.engine.worker.ranks.rank_messages import RankExit
 from quire.engine.worker.ranks.rank_processes import FOLLOWER_PROGRAM
 from quire.engine.worker.ranks.remote_ranks import (
     JOIN_QUEUE,
@@ -164,7 +165,7 @@ class WorkerNode:
         store, reply = connect_store((peer[0], peer[1])), random_source.uuid_hex()
         store.set_timeout(timedelta(seconds=_CONNECT_SECONDS))
         join = replace(self._join_message, place=local_rank, pid=pid, host=local[0], reply=reply)
-        store.queue_push(JOIN_QUEUE, encode_message(join))
+        store.queue_push(JOIN_QUEUE, encode(join))
         answer = msgspec.msgpack.decode(store.queue_pop(reply), type=JoinVerdict)
         refused = f"{config.master_addr}:{config.master_port} refused: {answer.refused}"
         refuse_setting_if("node_rank", bool(answer.refused) and answer.final and refused)
@@ -225,9 +226,9 @@ class NodeHeartbeat:
     def _send_until_exit(self, store: dist.TCPStore, queue: str) -> None:
         with suppress(RuntimeError):
             while not self._ended_event.wait(self._silence.total_seconds() / 5):
-                store.queue_push(queue, encode_message(Alive(0)))
+                store.queue_push(queue, encode(Alive(0)))
                 self._last_success = clock.monotonic()
             assert self._exit_code is not None
-            store.queue_push(queue, encode_message(RankExit(self._exit_code)))
+            store.queue_push(queue, encode(RankExit(self._exit_code)))
             return
         self._has_failed = True

@@ -11,8 +11,8 @@ from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.stats import EngineStats, EngineView
 from quire.engine.engine_core import EngineCore
 from quire.engine.engine_core_process import _handle_messages_and_get_change
-from quire.engine.link.messages import EngineCoreMethods, Submit, ToEngine, encode
-from quire.engine.processes.utility_calls import make_call
+from quire.engine.link.messages import EngineCoreMethods, Submit, ToEngine
+from quire.engine.processes.utility_calls import encode, make_call
 
 
 class Idle:

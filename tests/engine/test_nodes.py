@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from quire.engine.common.config import DEMO_MODEL, EngineConfig
 from quire.engine.common.errors import ConfigError, EngineError
 from quire.engine.engine_core import EngineCore, free_engine_memory
-from quire.engine.worker.ranks.rank_messages import encode_message
+from quire.engine.processes.utility_calls import encode
 from quire.engine.worker.ranks.remote_ranks import (
     JOIN_QUEUE,
     SILENCE_TIMEOUT,
@@ -179,7 +179,7 @@ def ask(settings: dict[str, Any], join: JoinRequest) -> JoinVerdict:
     """What one that wants to join is told."""
     store = connect_store((settings.get("master_addr", "127.0.0.1"), settings["master_port"]))
     store.set_timeout(timedelta(seconds=30))
-    store.queue_push(JOIN_QUEUE, encode_message(replace(join, host="127.0.0.1", reply=(reply := uuid.uuid4().hex))))
+    store.queue_push(JOIN_QUEUE, encode(replace(join, host="127.0.0.1", reply=(reply := uuid.uuid4().hex))))
     return msgspec.msgpack.decode(store.queue_pop(reply), type=JoinVerdict)
 
 

@@ -33,7 +33,6 @@ from quire.engine.link.messages import (
     Submit,
     ToLeader,
     decode_to_leader,
-    encode,
     together,
 )
 from quire.engine.link.tasks import Tasks
@@ -44,6 +43,7 @@ from quire.engine.processes.utility_calls import (
     Fault,
     UtilityCall,
     UtilityResult,
+    encode,
     make_notification,
     run_call,
     run_call_in_task,

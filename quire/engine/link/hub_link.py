@@ -32,7 +32,6 @@ from quire.engine.link.messages import (
     ToLeader,
     apart,
     decode_from_leader,
-    encode,
 )
 from quire.engine.link.tasks import Tasks
 from quire.engine.link.weights import Mode
@@ -43,6 +42,7 @@ from quire.engine.processes.utility_calls import (
     UtilityCall,
     UtilityCalls,
     UtilityResult,
+    encode,
     make_notification,
     run_call,
     run_call_in_task,

@@ -182,7 +182,6 @@ FromEngine = Stepped | UtilityResult
 ToLeader = Submit | Abort | Alive | UtilityCall | UtilityResult
 FromLeader = SharedSteps | UtilityCall | UtilityResult
 
-encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
 decode_to_leader = msgspec.msgpack.Decoder(ToLeader).decode

@@ -24,19 +24,13 @@ from quire.engine.checkpoint.kv_offload_dir import delete_kv_blocks
 from quire.engine.common import clock
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import EngineError
-from quire.engine.link.messages import (
-    EngineCoreMethods,
-    FromEngine,
-    ToEngine,
-    decode_from_engine,
-    encode,
-)
+from quire.engine.link.messages import EngineCoreMethods, FromEngine, ToEngine, decode_from_engine
 from quire.engine.processes.child import Child, module
 from quire.engine.processes.exit_cause import FAULT_SIGNALS, ExitCause, exit_cause
 from quire.engine.processes.heartbeat import Alive, FaultSignal, RequestsBegan, decode_heartbeat
 from quire.engine.processes.procfs import RunnableClock, WatchTimer, is_stopped, oom_kills
 from quire.engine.processes.socket_folder import SocketFolder
-from quire.engine.processes.utility_calls import START, UtilityCall, UtilityResult, make_notification
+from quire.engine.processes.utility_calls import START, UtilityCall, UtilityResult, encode, make_notification
 from quire.engine.processes.wire import Wire
 
 STDERR_LINES = 20

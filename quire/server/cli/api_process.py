@@ -20,9 +20,9 @@ import zmq
 from quire.engine.common.errors import ConfigError, Overloaded, QuireError
 from quire.engine.link.client import EngineClient
 from quire.engine.link.hub_link import HubLink
-from quire.engine.link.messages import LeaderMethods, encode
+from quire.engine.link.messages import LeaderMethods
 from quire.engine.processes.child import end_with_parent, read_configuration
-from quire.engine.processes.utility_calls import Fault, make_notification
+from quire.engine.processes.utility_calls import Fault, encode, make_notification
 from quire.server.cli.api_process_manager import ApiProcessSetup
 from quire.server.cli.process_setup import dump_threads_on_signal, exit_on_sigterm_or_sighup
 from quire.server.cli.serve import ServerRun, SingleModelHost

@@ -19,7 +19,8 @@ from quire.engine.engine_core import EngineCore
 from quire.engine.images.multimodal_prompt import MultimodalPromptBuilder, RequestImage, make_multimodal_prompt_builder
 from quire.engine.images.vision_config import read_vision_spec
 from quire.engine.layers.schemes import UnquantizedScheme
-from quire.engine.link.messages import Submit, apart, decode_to_engine, encode, together
+from quire.engine.link.messages import Submit, apart, decode_to_engine, together
+from quire.engine.processes.utility_calls import encode
 from quire.engine.replicas.router import prefix_pieces
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.worker.images.encoder_cache import ImageEncoderCache

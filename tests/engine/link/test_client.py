@@ -146,7 +146,8 @@ def test_merged_outputs_lose_nothing() -> None:
 
 
 def test_requests_are_equal_after_encoding_and_decoding() -> None:
-    from quire.engine.link.messages import Submit, decode_to_engine, encode
+    from quire.engine.link.messages import Submit, decode_to_engine
+    from quire.engine.processes.utility_calls import encode
 
     params = SamplingParams(logit_bias={5: 1.5}, stop=("a",), stop_token_ids=(3,), seed=-5, min_p=0.1, max_tokens=None)
     message = Submit([request("a", [1, 2]), request("b", [3], salt="x")])

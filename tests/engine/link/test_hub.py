@@ -20,8 +20,8 @@ from quire.engine.link.client import EngineClient
 from quire.engine.link.hub import Hub
 from quire.engine.link.hub_link import HubLink, NoWeightsGroup
 from quire.engine.link.hub_relay import Channel, Relayed
-from quire.engine.link.messages import LASTING, FromLeader, LeaderMethods, SharedSteps, decode_to_leader, encode
-from quire.engine.processes.utility_calls import Fault, UtilityResult, decode_result
+from quire.engine.link.messages import LASTING, FromLeader, LeaderMethods, SharedSteps, decode_to_leader
+from quire.engine.processes.utility_calls import Fault, UtilityResult, decode_result, encode
 from quire.server.peers import Peers
 from tests.server.fake import FakeEngine, hashed
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from quire.engine.common.config import EngineConfig
-from quire.engine.link.messages import encode
 from quire.engine.link.process import EngineProcess
+from quire.engine.processes.utility_calls import encode
 from quire.engine.processes.wire import MOST_IN_TURN
 from tests.engine.fake_process import CRASHED, FakeProcess, cannot_start
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from quire.engine.core.stats import EngineStats, TierStats
-from quire.engine.link.messages import Stepped, decode_from_engine, encode
+from quire.engine.link.messages import Stepped, decode_from_engine
+from quire.engine.processes.utility_calls import encode
 
 
 def test_counters_go_on_over_engines_and_gauges_do_not() -> None:

@@ -26,9 +26,9 @@ from quire.engine.common.errors import QuireError
 from quire.engine.processes.child import end_with_parent, killed_with_parent, read_configuration
 from quire.engine.processes.frames import Inbox, encode_frame, read_frame
 from quire.engine.processes.heartbeat import Alive
-from quire.engine.processes.utility_calls import START, Fault, UtilityResult, make_result
+from quire.engine.processes.utility_calls import START, Fault, UtilityResult, encode, make_result
 from quire.engine.worker.ranks.follower_rank import FollowerRank, PipelineStageRank, TensorParallelRank
-from quire.engine.worker.ranks.rank_messages import RankReply, decode_start, encode_message
+from quire.engine.worker.ranks.rank_messages import RankReply, decode_start
 from quire.engine.worker.ranks.remote_ranks import RankAssignment, answer_queue_name, order_queue_name
 from quire.engine.worker.ranks.rendezvous import connect_store
 from quire.kernels.collective import RankEnded
@@ -106,7 +106,7 @@ def open_store_channel(assignment: RankAssignment) -> tuple[ReadMessage, Callabl
 
     def send_answer(answer: RankReply) -> None:
         try:
-            answers.queue_push(answer_queue_name(assignment.rank), encode_message(answer))
+            answers.queue_push(answer_queue_name(assignment.rank), encode(answer))
         except RuntimeError as error:
             raise ConnectionError from error
 

@@ -7,8 +7,6 @@ the start is a call of its configuration.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
@@ -123,7 +121,6 @@ class RankMethods(ABC):
 RankCommand = StepCommand | UtilityCall
 RankReply = UtilityResult | Alive | RankExit
 
-encode_message: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
 decode_start = msgspec.msgpack.Decoder(RankStart).decode
 decode_loaded_part = msgspec.msgpack.Decoder(LoadedPart).decode
 decode_command = msgspec.msgpack.Decoder(RankCommand).decode

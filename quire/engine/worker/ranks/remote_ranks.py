@@ -27,7 +27,8 @@ from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError
 from quire.engine.processes.frames import FRAME_HEADER, Inbox
 from quire.engine.processes.heartbeat import Alive
-from quire.engine.worker.ranks.rank_messages import RankExit, decode_reply, encode_message
+from quire.engine.processes.utility_calls import encode
+from quire.engine.worker.ranks.rank_messages import RankExit, decode_reply
 from quire.engine.worker.ranks.rendezvous import connect_store, open_store
 from quire.kernels.cpu.backend import CpuBackend
 
@@ -137,7 +138,7 @@ class RemoteRank:
     def destroy(self) -> None:
         """Its machine ends it when the store is gone."""
         with suppress(RuntimeError):  # this first: once told to end, it may say code 0 at any moment
-            self._store.queue_push(answer_queue_name(self._rank), encode_message(RankExit(self._return_code)))
+            self._store.queue_push(answer_queue_name(self._rank), encode(RankExit(self._return_code)))
         self.end()
 
     def send(self, content: bytes) -> None:
@@ -221,7 +222,7 @@ class NodeRendezvous:
         if not answer.refused:
             rank = join_request.node * self._config.local_world_size + join_request.place
             self._ranks[rank] = RemoteRank((self.host, self.store.port), rank, join_request, self._silence)
-        self.store.queue_push(join_request.reply, encode_message(answer))
+        self.store.queue_push(join_request.reply, encode(answer))
 
     def _print_once(self, text: str) -> None:
         """Each text once."""
