@@ -208,7 +208,7 @@ class Hub:
         """The API process records it."""
 
     def _tell(self, message: FromLeader) -> None:
-        """All API processes."""
+        """Tell all API processes."""
         stats = self._stats()
         for channel in self._channels.values():
             if channel.welcomed:
@@ -221,7 +221,7 @@ class Hub:
         try:
             result = await run_call_in_task(LeaderMethods, _ApiProcessCalls(self, identity, channel), call)
         except Exception:
-            log.exception("the call %r of an API process failed", call.method)
+            log.exception("the question %r of another process could not be answered", call.method)
             result = UtilityResult(call.id, error=Fault.of(EngineError(CANNOT_ANSWER)))
         channel.send(result, self._stats())
 
