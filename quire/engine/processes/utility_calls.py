@@ -184,8 +184,8 @@ class UtilityCalls:
         id = self.number()
         result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         result.add_done_callback(lambda _: self._open.pop(id, None))
+        self._send(make_call(method, id, *args, **kwargs))  # before: where that fails, nobody waits
         self._open[id] = method, result
-        self._send(make_call(method, id, *args, **kwargs))
         return result
 
     def resolve(self, message: UtilityResult) -> Any:
