@@ -24,6 +24,7 @@ from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.decoder import DecoderSpec
 from quire.engine.architecture.mlp import MLPSpec
 from quire.engine.architecture.norm import NormSpec
+from quire.engine.client.messages import Stepped
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import EngineCoreRequest
@@ -31,7 +32,6 @@ from quire.engine.core.step_runner import StepRunner
 from quire.engine.engine_core import EngineCore
 from quire.engine.layers.schemes import UnquantizedScheme
 from quire.engine.layers.sublayer import BuildContext
-from quire.engine.link.messages import Stepped
 from quire.engine.models.decoder import Decoder
 from quire.engine.processes.heartbeat import NullHeartbeat
 from quire.engine.processes.utility_calls import encode

@@ -1,6 +1,6 @@
 """What a streamed token costs the API process: `python -m benchmarks.stream_cost`, from the repository's root.
 
-An engine process that computes nothing sends steps of one token for each stream, through ProcessLink and the HTTP
+An engine process that computes nothing sends steps of one token for each stream, through ProcessClient and the HTTP
 server, to a reader in a process of its own. With steps that are `--pause` apart the server's processor time per event
 is what counts, and with `--pause 0` the tokens per second. With `--api-server-count` several API processes share the
 engine through a hub, whose time is told apart. Starts and ends of streams are not measured. With `--data-dir` streams
@@ -29,14 +29,14 @@ import uvloop
 import zmq
 
 from benchmarks.common.options import options
+from quire.engine.client.api_server_leader import ApiServerLeader
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.engine_process import EngineProcess, Launcher
+from quire.engine.client.messages import EngineStarted, Stepped, Submit, decode_to_engine
+from quire.engine.client.process_client import ProcessClient
+from quire.engine.client.shared_client import SharedClient
 from quire.engine.common.types import EngineCoreOutput, EngineInfo
 from quire.engine.core.stats import EngineStats, StepRecord
-from quire.engine.link.client import EngineClient
-from quire.engine.link.hub import Hub
-from quire.engine.link.hub_link import HubLink
-from quire.engine.link.messages import EngineStarted, Stepped, Submit, decode_to_engine
-from quire.engine.link.process import EngineProcess, Launcher
-from quire.engine.link.supervisor import ProcessLink
 from quire.engine.processes.child import end_with_parent, read_configuration
 from quire.engine.processes.heartbeat import PipeHeartbeat
 from quire.engine.processes.utility_calls import START, encode, make_result
@@ -93,7 +93,11 @@ def serve(port: int, ready: Connection, hub: str | None = None, identity: str = 
 
     async def run() -> None:
         config = ServerConfig(served_model_name=[NAME], disable_access_log=True)
-        link = ProcessLink(config, launcher=Launcher(NullProcess)) if hub is None else HubLink(config, hub, identity)
+        link = (
+            ProcessClient(config, launcher=Launcher(NullProcess))
+            if hub is None
+            else SharedClient(config, hub, identity)
+        )
         app = make_app(link, data_dir=os.environ.get("NULL_DATA_DIR"))
         link.launch()
 
@@ -113,13 +117,13 @@ def share(hub: str, count: int, ready: Connection) -> None:
     """The process that has the engine, where several API processes share it."""
 
     async def run() -> None:
-        client = EngineClient(ProcessLink(ServerConfig(), launcher=Launcher(NullProcess)))
-        client.link.launch()
-        shared = Hub(client, hub)
+        client = EngineClient(ProcessClient(ServerConfig(), launcher=Launcher(NullProcess)))
+        client.engine_core.launch()
+        shared = ApiServerLeader(client, hub)
         for number in range(count):
             shared.add(f"{number}".encode(), number)
         shared.listen()
-        shared.ready(await client.link.start())
+        shared.ready(await client.engine_core.start())
         ready.send(os.getpid())
         gc.freeze()
         await asyncio.Event().wait()

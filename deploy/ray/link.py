@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from deploy.ray.members import LIFE, Question
+from quire.engine.client.messages import LEADER
 from quire.engine.common.errors import ConfigError, Overloaded
-from quire.engine.link.answering import Answering
-from quire.engine.link.messages import LEADER
-from quire.engine.link.tasks import Tasks
+from quire.engine.processes.answering import Answering
+from quire.engine.processes.tasks import Tasks
 from quire.server.durability.persistence import STATUS_TOPIC
 
 log = logging.getLogger("quire.server")
@@ -51,7 +51,7 @@ class JournalLink:
         await self._tasks.cancel()
 
     async def ask(self, topic: str, body: bytes = b"", *, to: str | None = None) -> list[bytes]:
-        """As HubLink.ask, of one that is named. Raises Overloaded where it is not known whether that was done."""
+        """As SharedClient.ask, of one that is named. Raises Overloaded where it is not known whether that was done."""
         while True:
             life = self._life
             said: list[bytes] | None = await self._call("ask", life, self._identity, topic, body, to or LEADER)

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
+from quire.engine.client.messages import LEADER
 from quire.engine.common import random_source
-from quire.engine.link.messages import LEADER
 from quire.server.store.data_dir import ProcessStatus, open_data_dir
 from quire.server.store.data_dir_rpc import serve_data_dir_call_in_thread
 from quire.server.store.database import SQLiteConnect

@@ -14,8 +14,8 @@ from starlette.types import Message, Scope
 
 from deploy.ray.call import Call, Head
 from deploy.ray.journal import journal_link
+from quire.engine.client.replicated_client import processes
 from quire.engine.common.errors import EngineError
-from quire.engine.replicas.replicas import processes
 from quire.server.cli.engine_app import open_engine_app
 from quire.server.config import ServerConfig
 from quire.server.observe import log_setup
@@ -40,7 +40,7 @@ class Replica:
             self._running.push_async_callback(link.close)
             await link.begin(config.data_dir)
         client = processes(config)
-        client.link.launch()
+        client.engine_core.launch()
         self._client = client
         self._app = await self._running.enter_async_context(open_engine_app(config, client, link))
         runtime: ModelRuntime = self._app.state.server.models.loaded_runtimes[0]

@@ -8,11 +8,7 @@ from typing import NamedTuple
 import zmq
 
 from quire.engine.checkpoint.kv_offload_dir import delete_kv_blocks
-from quire.engine.common.config import EngineConfig, capacity_settings_from_info
-from quire.engine.common.errors import QuireError
-from quire.engine.core.stats import EngineView
-from quire.engine.engine_core import EngineCore, free_engine_memory
-from quire.engine.link.messages import (
+from quire.engine.client.messages import (
     Abort,
     EngineCoreMethods,
     EngineStarted,
@@ -22,6 +18,10 @@ from quire.engine.link.messages import (
     decode_to_engine,
     together,
 )
+from quire.engine.common.config import EngineConfig, capacity_settings_from_info
+from quire.engine.common.errors import QuireError
+from quire.engine.core.stats import EngineView
+from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.processes.heartbeat import Heartbeat
 from quire.engine.processes.utility_calls import (
     START,

@@ -24,10 +24,10 @@ from quire.engine.common import clock, random_source
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, refuse_setting_if
 from quire.engine.processes.child import Child
+from quire.engine.processes.cpu_cores import allowed_cores, node_cores
 from quire.engine.processes.heartbeat import Alive
 from quire.engine.processes.procfs import Stopped, WatchTimer, oom_kills
 from quire.engine.processes.utility_calls import encode
-from quire.engine.replicas.cores import allowed_cores, node_cores
 from quire.engine.worker.ranks.rank_messages import RankExit
 from quire.engine.worker.ranks.rank_processes import FOLLOWER_PROGRAM
 from quire.engine.worker.ranks.remote_ranks import (

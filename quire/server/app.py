@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.engine.link.client import EngineClient
-from quire.engine.link.hub_link import HubLink
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.shared_client import SharedClient
 from quire.engine.lora.target_modules import ModuleShapes
 from quire.engine.processes.child import Child
 from quire.server.access.memory_lease import MAX_LEASED_BYTES, MAX_LEASED_IMAGE_BYTES
@@ -44,7 +44,7 @@ def create_app(
     launch_process: LaunchProcess = Child,
 ) -> FastAPI:
     """An ASGI application that serves one model; its lifespan starts the client and stops it, and raises what
-    `open_runtime` raises. `modules`, `launch_process`: see there; `link`: see `build_app`; of a client with a HubLink
+    `open_runtime` raises. `modules`, `launch_process`: see there; `link`: see `build_app`; of a SharedClient
     it is that one. Raises what `build_app` raises."""
     config = source.config
     tenants = Tenants(config)
@@ -64,5 +64,5 @@ def create_app(
     budget_bytes = MAX_LEASED_BYTES
     if source.multimodal_prompt_builder is not None:
         budget_bytes += MAX_LEASED_IMAGE_BYTES
-    data_link = client.link if isinstance(client.link, HubLink) else link
+    data_link = client.engine_core if isinstance(client.engine_core, SharedClient) else link
     return build_app(config, tenants, open_models, budget_bytes=budget_bytes, link=data_link)

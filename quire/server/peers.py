@@ -8,9 +8,9 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from typing import Any, Protocol
 
+from quire.engine.client.messages import LEADER
 from quire.engine.common.errors import QuireError
-from quire.engine.link.answering import Answer, Answering
-from quire.engine.link.messages import LEADER
+from quire.engine.processes.answering import Answer, Answering
 from quire.server.store.data_dir_rpc import DATA_DIR_TOPIC
 from quire.server.store.journal import Calls
 
@@ -24,7 +24,7 @@ class StoreUnreachable(sqlite3.OperationalError):
 
 
 class PeerLink(Protocol):
-    """The way to the process that has what is kept, and through it to the others that share it: a HubLink, or
+    """The way to the process that has what is kept, and through it to the others that share it: a SharedClient, or
     deploy/ray's."""
 
     answering: Answering
@@ -35,7 +35,7 @@ class PeerLink(Protocol):
         """This process's name."""
 
     async def ask(self, topic: str, body: bytes = b"", *, to: str | None = None) -> list[bytes]:
-        """As HubLink.ask."""
+        """As SharedClient.ask."""
 
 
 class Peers:

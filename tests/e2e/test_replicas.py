@@ -16,14 +16,14 @@ import pytest
 
 from quire import LLM
 from quire import SamplingParams as LLMParams
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.replicated_client import ReplicatedClient
+from quire.engine.client.weights import Weights
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import InvalidRequest
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import EngineCoreRequest
-from quire.engine.link.client import EngineClient
-from quire.engine.link.weights import Weights
-from quire.engine.offline.in_process import InProcessLink
-from quire.engine.replicas.replicas import Replicas
+from quire.engine.offline.in_process_client import InProcessClient
 from tests.e2e.server import Server
 from tests.e2e.streams import KINDS, answer, ask_until
 
@@ -54,10 +54,10 @@ def streams() -> list[EngineCoreRequest]:
 @asynccontextmanager
 async def running(client: EngineClient) -> AsyncIterator[EngineClient]:
     try:
-        await client.link.start()
+        await client.engine_core.start()
         yield client
     finally:
-        await client.link.stop()
+        await client.engine_core.stop()
 
 
 async def computed(
@@ -76,39 +76,39 @@ async def computed(
 
 async def hit_rate(client: EngineClient, requests: Sequence[EngineCoreRequest]) -> tuple[float, Tokens]:
     """The first of each prefix, then all others at once."""
-    before = client.link.stats
+    before = client.engine_core.stats
     found = await computed(client, requests[:PREFIXES]) | await computed(client, requests[PREFIXES:])
-    queries = client.link.stats.prefix_queries - before.prefix_queries
-    return (client.link.stats.prefix_hits - before.prefix_hits) / queries, found
+    queries = client.engine_core.stats.prefix_queries - before.prefix_queries
+    return (client.engine_core.stats.prefix_hits - before.prefix_hits) / queries, found
 
 
 async def test_replicas_find_their_prefixes_and_a_kill_changes_no_token() -> None:
     requests = streams()
-    async with running(EngineClient(InProcessLink(CONFIG))) as one:
+    async with running(EngineClient(InProcessClient(CONFIG))) as one:
         single, expected = await hit_rate(one, requests)
-    async with running(EngineClient(Replicas(CONFIG.model_copy(update={"data_parallel_size": 2})))) as client:
+    async with running(EngineClient(ReplicatedClient(CONFIG.model_copy(update={"data_parallel_size": 2})))) as client:
         together, found = await hit_rate(client, requests)
         assert found == expected
         assert together >= 0.9 * single > 0.5
-        generated = [each.stats.generation_tokens for each in client.link.engines]
+        generated = [each.stats.generation_tokens for each in client.engine_core.engines]
         assert min(generated) > 0.2 * sum(generated), "both computed"
 
         began, weights = asyncio.Event(), Weights(client)
         again = asyncio.create_task(computed(client, requests, began))
         await began.wait()
         await weights.sleep()
-        assert all(each.asleep for each in client.link.engines)
+        assert all(each.asleep for each in client.engine_core.engines)
         await weights.wake_up()
         assert await again == expected
 
         began.clear()
         again = asyncio.create_task(computed(client, requests, began))
         await began.wait()
-        assert client.link.pid is not None
-        os.kill(client.link.pid, signal.SIGKILL)
+        assert client.engine_core.pid is not None
+        os.kill(client.engine_core.pid, signal.SIGKILL)
         assert await again == expected
-        assert client.link.deaths == 1
-        assert client.link.replays > 0
+        assert client.engine_core.deaths == 1
+        assert client.engine_core.replays > 0
 
 
 @pytest.mark.slow

@@ -5,13 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
-from quire.engine.common.config import EngineConfig
-from quire.engine.common.errors import ConfigError, EngineError, RequestQuarantined
-from quire.engine.common.request_params import SamplingParams
-from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, EngineInfo
-from quire.engine.core.stats import EngineStats
-from quire.engine.link.client import EngineClient
-from quire.engine.link.messages import (
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.engine_process import EngineProcess
+from quire.engine.client.messages import (
     Abort,
     EngineStarted,
     FromEngine,
@@ -19,7 +15,11 @@ from quire.engine.link.messages import (
     Submit,
     ToEngine,
 )
-from quire.engine.link.process import EngineProcess
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import ConfigError, EngineError, RequestQuarantined
+from quire.engine.common.request_params import SamplingParams
+from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, EngineInfo
+from quire.engine.core.stats import EngineStats
 from quire.engine.processes.exit_cause import ExitCause
 from quire.engine.processes.utility_calls import START, Fault, UtilityCall, UtilityResult, make_result
 

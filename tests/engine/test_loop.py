@@ -6,12 +6,12 @@ from typing import cast
 
 import zmq
 
+from quire.engine.client.messages import EngineCoreMethods, Submit, ToEngine
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.stats import EngineStats, EngineView
 from quire.engine.engine_core import EngineCore
 from quire.engine.engine_core_process import _handle_messages_and_get_change
-from quire.engine.link.messages import EngineCoreMethods, Submit, ToEngine
 from quire.engine.processes.utility_calls import encode, make_call
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.process_client import ProcessClient
+from quire.engine.client.replicated_client import processes
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.types import PrefixMissReport
-from quire.engine.link.client import EngineClient
-from quire.engine.link.supervisor import ProcessLink
-from quire.engine.offline.in_process import InProcessLink
-from quire.engine.replicas.replicas import processes
+from quire.engine.offline.in_process_client import InProcessClient
 from tests.engine.harness import request
 from tests.tiny_models import save_tiny_model
 
@@ -38,8 +38,10 @@ async def ask(client: EngineClient, name: str, prompt: list[int], **more: object
 
 
 async def test_evicted_prefixes_are_told_and_cost_what_computing_them_took(model: Path) -> None:
-    client = EngineClient(InProcessLink(EngineConfig(model=str(model), num_kv_blocks=24, threads=1, max_model_len=384)))
-    await client.link.start()
+    client = EngineClient(
+        InProcessClient(EngineConfig(model=str(model), num_kv_blocks=24, threads=1, max_model_len=384))
+    )
+    await client.engine_core.start()
     prompt = [3 + place % 90 for place in range(200)]
     assert (await ask(client, "a", prompt))[1].tokens_by_reason == []
     assert (await ask(client, "b", prompt))[0] == 192
@@ -52,28 +54,28 @@ async def test_evicted_prefixes_are_told_and_cost_what_computing_them_took(model
     assert (await ask(client, "e", prompt))[1].tokens_by_reason == [("restarted", 192)]
     cached, report = await ask(client, "f", [*prompt[:100], 1, *prompt[100:]])
     assert (cached, report.tokens_by_reason, report.nearest.num_common) == (96, [("rewritten", 92)], 100)
-    await client.link.stop()
+    await client.engine_core.stop()
 
 
 @pytest.mark.slow
 async def test_a_new_engine_has_an_empty_cache_and_says_so(model: Path) -> None:
-    client = EngineClient(ProcessLink(EngineConfig(model=str(model), num_kv_blocks=64, threads=1)))
-    await client.link.start()
+    client = EngineClient(ProcessClient(EngineConfig(model=str(model), num_kv_blocks=64, threads=1)))
+    await client.engine_core.start()
     prompt = [3 + place % 90 for place in range(200)]
     await ask(client, "a", prompt)
-    os.kill(client.link.pid, signal.SIGKILL)
+    os.kill(client.engine_core.pid, signal.SIGKILL)
     cached, report = await ask(client, "b", prompt)
     assert (cached, report.tokens_by_reason) == (0, [("restarted", 192)])
     assert (await ask(client, "c", prompt))[1].tokens_by_reason == []
-    await client.link.stop()
+    await client.engine_core.stop()
 
 
 @pytest.mark.slow
 async def test_two_replicas_do_not_share_pages(model: Path) -> None:
     config = EngineConfig(model=str(model), num_kv_blocks=64, threads=1, data_parallel_size=2)
     client = processes(config)
-    await client.link.start()
+    await client.engine_core.start()
     prompt = [3 + place % 90 for place in range(200)]
     told = await asyncio.gather(*(ask(client, f"a{number}", prompt) for number in range(12)))
     assert {reason for _, report in told for reason, _ in report.tokens_by_reason} <= {"computing", "replica"}
-    await client.link.stop()
+    await client.engine_core.stop()

@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quire import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.weights import Weights
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import InvalidRequest
 from quire.engine.common.request_params import SamplingParams as Sent
 from quire.engine.common.types import EngineCoreRequest
-from quire.engine.link.client import EngineClient
-from quire.engine.link.weights import Weights
-from quire.engine.offline.in_process import InProcessLink
+from quire.engine.offline.in_process_client import InProcessClient
 from quire.engine.receipts.receipt import (
     ChoiceReceipt,
     ComputeInfo,
@@ -150,8 +150,8 @@ async def test_each_version_of_the_weights_answers_for_its_own_tokens(
 ) -> None:
     """Weights change in the middle of an answer; each engine replays what its weights computed, and no more."""
     first, second = folders
-    client = EngineClient(InProcessLink(EngineConfig(model=str(first), max_model_len=300, **OPTIONS)))
-    await client.link.start()
+    client = EngineClient(InProcessClient(EngineConfig(model=str(first), max_model_len=300, **OPTIONS)))
+    await client.engine_core.start()
     sent = Sent(temperature=1.0, max_tokens=40, ignore_eos=True, logprobs=0)
     stream = client.submit([EngineCoreRequest(id="a", prompt_ids=PROMPT, params=sent, seed=11)])
     stream.versions = {}
@@ -163,7 +163,7 @@ async def test_each_version_of_the_weights_answers_for_its_own_tokens(
         if len(record.token_ids) >= 12 and not updated:
             updated = True
             assert await Weights(client).update(str(second)) == "2"
-    await client.link.stop()
+    await client.engine_core.stop()
     record.versions = truncate_weight_versions(stream.versions["a"], len(record.token_ids))
     (one, before), (two, behind) = record.versions
     assert (one, two, before + behind) == ("1", "2", 40)

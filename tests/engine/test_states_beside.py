@@ -18,16 +18,16 @@ from transformers import AutoModelForCausalLM
 from quire import LLM, BeamSearchParams
 from quire import SamplingParams as Params
 from quire.engine.checkpoint.model_resolver import read_model_config
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.weights import Weights
 from quire.engine.common.config import DEMO_MODEL, EngineConfig
 from quire.engine.common.scheduler_output import SlotCopy
 from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.block_pool import BlockPool
 from quire.engine.core.state_snapshots import PooledStateSnapshots, SnapshotConfig
 from quire.engine.engine_core import EngineCore
-from quire.engine.link.client import EngineClient
-from quire.engine.link.weights import Weights
 from quire.engine.models import decoder_spec
-from quire.engine.offline.in_process import InProcessLink
+from quire.engine.offline.in_process_client import InProcessClient
 from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter
 from quire.engine.text.grammar_compiler import json_grammar
 from tests.engine.harness import request, run
@@ -201,8 +201,8 @@ async def test_sleep_and_new_weights(family: str, tmp_path: Path) -> None:
     each = request("0", prompt, max_tokens=12, logprobs=0)
     wanted = [run(EngineCore(EngineConfig(model=str(path), **config)), [each])["0"].ids for path in (first, second)]
     assert wanted[0] != wanted[1]
-    client = EngineClient(InProcessLink(EngineConfig(model=str(first), **config)))
-    await client.link.start()
+    client = EngineClient(InProcessClient(EngineConfig(model=str(first), **config)))
+    await client.engine_core.start()
     weights, number = Weights(client), 0
 
     async def tokens() -> tuple[list[int], int]:
@@ -227,7 +227,7 @@ async def test_sleep_and_new_weights(family: str, tmp_path: Path) -> None:
         await weights.update(str(first))
         assert await tokens() == (wanted[0], 0)
     finally:
-        await client.link.stop()
+        await client.engine_core.stop()
 
 
 @pytest.mark.few(1)

@@ -19,16 +19,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.process_client import ProcessClient
+from quire.engine.client.weights import MODES, Mode, Weights
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, InvalidRequest, ModelError, Overloaded, QuireError
 from quire.engine.common.request_params import PoolingParams, SamplingParams
 from quire.engine.common.types import EngineCoreRequest, TokenLogprob
 from quire.engine.engine_core import EngineCore
 from quire.engine.engine_core_process import _rebuild_engine_or_previous
-from quire.engine.link.client import EngineClient
-from quire.engine.link.supervisor import ProcessLink
-from quire.engine.link.weights import MODES, Mode, Weights
-from quire.engine.offline.in_process import InProcessLink
+from quire.engine.offline.in_process_client import InProcessClient
 from quire.engine.processes.heartbeat import NullHeartbeat
 from tests.quantized_models import gptq, quantize_checkpoint
 from tests.tiers import slow
@@ -73,11 +73,11 @@ def config_of(folder: Path, **options: object) -> EngineConfig:
 
 @asynccontextmanager
 async def running(client: EngineClient) -> AsyncIterator[Weights]:
-    await client.link.start()
+    await client.engine_core.start()
     try:
         yield Weights(client)
     finally:
-        await client.link.stop()
+        await client.engine_core.stop()
 
 
 async def ask(client: EngineClient, name: str, tokens: int = 8, ends: int = 0) -> Answer:
@@ -99,7 +99,7 @@ async def ask(client: EngineClient, name: str, tokens: int = 8, ends: int = 0) -
 async def some(client: EngineClient, count: int, tokens: int) -> list[asyncio.Task[Answer]]:
     """Answers that have begun and are far from their end."""
     tasks = [asyncio.create_task(ask(client, f"open-{index}", tokens, index)) for index in range(count)]
-    while client.link.stats.generation_tokens < 4 * count:  # noqa: ASYNC110, there is no event to wait for
+    while client.engine_core.stats.generation_tokens < 4 * count:  # noqa: ASYNC110, there is no event to wait for
         await asyncio.sleep(0.002)
     assert not any(task.done() for task in tasks)
     return tasks
@@ -127,18 +127,18 @@ async def same_tokens(client: EngineClient, expected: list[int]) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [1, 2])
 async def test_streams_go_on_after_a_sleep_as_if_there_had_been_none(folders: tuple[Path, Path], level: int) -> None:
-    client = EngineClient(ProcessLink(config_of(folders[0])))
+    client = EngineClient(ProcessClient(config_of(folders[0])))
     async with running(client) as weights:
         alone = [await ask(client, f"alone-{index}", LONG, index) for index in range(3)]
-        before = client.link.stats.generation_tokens
+        before = client.engine_core.stats.generation_tokens
         tasks = [asyncio.create_task(ask(client, f"open-{index}", LONG, index)) for index in range(3)]
-        while client.link.stats.generation_tokens < before + 60:  # noqa: ASYNC110, there is no event to wait for
+        while client.engine_core.stats.generation_tokens < before + 60:  # noqa: ASYNC110, there is no event to wait for
             await asyncio.sleep(0.002)
         await weights.sleep(level)
-        assert client.link.asleep
+        assert client.engine_core.asleep
         assert client.healthy
         assert not client.responsive
-        assert (client.link.pid is None) == (level == 2)
+        assert (client.engine_core.pid is None) == (level == 2)
         late = asyncio.create_task(ask(client, "late"))
         await asyncio.sleep(0.2)
         assert not any(task.done() for task in [*tasks, late])
@@ -146,21 +146,21 @@ async def test_streams_go_on_after_a_sleep_as_if_there_had_been_none(folders: tu
         await weights.wake_up()
         assert [task.ids for task in await asyncio.gather(*tasks)] == [each.ids for each in alone]
         assert (await late).ids == alone[0].ids[:8]
-        assert client.link.deaths == client.link.replays == 0
-        assert client.link.stats.generation_tokens >= before
+        assert client.engine_core.deaths == client.engine_core.replays == 0
+        assert client.engine_core.stats.generation_tokens >= before
 
 
 @pytest.mark.slow
 async def test_an_engine_killed_in_its_sleep_wakes(folders: tuple[Path, Path]) -> None:
-    client = EngineClient(ProcessLink(config_of(folders[0])))
+    client = EngineClient(ProcessClient(config_of(folders[0])))
     async with running(client) as weights:
         ids = (await ask(client, "first")).ids
         await weights.sleep()
-        assert client.link.pid is not None
-        os.kill(client.link.pid, signal.SIGKILL)
-        while client.link.pid is not None:  # noqa: ASYNC110, there is no event to wait for
+        assert client.engine_core.pid is not None
+        os.kill(client.engine_core.pid, signal.SIGKILL)
+        while client.engine_core.pid is not None:  # noqa: ASYNC110, there is no event to wait for
             await asyncio.sleep(0.01)
-        assert client.link.asleep
+        assert client.engine_core.asleep
         await weights.wake_up()
         assert await same_tokens(client, ids)
 
@@ -170,7 +170,7 @@ async def test_an_update_under_32_streams(folders: tuple[Path, Path]) -> None:
     """Each token is computed with the weights whose version the stream says, and with nothing that others computed;
     an engine that is killed comes back with the new ones."""
     first, second = folders
-    client = EngineClient(ProcessLink(config_of(first)))
+    client = EngineClient(ProcessClient(config_of(first)))
     async with running(client) as weights:
         tasks = await some(client, 32, 800)
         assert await weights.update(str(second), version="step-1") == "step-1"
@@ -191,8 +191,8 @@ async def test_an_update_under_32_streams(folders: tuple[Path, Path]) -> None:
         again = await ask(client, "again", 8, 40)
         assert again.cached_tokens > 0
         assert again.ids == later[0].ids
-        assert client.link.pid is not None
-        os.kill(client.link.pid, signal.SIGKILL)
+        assert client.engine_core.pid is not None
+        os.kill(client.engine_core.pid, signal.SIGKILL)
         after = await ask(client, "after", 8, 40)
         assert after.ids == again.ids
         assert after.version == "step-1"
@@ -203,7 +203,7 @@ async def test_an_update_under_32_streams(folders: tuple[Path, Path]) -> None:
 @pytest.mark.parametrize("mode", MODES)
 async def test_what_becomes_of_open_requests(folders: tuple[Path, Path], mode: Mode) -> None:
     first, second = folders
-    client = EngineClient(ProcessLink(config_of(first)))
+    client = EngineClient(ProcessClient(config_of(first)))
     async with running(client) as weights:
         tasks = await some(client, 2, LONG)
         update = asyncio.create_task(weights.update(str(second), mode))
@@ -224,7 +224,7 @@ async def test_what_becomes_of_open_requests(folders: tuple[Path, Path], mode: M
 
 @pytest.mark.slow
 async def test_requests_may_leave_while_they_wait(folders: tuple[Path, Path]) -> None:
-    client = EngineClient(ProcessLink(config_of(folders[0])))
+    client = EngineClient(ProcessClient(config_of(folders[0])))
     async with running(client) as weights:
         tasks = await some(client, 1, LONG)
         update = asyncio.create_task(weights.update(str(folders[1]), "wait"))
@@ -276,10 +276,10 @@ BAD = {
 @pytest.mark.slow
 async def test_bad_folders_are_refused_while_the_weights_go_on(folders: tuple[Path, Path], tmp_path: Path) -> None:
     first, second = folders
-    client = EngineClient(ProcessLink(config_of(first)))
+    client = EngineClient(ProcessClient(config_of(first)))
     async with running(client) as weights:
         ids = (await ask(client, "first")).ids
-        steps = client.link.stats.steps
+        steps = client.engine_core.stats.steps
         for spoil, words in BAD.items():
             folder = tmp_path / spoil.__name__
             folder.mkdir()
@@ -299,11 +299,11 @@ async def test_bad_folders_are_refused_while_the_weights_go_on(folders: tuple[Pa
                 await weights.update(path)
         with pytest.raises(InvalidRequest, match="mode must be one of"):
             await weights.update(str(second), "never")  # type: ignore[arg-type]
-        assert client.link.weights_version == "1"
+        assert client.engine_core.weights_version == "1"
         again = await ask(client, "again")
         assert again.ids == ids
         assert again.cached_tokens > 0, "the engine is the one that it was"
-        assert client.link.stats.steps > steps
+        assert client.engine_core.stats.steps > steps
         (cut / FILE).write_bytes((second / FILE).read_bytes())  # weights alone: the config is the served model's
         assert await weights.update(str(cut)) == "2"
         assert farthest(second, await ask(client, "new")) < 1e-3
@@ -313,7 +313,7 @@ async def test_bad_folders_are_refused_while_the_weights_go_on(folders: tuple[Pa
 async def test_the_folder_before_may_be_gone(folders: tuple[Path, Path], tmp_path: Path) -> None:
     first, second = folders
     copy = shutil.copytree(second, tmp_path / "copy")
-    client = EngineClient(InProcessLink(config_of(first)))
+    client = EngineClient(InProcessClient(config_of(first)))
     async with running(client) as weights:
         await weights.update(str(copy))
         shutil.rmtree(copy)
@@ -322,9 +322,9 @@ async def test_the_folder_before_may_be_gone(folders: tuple[Path, Path], tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [InProcessLink, ProcessLink])
+@pytest.mark.parametrize("kind", [InProcessClient, ProcessClient])
 async def test_no_request_ends_for_weights_that_are_refused(
-    kind: type[InProcessLink | ProcessLink], folders: tuple[Path, Path], tmp_path: Path
+    kind: type[InProcessClient | ProcessClient], folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     tensors = load_file(folders[1] / FILE)
     lacks_a_tensor(tensors, tmp_path)
@@ -353,14 +353,14 @@ async def test_what_is_no_number_is_refused(
     tensors = load_file(second / FILE)
     tensors["model.layers.0.self_attn.k_proj.weight"][3, 5] = number
     save_file(tensors, tmp_path / FILE)
-    client = EngineClient(InProcessLink(config_of(first, dtype=dtype)))
+    client = EngineClient(InProcessClient(config_of(first, dtype=dtype)))
     async with running(client) as weights:
         ids = (await ask(client, "first")).ids
         with pytest.raises(ModelError, match=r"k_proj\.weight holds numbers that are infinite or NaN"):
             await weights.update(str(tmp_path))
         with pytest.raises(ModelError, match=r"k_proj\.weight holds numbers that are infinite or NaN"):
-            await client.link.load_tensors(tensors.items(), "2")
-        assert client.link.weights_version == "1"
+            await client.engine_core.load_tensors(tensors.items(), "2")
+        assert client.engine_core.weights_version == "1"
         assert await same_tokens(client, ids)
 
 
@@ -368,15 +368,15 @@ async def test_what_is_no_number_is_refused(
 async def test_a_load_that_fails_all_the_same_brings_the_old_weights_back(
     folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = EngineClient(InProcessLink(config_of(folders[0])))
+    client = EngineClient(InProcessClient(config_of(folders[0])))
     async with running(client) as weights:
         ids = (await ask(client, "first")).ids
         monkeypatch.setattr(EngineCore, "check_replacement_weights", lambda self, config: None)
         tasks = await some(client, 2, 300)
         with pytest.raises(ModelError, match=r"lacks model\.safetensors"):
             await weights.update(str(tmp_path))
-        assert not client.link.asleep
-        assert client.link.weights_version == "1"
+        assert not client.engine_core.asleep
+        assert client.engine_core.weights_version == "1"
         assert await same_tokens(client, ids)
         for answer in await asyncio.gather(*tasks):
             assert len(answer.ids) == 300
@@ -406,15 +406,15 @@ async def test_fifty_updates_leave_memory_as_it_is(tmp_path: Path) -> None:
     shape = {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 6, "vocab_size": 8000}
     folder = save_tiny_model(tmp_path / "model", "llama", **shape)
     size = (folder / FILE).stat().st_size
-    client = EngineClient(ProcessLink(config_of(folder, max_model_len=500)))
+    client = EngineClient(ProcessClient(config_of(folder, max_model_len=500)))
     async with running(client) as weights:
         found = []
         for number in range(60):
             await weights.update(str(folder))
             await ask(client, f"request-{number}", 20, number)
-            assert client.link.pid is not None
-            found.append(resident(client.link.pid))
-        assert client.link.deaths == 0
+            assert client.engine_core.pid is not None
+            found.append(resident(client.engine_core.pid))
+        assert client.engine_core.deaths == 0
     # The least of some, for the weights before may still be there when one is taken.
     assert min(found[-10:]) < max(found[:10]) + size / 2, "fifty times the weights would be far more"
 
@@ -423,24 +423,24 @@ async def test_fifty_updates_leave_memory_as_it_is(tmp_path: Path) -> None:
 async def test_sleep_gives_memory_back(tmp_path: Path) -> None:
     shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 16000}
     folder = save_tiny_model(tmp_path / "model", "llama", **shape)
-    client = EngineClient(ProcessLink(config_of(folder, max_model_len=500)))
-    info = await client.link.start()
+    client = EngineClient(ProcessClient(config_of(folder, max_model_len=500)))
+    info = await client.engine_core.start()
     weights = Weights(client)
     try:
         await asyncio.gather(*[ask(client, f"request-{number}", 200, number) for number in range(16)])
-        assert client.link.pid is not None
-        used = client.link.stats.cached_blocks * info.kv_bytes // info.num_blocks
-        awake = resident(client.link.pid)
+        assert client.engine_core.pid is not None
+        used = client.engine_core.stats.cached_blocks * info.kv_bytes // info.num_blocks
+        awake = resident(client.engine_core.pid)
         await weights.sleep()
-        assert awake - resident(client.link.pid) > 0.9 * (info.weight_bytes + used)
+        assert awake - resident(client.engine_core.pid) > 0.9 * (info.weight_bytes + used)
     finally:
-        await client.link.stop()
+        await client.engine_core.stop()
 
 
 @pytest.mark.parametrize("level", [0, 3])
 async def test_levels_are_one_and_two(folders: tuple[Path, Path], level: int) -> None:
     with pytest.raises(InvalidRequest, match="level must be 1 or 2"):
-        await Weights(EngineClient(InProcessLink(config_of(folders[0])))).sleep(level)
+        await Weights(EngineClient(InProcessClient(config_of(folders[0])))).sleep(level)
 
 
 def stretched(folder: Path, to: Path) -> Path:
@@ -465,9 +465,9 @@ async def test_an_encoder_changes_too(tmp_path: Path) -> None:
     first = save_tiny_encoder(tmp_path / "first", "bert")
     second = stretched(first, tmp_path / "second")
     options = {"max_model_len": None, "num_kv_blocks": None}
-    async with running(expected := EngineClient(InProcessLink(config_of(second, **options)))):
+    async with running(expected := EngineClient(InProcessClient(config_of(second, **options)))):
         wanted = await vector(expected)
-    client = EngineClient(InProcessLink(config_of(first, **options)))
+    client = EngineClient(InProcessClient(config_of(first, **options)))
     async with running(client) as weights:
         before = await vector(client)
         assert before != wanted
@@ -486,9 +486,9 @@ async def test_a_gguf_file_changes_too(folders: tuple[Path, Path], tmp_path: Pat
     second = stretched(first, tmp_path / "second")
     files = [gguf_models.write_gguf(each, tmp_path / f"{each.name}.gguf") for each in (first, second)]
     options = {"max_model_len": 400}
-    async with running(expected := EngineClient(InProcessLink(config_of(files[1], **options)))):
+    async with running(expected := EngineClient(InProcessClient(config_of(files[1], **options)))):
         wanted = (await ask(expected, "alone")).ids
-    client = EngineClient(InProcessLink(config_of(files[0], **options)))
+    client = EngineClient(InProcessClient(config_of(files[0], **options)))
     async with running(client) as weights:
         before = (await ask(client, "first")).ids
         assert before != wanted
@@ -512,9 +512,9 @@ async def test_quantized_checkpoints_change_too(tmp_path: Path) -> None:
     first = quantize_checkpoint(plain, tmp_path / "first", pack, config)
     second = quantize_checkpoint(other, tmp_path / "second", pack, config)
     options = {"max_model_len": 400}
-    async with running(expected := EngineClient(InProcessLink(config_of(second, **options)))):
+    async with running(expected := EngineClient(InProcessClient(config_of(second, **options)))):
         wanted = (await ask(expected, "alone")).ids
-    client = EngineClient(InProcessLink(config_of(first, **options)))
+    client = EngineClient(InProcessClient(config_of(first, **options)))
     async with running(client) as weights:
         before = (await ask(client, "first")).ids
         assert before != wanted
@@ -524,31 +524,31 @@ async def test_quantized_checkpoints_change_too(tmp_path: Path) -> None:
         await weights.update(str(second))
         assert (await ask(client, "new")).ids == wanted
         await weights.update(str(first))
-        await client.link.load_tensors(load_file(second / FILE).items(), "given")
+        await client.engine_core.load_tensors(load_file(second / FILE).items(), "given")
         assert (await ask(client, "given")).ids == wanted
 
 
 @pytest.mark.slow
 async def test_an_engine_killed_in_a_change_goes_on_with_the_weights_before(folders: tuple[Path, Path]) -> None:
-    client = EngineClient(ProcessLink(config_of(folders[0])))
+    client = EngineClient(ProcessClient(config_of(folders[0])))
     async with running(client) as weights:
         ids = (await ask(client, "first")).ids
         tasks = await some(client, 2, 200)
         changing = asyncio.create_task(weights.update(str(folders[1])))
         while client.responsive:  # noqa: ASYNC110, there is no event to wait for
             await asyncio.sleep(0)
-        assert client.link.pid is not None
-        os.kill(client.link.pid, signal.SIGKILL)
+        assert client.engine_core.pid is not None
+        os.kill(client.engine_core.pid, signal.SIGKILL)
         with pytest.raises(Overloaded, match="please try again"):
             await changing
         assert [len(answer.ids) for answer in await asyncio.gather(*tasks)] == [200, 200]
         assert await same_tokens(client, ids)
-        assert client.link.weights_version == "1"
+        assert client.engine_core.weights_version == "1"
 
 
 @pytest.mark.slow
 async def test_a_change_that_nobody_waits_for_is_made_all_the_same(folders: tuple[Path, Path]) -> None:
-    client = EngineClient(ProcessLink(config_of(folders[0])))
+    client = EngineClient(ProcessClient(config_of(folders[0])))
     async with running(client) as weights:
         tasks = await some(client, 2, 200)
         with pytest.raises(TimeoutError):
@@ -556,7 +556,7 @@ async def test_a_change_that_nobody_waits_for_is_made_all_the_same(folders: tupl
         assert await weights.update(str(folders[1])) == "3"
         assert [len(answer.ids) for answer in await asyncio.gather(*tasks)] == [200, 200]
         assert client.alive
-        assert client.link.weights_version == "3"
+        assert client.engine_core.weights_version == "3"
 
 
 @pytest.mark.slow
@@ -568,11 +568,11 @@ async def test_another_model_is_refused_in_its_sleep_too(
     shutil.copytree(folders[1], other)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.3}))
-    client = EngineClient(ProcessLink(config_of(folders[0])))
+    client = EngineClient(ProcessClient(config_of(folders[0])))
     async with running(client) as weights:
         await weights.sleep(level)
         with pytest.raises(QuireError, match=r"eps is 0\.3"):
             await weights.update(str(other))
-        assert client.link.asleep
+        assert client.engine_core.asleep
         assert await weights.update(str(folders[1])) == "2"
         assert farthest(folders[1], await ask(client, "new")) < 1e-3

@@ -12,8 +12,8 @@ import httpx
 from fastapi import FastAPI
 from openai import AsyncOpenAI
 
-from quire.engine.link.client import EngineClient
-from quire.engine.link.link import Link
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.engine_core_client import EngineCoreClient
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.runtime.model_runtime import ModelRuntime
@@ -63,7 +63,11 @@ def parse_events(text: str) -> list[Any]:
 
 
 def make_app(
-    engine: Link, *, defaults: dict[str, float] | None = None, chat_template: str | None = CHATML, **options: Any
+    engine: EngineCoreClient,
+    *,
+    defaults: dict[str, float] | None = None,
+    chat_template: str | None = CHATML,
+    **options: Any,
 ) -> FastAPI:
     config = ServerConfig(**{"served_model_name": [NAME, "second"], **options})
     client, tokenizer = EngineClient(engine), byte_level_tokenizer(chat_template).tokenizer

@@ -11,6 +11,8 @@ from time import monotonic
 
 import msgspec
 
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.engine_core_client import ExclusiveClient
 from quire.engine.common.types import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -20,8 +22,6 @@ from quire.engine.common.types import (
     TokenLogprob,
 )
 from quire.engine.core.stats import EngineStats, EngineView, RequestView, StepRecord
-from quire.engine.link.client import EngineClient
-from quire.engine.link.link import EngineLink
 
 MODEL = "fake"
 Script = Callable[[EngineCoreRequest, int], int]
@@ -42,7 +42,7 @@ def scripted(ids: Sequence[int], eos: int) -> Script:
     return lambda request, position: ids[position] if position < len(ids) else eos
 
 
-class FakeEngine(EngineLink):
+class FakeEngine(ExclusiveClient):
     """Honours max_tokens, stop ids, eos, abort and logprobs.
 
     `fail_at` makes it fail requests at that position, for `cause`; `burst` steps come at once, as to a slow reader.

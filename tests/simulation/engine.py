@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
+from quire.engine.client.engine_process import EngineProcess
+from quire.engine.client.messages import Abort, FromEngine, Stepped, Submit, ToEngine, together
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest
 from quire.engine.core.stats import EngineStats
-from quire.engine.link.messages import Abort, FromEngine, Stepped, Submit, ToEngine, together
-from quire.engine.link.process import EngineProcess
 from quire.engine.processes.exit_cause import ExitCause
 from tests.engine.fake_process import CRASHED, INFO, KILLED, started
 

@@ -15,11 +15,11 @@ from fastapi import FastAPI
 
 from deploy.ray.link import Call, JournalLink
 from deploy.ray.members import Members
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.engine_process import Launcher
+from quire.engine.client.process_client import ProcessClient
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, Overloaded, QuireError
-from quire.engine.link.client import EngineClient
-from quire.engine.link.process import Launcher
-from quire.engine.link.supervisor import ProcessLink
 from tests.simulation.clock import PROCESS
 from tests.simulation.disk import Disk, WithDisk, connect
 from tests.simulation.engine import Alive
@@ -80,14 +80,14 @@ class Replica(AppProcess):
         self._folder = program.data_dir
         self._link = JournalLink(identity, server.calling(identity))
         program.link.link = self._link
-        self._client = EngineClient(ProcessLink(EngineConfig(), launcher=server.launcher))
+        self._client = EngineClient(ProcessClient(EngineConfig(), launcher=server.launcher))
         program.begin(server.disk.folder, self._client)
         super().__init__(program.app)
 
     async def _live(self, app: FastAPI) -> None:
         try:
             await self._link.begin(self._folder)
-            self._client.link.launch()
+            self._client.engine_core.launch()
             await super()._live(app)
             await self._link.close()
         except (QuireError, sqlite3.OperationalError):  # it cannot start

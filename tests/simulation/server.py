@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 from fastapi import FastAPI
 from starlette.types import Message
 
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.engine_process import Launcher
+from quire.engine.client.process_client import ProcessClient
 from quire.engine.common.config import EngineConfig
-from quire.engine.link.client import EngineClient
-from quire.engine.link.process import Launcher
-from quire.engine.link.supervisor import ProcessLink
 from quire.server.access.tenants import Tenants
 from quire.server.app import SingleModelDispatcher
 from quire.server.app_builder import build_app
@@ -44,8 +44,8 @@ class Program:
     simulation does."""
 
     def __init__(self, folder: Path, *, link: Any = None, **options: Any) -> None:
-        """`folder`: where its data_dir is put, a link to the folder of the process. `link`: stands for the HubLink of
-        the API process that runs it."""
+        """`folder`: where its data_dir is put, a link to the folder of the process. `link`: stands for the
+        SharedClient of the API process that runs it."""
         self.data_dir = folder / "data"
         self._client: EngineClient
         self.link = link
@@ -137,7 +137,7 @@ class ServerProcess(AppProcess, WithDisk):
         (program,) = programs
         self.disk = Disk(folder, rng)
         self.engines = engines
-        program.begin(folder, EngineClient(ProcessLink(EngineConfig(), launcher=launcher)))
+        program.begin(folder, EngineClient(ProcessClient(EngineConfig(), launcher=launcher)))
         super().__init__(program.app)
 
     @property

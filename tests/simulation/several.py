@@ -19,12 +19,12 @@ from typing import Any, ClassVar
 import msgspec
 from fastapi import FastAPI
 
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.engine_process import Launcher
+from quire.engine.client.process_client import ProcessClient
+from quire.engine.client.shared_client import SharedClient
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import QuireError
-from quire.engine.link.client import EngineClient
-from quire.engine.link.hub_link import HubLink
-from quire.engine.link.process import Launcher
-from quire.engine.link.supervisor import ProcessLink
 from quire.server.cli.api_process_manager import ApiProcessManager, ApiProcessSetup, ManagerDependencies
 from quire.server.config import ServerConfig
 from quire.server.store.write_ahead_log import LOG_FILE_PREFIX
@@ -41,7 +41,7 @@ KILLED = -signal.SIGKILL
 class CurrentLink:
     """Stands for the link of the API process that runs a program."""
 
-    link: HubLink
+    link: SharedClient
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.link, name)
@@ -62,7 +62,7 @@ class ApiProcess(AppProcess):
     def __init__(self, program: Program, folder: Path, setup: ApiProcessSetup, network: Network) -> None:
         self.identity = setup.identity
         self._tail = folder / f"{LOG_FILE_PREFIX}{setup.identity}"
-        self._link = HubLink(EngineConfig(), setup.hub, setup.identity, wires(network))
+        self._link = SharedClient(EngineConfig(), setup.hub, setup.identity, wires(network))
         self._link.on_failure = partial(self.die, 1)
         program.link.link = self._link
         program.begin(folder, EngineClient(self._link))
@@ -205,7 +205,7 @@ class SharedServer(OfSeveral):
         config = ServerConfig(served_model_name=[NAME], data_dir=folder, api_server_count=len(programs))
         context = copy_context()
         context.run(PROCESS.set, self)
-        self._client = EngineClient(ProcessLink(EngineConfig(), launcher=launcher))
+        self._client = EngineClient(ProcessClient(EngineConfig(), launcher=launcher))
         system = simulated(network, self._client)
         self._processes = context.run(ApiProcessManager, config, _Listener(), 0.0, system)  # type: ignore[arg-type]
         self.task = context.run(asyncio.create_task, self._live())

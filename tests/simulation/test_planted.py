@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.messages import LEADER
 from quire.engine.common.types import EngineCoreRequest
-from quire.engine.link.client import EngineClient
-from quire.engine.link.messages import LEADER
 from quire.server.durability import answer_pins
 from quire.server.durability.event_ids import EventIdWriter
 from quire.server.generation.resolved_request import AnswerIdentity, GenerationRequest

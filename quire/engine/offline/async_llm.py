@@ -11,10 +11,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
 
+from quire.engine.client.replicated_client import processes
+from quire.engine.client.weights import Mode
 from quire.engine.common.errors import EngineError, InvalidRequest
 from quire.engine.common.request_params import PoolingParams
 from quire.engine.common.types import EngineInfo
-from quire.engine.link.weights import Mode
 from quire.engine.lora.local_adapters import LoRARequest, resolve_lora_requests
 from quire.engine.offline.offline_model import (
     EncodedPrompt,
@@ -29,7 +30,6 @@ from quire.engine.offline.outputs import RequestOutput
 from quire.engine.offline.params import SamplingParams
 from quire.engine.offline.pooling_outputs import PoolingRequestOutput, check_pooling_params, pool_prompts
 from quire.engine.offline.task_outputs import stream_outputs
-from quire.engine.replicas.replicas import processes
 
 
 class AsyncLLM(LLMBase):
@@ -51,7 +51,7 @@ class AsyncLLM(LLMBase):
         self._open_request_ids: set[str] = set()
         self._start_future: asyncio.Future[EngineInfo] | None = None
         self._close_future: asyncio.Future[None] | None = None
-        self._client.link.launch()
+        self._client.engine_core.launch()
 
     @classmethod
     def from_engine_args(cls, args: EngineArgsLike) -> AsyncLLM:
@@ -63,7 +63,7 @@ class AsyncLLM(LLMBase):
         if self._close_future is not None:
             raise EngineError("this AsyncLLM was closed")
         if self._start_future is None:
-            self._start_future = asyncio.ensure_future(self._client.link.start())
+            self._start_future = asyncio.ensure_future(self._client.engine_core.start())
         info = await asyncio.shield(self._start_future)  # one of several that wait may be cancelled
         self._input_processor.pass_engine_info_to_adapters(info)
         return info
@@ -154,7 +154,7 @@ class AsyncLLM(LLMBase):
         await self._weights.wake_up()
 
     async def is_sleeping(self) -> bool:
-        return self._client.link.asleep
+        return self._client.engine_core.asleep
 
     async def update_weights(
         self, path: str | os.PathLike[str], mode: Mode = "keep", *, version: str | None = None
@@ -185,8 +185,8 @@ class AsyncLLM(LLMBase):
         if self._start_future is not None:
             self._start_future.cancel()
             await asyncio.gather(self._start_future, return_exceptions=True)
-        self._client.link.failure_callbacks.clear()
-        await self._client.link.stop()
+        self._client.engine_core.failure_callbacks.clear()
+        await self._client.engine_core.stop()
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()

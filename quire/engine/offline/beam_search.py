@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quire.engine.client.engine_client import EngineClient
 from quire.engine.common.errors import EngineError
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import Adapter, EngineCoreOutput, EngineCoreRequest, FinishReason
-from quire.engine.link.client import EngineClient
 from quire.engine.offline.offline_model import EncodedPrompt
 from quire.engine.offline.outputs import BeamSearchOutput, BeamSearchSequence, CompletionBuilder, logprobs_by_token
 from quire.engine.offline.params import BeamSearchParams

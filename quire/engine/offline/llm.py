@@ -17,7 +17,7 @@ from quire.engine.common.request_params import PoolingParams, PoolingTask
 from quire.engine.common.types import Adapter
 from quire.engine.lora.local_adapters import LoRARequest, LoRARequests, resolve_lora_requests
 from quire.engine.offline.beam_search import beam_search_prompt
-from quire.engine.offline.in_process import InProcessLink
+from quire.engine.offline.in_process_client import InProcessClient
 from quire.engine.offline.llm_engine import LLMEngine
 from quire.engine.offline.offline_model import EncodedPrompt, GenerationTask, LLMBase, Message, Prompt
 from quire.engine.offline.options import EngineOptions, make_engine_config, with_config_docs
@@ -156,11 +156,11 @@ class LLM(LLMBase):
 
     def logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool = False) -> Logprobs:
         """Log probabilities of given tokens by the model's own weights: see `quire.Forward.logprobs`."""
-        link = self._client.link
-        if not isinstance(link, InProcessLink):
+        engine_core = self._client.engine_core
+        if not isinstance(engine_core, InProcessClient):
             message = "logprobs are computed by an engine in this process: not with multiprocessing or replicas"
             raise InvalidRequest(message, param="multiprocessing")
-        return self._run_coroutine(link.compute_logprobs(token_ids, full_vocabulary=full_vocabulary))
+        return self._run_coroutine(engine_core.compute_logprobs(token_ids, full_vocabulary=full_vocabulary))
 
     def replay(
         self,
@@ -196,7 +196,7 @@ class LLM(LLMBase):
 
         async def call_ranks() -> list[bytes] | None:
             async with asyncio.timeout(timeout):
-                return await self._client.link.call(encode_call(method, args, kwargs))
+                return await self._client.engine_core.call(encode_call(method, args, kwargs))
 
         try:
             results = self._run_coroutine(call_ranks())
@@ -215,10 +215,10 @@ class LLM(LLMBase):
     @property
     def weights_version(self) -> str:
         """Of the weights that the next token is computed with: "1", and counted up or named by each change."""
-        return self._client.link.weights_version
+        return self._client.engine_core.weights_version
 
     def is_sleeping(self) -> bool:
-        return self._client.link.asleep
+        return self._client.engine_core.asleep
 
     def sleep(self, level: int = 1) -> None:
         """Let weights and KV cache go, until `wake_up`. Both levels of vLLM are one here."""
@@ -237,13 +237,13 @@ class LLM(LLMBase):
         Raises ModelError for tensors that are missing, left over or of another shape, and whatever the iterator raises:
         then the weights before are back if a file has them, and if not the model sleeps until some are given.
         """
-        link = self._client.link
-        if not isinstance(link, InProcessLink):
+        engine_core = self._client.engine_core
+        if not isinstance(engine_core, InProcessClient):
             message = "load_weights gives tensors to an engine in this process: not with multiprocessing or replicas"
             raise InvalidRequest(f"{message}, but update_weights takes a folder", param="multiprocessing")
         stream = tensors.items() if isinstance(tensors, Mapping) else tensors
         return self._register_version_for_receipts(
-            self._run_coroutine(self._weights.change(partial(link.load_tensors, stream), version=version))
+            self._run_coroutine(self._weights.change(partial(engine_core.load_tensors, stream), version=version))
         )
 
     def update_weights(self, path: str | os.PathLike[str], *, version: str | None = None) -> str:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypedDict
 from quire.engine.checkpoint.model_resolver import resolve_model
 from quire.engine.checkpoint.overrides import load_model_config, read_sampling_defaults, resolve_model_with_overrides
 from quire.engine.checkpoint.pooling import read_pooling_and_tasks
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.weights import Weights
 from quire.engine.common import request_params, types
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import EngineError, InvalidRequest, check_task
 from quire.engine.common.types import EngineInfo
 from quire.engine.images.multimodal_prompt import RequestImage, make_multimodal_prompt_builder
-from quire.engine.link.client import EngineClient
-from quire.engine.link.weights import Weights
 from quire.engine.lora.local_adapters import LocalAdapters
 from quire.engine.offline.metrics import Metric, make_engine_metrics
 from quire.engine.offline.params import RequestOutputKind, SamplingParams
@@ -285,11 +285,11 @@ class LLMBase:
     def register_failure_callback(self, callback: Callable[[EngineError], None]) -> None:
         """Have `callback` called with the error once the engine is gone for good, but not when it is closed. It is
         called on the engine's event loop, which for an LLM is another thread's."""
-        self._client.link.failure_callbacks.append(callback)
+        self._client.engine_core.failure_callbacks.append(callback)
 
     def get_metrics(self) -> list[Metric]:
         """The engine's gauges and counters, each with vLLM's name."""
-        return make_engine_metrics(self._client.link.stats)
+        return make_engine_metrics(self._client.engine_core.stats)
 
 
 def check_request_id_unused(request_id: object, open_ids: Container[str]) -> None:

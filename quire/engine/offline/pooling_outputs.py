@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.engine.checkpoint.pooling import PoolingConfig
+from quire.engine.client.engine_client import EngineClient
 from quire.engine.common import random_source
 from quire.engine.common.errors import EngineError, InvalidRequest, check_task
 from quire.engine.common.request_params import PoolingParams
 from quire.engine.common.types import Adapter, EngineCoreRequest, EngineInfo
-from quire.engine.link.client import EngineClient
 from quire.engine.text.pooling_inputs import encode_pairs_with_second_start, encode_reranker_prompts
 from quire.engine.text.tokenizer import Tokenizer
 

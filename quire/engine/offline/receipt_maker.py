@@ -39,7 +39,7 @@ class ReceiptMaker:
             created=int(clock.time()),
             model=running_engine.input_processor.name,
             hashes=await running_engine.hashes.get_receipt_hashes(
-                versions or [running_engine.client.link.weights_version]
+                versions or [running_engine.client.engine_core.weights_version]
             ),
             computed=await running_engine.hashes.describe_compute(running_engine.info),
             adapter=AdapterReceipt.from_adapter(task.adapter),
@@ -60,7 +60,7 @@ class ReceiptMaker:
         if reader is None and request_images:
             raise InvalidRequest("images: this model reads no images", param="images")
         model = ReplayModel(
-            hashes=await running_engine.hashes.get_receipt_hashes([running_engine.client.link.weights_version]),
+            hashes=await running_engine.hashes.get_receipt_hashes([running_engine.client.engine_core.weights_version]),
             computed=await running_engine.hashes.describe_compute(running_engine.info),
             tokenizer=running_engine.input_processor.tokenizer,
             max_model_len=running_engine.info.max_model_len,

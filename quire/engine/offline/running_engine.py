@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.replicated_client import processes
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import EngineError
-from quire.engine.link.client import EngineClient
-from quire.engine.offline.in_process import InProcessLink
+from quire.engine.offline.in_process_client import InProcessClient
 from quire.engine.offline.offline_model import OfflineModel
 from quire.engine.receipts.model_hasher import ModelHasher
-from quire.engine.replicas.replicas import processes
 
 _T = TypeVar("_T")
 _log = logging.getLogger("quire.engine.offline.running")
@@ -41,11 +41,11 @@ class RunningEngine:
         thread = threading.Thread(target=self._loop.run_forever, name="quire-engine", daemon=True)
         thread.start()
         is_here = config.data_parallel_size == 1 and not multiprocessing
-        self.client = EngineClient(InProcessLink(config)) if is_here else processes(config)
-        self.hashes = ModelHasher(config, self.input_processor.tokenizer, self.client.link.weights_paths)
+        self.client = EngineClient(InProcessClient(config)) if is_here else processes(config)
+        self.hashes = ModelHasher(config, self.input_processor.tokenizer, self.client.engine_core.weights_paths)
         self.close = weakref.finalize(self, _stop_engine, self.client, self._loop, thread, self._pid)
         """Stop the engine. Also called when the object is collected or the interpreter exits."""
-        self.info = self.run_coroutine(self.client.link.start())
+        self.info = self.run_coroutine(self.client.engine_core.start())
         for note in self.info.notes:
             _log.warning("%s: %s", self.info.model, note)
         self.input_processor.pass_engine_info_to_adapters(self.info)
@@ -68,15 +68,15 @@ class RunningEngine:
 
     def check_awake(self) -> None:
         """Raises EngineError while it sleeps."""
-        if self.client.link.asleep:
+        if self.client.engine_core.asleep:
             raise EngineError("the model sleeps: wake_up() or load_weights() comes first")
 
 
 def _stop_engine(client: EngineClient, loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) -> None:
     if pid != os.getpid():  # a forked process has no engine, because threads are not forked
         return
-    client.link.failure_callbacks.clear()
-    stopping = asyncio.run_coroutine_threadsafe(client.link.stop(), loop)
+    client.engine_core.failure_callbacks.clear()
+    stopping = asyncio.run_coroutine_threadsafe(client.engine_core.stop(), loop)
     stopping.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
     if threading.current_thread() is not thread:  # whose garbage collection may have found that nobody has it any more
         stopping.result()

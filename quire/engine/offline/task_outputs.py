@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.output_stream import OutputStream
 from quire.engine.common.errors import EngineError
 from quire.engine.common.types import EngineCoreRequest
-from quire.engine.link.client import EngineClient
-from quire.engine.link.output_stream import OutputStream
 from quire.engine.offline.offline_model import GenerationTask
 from quire.engine.offline.outputs import (
     CompletionBuilder,

@@ -1,6 +1,6 @@
 """Reports for each prompt which of its tokens were computed before, and why the prefix cache did not have them.
 
-The owner of the engines' link reports what happens: new requests, steps, outputs that end requests, lost caches. For
+The owner of the engines' client reports what happens: new requests, steps, outputs that end requests, lost caches. For
 each tenant, prefix_tree.py remembers the tokens that were computed recently, up to a limit of bytes. This module
 compares them with what the engine found. The scheduler never calls it. A tenant learns nothing about the pages of other
 tenants: a page that is gone counts as "evicted", whoever needed the room."""

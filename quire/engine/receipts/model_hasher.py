@@ -33,7 +33,7 @@ class ModelHasher:
         paths: Mapping[str, str | None],
         hash_folder: Path | None = None,
     ) -> None:
-        """`paths`: see Link.weights_paths; `hash_folder`: a folder that remembers the hashes of weights."""
+        """`paths`: see EngineCoreClient.weights_paths; `hash_folder`: a folder that remembers the hashes of weights."""
         self._config = config
         self._tokenizer = tokenizer
         self._paths = paths

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
+from quire.engine.client.output_stream import Versions, add_tokens
 from quire.engine.common.errors import InvalidRequest
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import Adapter, EngineCoreOutput, MediaSpan, TokenLogprob
-from quire.engine.link.output_stream import Versions, add_tokens
 
 
 class ComputeInfo(msgspec.Struct, frozen=True, kw_only=True):

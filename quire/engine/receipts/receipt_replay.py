@@ -9,9 +9,9 @@ from typing import Literal
 
 import msgspec
 
+from quire.engine.client.engine_client import EngineClient
 from quire.engine.common.errors import EngineError, InvalidRequest
 from quire.engine.common.types import Adapter, EngineCoreRequest, Image, MediaSpan
-from quire.engine.link.client import EngineClient
 from quire.engine.receipts.receipt import (
     ChoiceReceipt,
     ComputeInfo,

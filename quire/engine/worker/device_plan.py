@@ -26,7 +26,7 @@ from quire.engine.models.requirements import (
     attention_requirements,
     has_mla,
 )
-from quire.engine.replicas.cores import usable_cpus
+from quire.engine.processes.cpu_cores import usable_cpus
 from quire.engine.worker.backend_trials import choose_trials, find_eager_prefill_reason
 from quire.engine.worker.graphs.graph_capture import CudaGraphCapture
 from quire.engine.worker.loading.transformers_support import check_transformers_settings

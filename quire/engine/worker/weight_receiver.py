@@ -3,7 +3,7 @@
     python -m quire.engine.worker.weight_receiver FD FOLDER
 
 It is not the engine's, because a collective waits for a peer that may have died, and an engine may not. FD is a socket
-of engine/link/broadcast.py, on which it answers calls of WeightReceiverMethods.
+of engine/client/weight_broadcast.py, on which it answers calls of WeightReceiverMethods.
 When the socket is closed, FOLDER goes with all that is in it, and the process ends, wherever it is.
 """
 

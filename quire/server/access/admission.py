@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from quire.engine.client.engine_client import EngineClient
 from quire.engine.common.errors import InvalidRequest, Overloaded
-from quire.engine.link.client import EngineClient
 from quire.server.access.authentication import tenant_of
 from quire.server.access.rate_limits import TokenReservation
 from quire.server.access.tenants import Tenant

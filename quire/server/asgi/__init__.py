@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
+from quire.engine.client.replicated_client import processes
 from quire.engine.common.errors import refuse_setting_if
-from quire.engine.replicas.replicas import processes
 from quire.engine.settings.settings_reader import load_settings
 from quire.server import app as application
 from quire.server.cli.models.pull import pull_configured_model_if_missing
@@ -37,12 +37,12 @@ def create_app() -> FastAPI:
 
     @asynccontextmanager
     async def with_engine(app: FastAPI) -> AsyncIterator[None]:
-        client.link.launch()
+        client.engine_core.launch()
         try:
             async with inner_lifespan(app):
                 yield
         finally:
-            await client.link.stop()
+            await client.engine_core.stop()
 
     app.router.lifespan_context = with_engine
     return app

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from math import inf
 from weakref import WeakKeyDictionary
 
+from quire.engine.client.engine_client import EngineClient
 from quire.engine.common import clock
 from quire.engine.core.request_history import StepEntry
-from quire.engine.link.client import EngineClient
 
 BATCH_TENANT_SUFFIX = "/batches"
 """The end of the names under which batches ask."""

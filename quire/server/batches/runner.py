@@ -18,9 +18,9 @@ from pathlib import Path
 from msgspec.structs import replace as changed
 from starlette.types import ASGIApp
 
+from quire.engine.client.engine_client import EngineClient
 from quire.engine.common import clock
 from quire.engine.common.errors import InvalidRequest, RateLimited, RequestNotFound
-from quire.engine.link.client import EngineClient
 from quire.server.access.fair_semaphore import FairSemaphore
 from quire.server.access.gateway_headers import PRIORITY_SCOPE_KEY
 from quire.server.access.tenants import Tenant, Tenants

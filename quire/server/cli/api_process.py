@@ -1,6 +1,6 @@
 """`python -m quire.server.cli.api_process`: one of several API processes, which api_process_manager.py starts.
 
-It is what `quire serve` is with one process, but for the engine, which it reaches through the hub, and for the
+It is what `quire serve` is with one process, but for the engine, which it reaches through the leader, and for the
 announcement, which its parent prints.
 """
 
@@ -17,10 +17,10 @@ import msgspec
 import uvloop
 import zmq
 
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.messages import LeaderMethods
+from quire.engine.client.shared_client import SharedClient
 from quire.engine.common.errors import ConfigError, Overloaded, QuireError
-from quire.engine.link.client import EngineClient
-from quire.engine.link.hub_link import HubLink
-from quire.engine.link.messages import LeaderMethods
 from quire.engine.processes.child import end_with_parent, read_configuration
 from quire.engine.processes.utility_calls import Fault, encode, make_notification
 from quire.server.cli.api_process_manager import ApiProcessSetup
@@ -35,7 +35,7 @@ _LINGER_MS = 1000
 class ApiProcessRun(ServerRun):
     """Tells its parent what is to be announced."""
 
-    def __init__(self, config: ServerConfig, link: HubLink, listener: socket.socket, started: float) -> None:
+    def __init__(self, config: ServerConfig, link: SharedClient, listener: socket.socket, started: float) -> None:
         super().__init__(config, SingleModelHost(config, EngineClient(link)), listener, started)
         self._link = link
 
@@ -53,7 +53,7 @@ def main() -> int:
     logging.getLogger("quire.server.cli.serve").setLevel(logging.WARNING)  # the parent says that all drain
     try:
         with bind_shared_port(setup) as listener:
-            link = HubLink(config, setup.hub, setup.identity)
+            link = SharedClient(config, setup.hub, setup.identity)
             # As if it were killed: others go on with what is kept, and nothing of it is stored as failed.
             link.on_failure = partial(os._exit, 1)
             return uvloop.run(ApiProcessRun(config, link, listener, setup.started).run())

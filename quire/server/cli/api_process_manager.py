@@ -21,16 +21,16 @@ from typing import Any
 
 import msgspec
 
+from quire.engine.client.api_server_leader import ApiServerLeader
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.relay import ApiProcessChannel
+from quire.engine.client.replicated_client import processes
 from quire.engine.common.errors import ConfigError, EngineError
-from quire.engine.link.client import EngineClient
-from quire.engine.link.hub import Hub
-from quire.engine.link.hub_relay import Channel
 from quire.engine.processes.child import Child, module
 from quire.engine.processes.exit_cause import exit_cause
 from quire.engine.processes.procfs import Stopped, WatchTimer
 from quire.engine.processes.socket_folder import SocketFolder
 from quire.engine.processes.wire import Wire
-from quire.engine.replicas.replicas import processes
 from quire.server.access.tenants import Tenants
 from quire.server.cli.process_setup import INTERRUPTED_STATUS, WatchSignals, watch_signals
 from quire.server.config import ServerConfig
@@ -136,17 +136,17 @@ class ApiProcessManager:
             size, connect = int(self._config.max_stored_size * 2**30), self._dependencies.connect_database
             self._data = open_data_dir(folder, size, retention_seconds=retention, connect=connect)
         with self._dependencies.signal_watcher(partial(self._on_signal, main_task)):
-            self._client.link.launch()
+            self._client.engine_core.launch()
             try:
                 with closing(self._dependencies.create_socket_folder()) as sockets:
                     self._hub_address = f"ipc://{sockets.hub}"
-                    hub = Hub(self._client, self._hub_address, self._dependencies.create_wire)
+                    hub = ApiServerLeader(self._client, self._hub_address, self._dependencies.create_wire)
                     hub.answering.add(DATA_DIR_TOPIC, self._answer_data_dir_call)
                     return await self._run_processes(hub)
             except asyncio.CancelledError:
                 return 0
             finally:
-                await self._client.link.stop()
+                await self._client.engine_core.stop()
                 if self._data is not None:
                     self._data.close()
 
@@ -155,7 +155,7 @@ class ApiProcessManager:
         assert self._data is not None
         return await serve_data_dir_call_in_thread(self._data, body)
 
-    async def _run_processes(self, hub: Hub) -> int:
+    async def _run_processes(self, hub: ApiServerLeader) -> int:
         keep_tasks = [
             asyncio.create_task(self._keep_process_running(hub, number))
             for number in range(self._config.api_server_count)
@@ -180,9 +180,9 @@ class ApiProcessManager:
             return INTERRUPTED_STATUS
         return 0 if all(code in (0, -signal.SIGTERM) for code in codes) else 1
 
-    async def _announce_when_ready(self, hub: Hub) -> None:
+    async def _announce_when_ready(self, hub: ApiServerLeader) -> None:
         """Wait for the engine and for all API processes, and say so."""
-        hub.ready(await self._client.link.start())
+        hub.ready(await self._client.engine_core.start())
         texts: list[str] = []
         while len(texts) < self._config.api_server_count:
             await hub.changed.wait()
@@ -191,7 +191,7 @@ class ApiProcessManager:
         with suppress(OSError):  # the output may be closed or full, which is no reason not to serve
             print(texts[0], flush=True)
 
-    async def _keep_process_running(self, hub: Hub, number: int) -> int:
+    async def _keep_process_running(self, hub: ApiServerLeader, number: int) -> int:
         """Have an API process of this number, until the server ends. Returns the last one's return code; raises
         ConfigError or EngineError when too many in a row cannot serve."""
         failures = generation = 0
@@ -227,7 +227,7 @@ class ApiProcessManager:
         )
         return self._dependencies.launch_process(module("quire.server.cli.api_process"), msgspec.json.encode(setup))
 
-    async def _wait_for_exit_or_kill_hung(self, process: Child, channel: Channel) -> int:
+    async def _wait_for_exit_or_kill_hung(self, process: Child, channel: ApiProcessChannel) -> int:
         """The return code of a process, which is killed when it hangs."""
         exited = asyncio.create_task(process.exited())
         stopped, timer = Stopped(), WatchTimer(_CHECK_SECONDS)

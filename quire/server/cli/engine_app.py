@@ -14,9 +14,9 @@ from socket import AF_UNIX, socket
 import uvloop
 from fastapi import FastAPI
 
-from quire.engine.link.client import EngineClient
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.replicated_client import processes
 from quire.engine.processes.socket_folder import SocketFolder
-from quire.engine.replicas.replicas import processes
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.http.server import HttpServer, tls_context
@@ -51,7 +51,7 @@ async def open_engine_app(
         async with app.router.lifespan_context(app):
             yield app
     finally:
-        await client.link.stop()
+        await client.engine_core.stop()
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def run_server_on_private_socket(config: ServerConfig) -> Iterator[str]:
     # The socket is in a directory that only this user can read, so no keys are needed.
     config = config.model_copy(update=PRIVATE_SERVER_SETTINGS)
     client = processes(config)
-    client.link.launch()
+    client.engine_core.launch()
     with closing(SocketFolder()) as folder, socket(AF_UNIX) as listener:
         path = str(folder.http)
         listener.bind(path)
@@ -76,8 +76,8 @@ def run_server_on_private_socket(config: ServerConfig) -> Iterator[str]:
             ready.result()
             yield path
         finally:
-            if not ready.done() and client.link.pid is not None:  # interrupted while the engine starts
-                os.kill(client.link.pid, signal.SIGTERM)
+            if not ready.done() and client.engine_core.pid is not None:  # interrupted while the engine starts
+                os.kill(client.engine_core.pid, signal.SIGTERM)
             with suppress(Exception):
                 ready.result().should_exit = True
             thread.join()

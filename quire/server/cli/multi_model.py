@@ -11,7 +11,7 @@ from pathlib import Path
 from fastapi import FastAPI
 
 from quire.engine import VERSION
-from quire.engine.replicas.replicas import processes
+from quire.engine.client.replicated_client import processes
 from quire.server.access.tenants import Tenants
 from quire.server.cli.announcement import curl_command
 from quire.server.cli.models.cached_models import CACHE_KEYWORD, build_cached_models_config
@@ -61,14 +61,14 @@ class MultiModelHost:
         async def open_model(entry: ModelEntry) -> AsyncIterator[ModelRuntime]:
             client, folder = processes(entry.config), data and data / entry.name.replace("/", "--")
             try:
-                client.link.launch()
+                client.engine_core.launch()
                 source, modules = await asyncio.to_thread(load_served_model_spec, entry.config)
                 async with open_runtime(
                     source, modules, client, has_api_keys=tenants.requires_key, folder=folder
                 ) as runtime:
                     yield runtime
             finally:
-                await client.link.stop()
+                await client.engine_core.stop()
 
         added_models = AddedModels(self._models_config, data)
         self._manager = ModelManager(self._models_config, open_model)

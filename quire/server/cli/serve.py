@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.replicated_client import processes
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, EngineError
-from quire.engine.link.client import EngineClient
-from quire.engine.replicas.replicas import processes
 from quire.server.cli.announcement import build_announcement, listen_url
 from quire.server.cli.flags import add_flag_table, build_parser
 from quire.server.cli.models.pull import pull_configured_model_if_missing
@@ -138,7 +138,7 @@ class SingleModelHost:
 
     def launch_engine(self) -> None:
         self._machine = detect_machine(gpu=self._config.device != "cpu")
-        self._client.link.launch()
+        self._client.engine_core.launch()
 
     @asynccontextmanager
     async def open_app(self) -> AsyncIterator[FastAPI]:
@@ -160,7 +160,7 @@ class SingleModelHost:
             raise ConfigError(f"{error.param}: {advice}", param=error.param) from None
 
     async def stop(self) -> None:
-        await self._client.link.stop()
+        await self._client.engine_core.stop()
 
     def announcement_text(self, base: str, seconds: float, tls: ssl.SSLContext | None) -> str:
         from quire.server.cli.plan.model_plan import predict_kv_tokens

@@ -17,19 +17,19 @@ from rich.table import Table
 
 from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.checkpoint.overrides import resolve_model_with_overrides
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.engine_core_client import EngineCoreClient
+from quire.engine.client.process_client import ProcessClient
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, EngineError
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import EngineCoreRequest, EngineInfo
-from quire.engine.link.client import EngineClient
-from quire.engine.link.link import Link
-from quire.engine.link.supervisor import ProcessLink
 from quire.server.cli.flags import build_parser
 from quire.server.cli.models.pull import pull_configured_model_if_missing
 from quire.server.cli.settings_flags import add_settings_flags, parse_settings
 
 TokensByRequest = dict[str, list[int]]
-MakeLink = Callable[[EngineConfig], Link]
+MakeLink = Callable[[EngineConfig], EngineCoreClient]
 SAMPLING_PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0},
@@ -85,7 +85,7 @@ def main(argv: Sequence[str], started: float) -> int:
     if config.data_parallel_size > 1:
         raise ConfigError("data_parallel_size: what is verified is one engine, and replicas compute as it does")
     pull_configured_model_if_missing(config)
-    info, checks = uvloop.run(Verification(config, args.requests, ProcessLink).run_checks())
+    info, checks = uvloop.run(Verification(config, args.requests, ProcessClient).run_checks())
     passed = all(check.has_passed for check in checks)
     if args.json:
         report = {"mode": determinism_label(info), "passed": passed, "checks": [asdict(check) for check in checks]}
@@ -145,26 +145,26 @@ class Verification:
         settings = {"num_kv_blocks": None, "kv_cache_memory": self._config.kv_cache_memory} | options
         client = EngineClient(self._make_link(self._config.model_copy(update=settings)))
         try:
-            yield client, await client.link.start()
+            yield client, await client.engine_core.start()
         finally:
-            await client.link.stop()
+            await client.engine_core.stop()
 
     async def _check_prefix_hits_and_restart(self, longest: int) -> list[CheckResult]:
         async with self._open_engine(enable_prefix_caching=True, max_model_len=longest) as (client, _):
             await generate_tokens(client, self._requests)
-            before = client.link.stats.prefix_hits
+            before = client.engine_core.stats.prefix_hits
             tokens = await generate_tokens(client, self._requests)
-            hits = client.link.stats.prefix_hits - before
+            hits = client.engine_core.stats.prefix_hits - before
             checks = [self._compare_tokens("prefix-hit", f"{hits:,} prompt tokens cached", hits > 0, tokens)]
             tokens = await generate_tokens(client, self._requests, kill=True)
-            what = f"engine killed {client.link.deaths} times, {client.link.replays} requests replayed"
-            return [*checks, self._compare_tokens("respawned", what, client.link.replays > 0, tokens)]
+            what = f"engine killed {client.engine_core.deaths} times, {client.engine_core.replays} requests replayed"
+            return [*checks, self._compare_tokens("respawned", what, client.engine_core.replays > 0, tokens)]
 
     async def _check_chunked_prefill(self, longest: int) -> CheckResult:
         sizes = {"max_num_batched_tokens": CHUNK_TOKENS, "max_num_seqs": CHUNK_TOKENS}
         async with self._open_engine(enable_prefix_caching=False, max_model_len=longest, **sizes) as (client, _):
             tokens = await generate_tokens(client, self._requests)
-            what = f"at most {CHUNK_TOKENS} tokens a step, {client.link.stats.steps:,} steps"
+            what = f"at most {CHUNK_TOKENS} tokens a step, {client.engine_core.stats.steps:,} steps"
             return self._compare_tokens("chunked", what, True, tokens)
 
     async def _check_preemption(self, block_size: int, longest: int) -> CheckResult:
@@ -175,7 +175,7 @@ class Verification:
             _,
         ):
             tokens = await generate_tokens(client, self._requests)
-            count = client.link.stats.preemptions
+            count = client.engine_core.stats.preemptions
             return self._compare_tokens("preempted", f"{blocks} pages in all, {count} preemptions", count > 0, tokens)
 
     def _compare_tokens(self, name: str, what: str, exercised: bool, tokens: TokensByRequest) -> CheckResult:
@@ -215,7 +215,7 @@ async def generate_tokens(
                 raise EngineError(output.error)
             tokens[output.id] += output.new_ids
             outputs += 1
-        if kill and outputs >= KILL_AFTER_OUTPUTS and client.link.pid is not None:
-            os.kill(client.link.pid, signal.SIGKILL)
+        if kill and outputs >= KILL_AFTER_OUTPUTS and client.engine_core.pid is not None:
+            os.kill(client.engine_core.pid, signal.SIGKILL)
             kill = False
     return tokens

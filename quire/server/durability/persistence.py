@@ -18,8 +18,8 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
+from quire.engine.client.engine_client import EngineClient
 from quire.engine.common.errors import Overloaded, QuireError
-from quire.engine.link.client import EngineClient
 from quire.server.access.tenants import Tenants
 from quire.server.batches.asgi_client import ASGIClient
 from quire.server.batches.runner import BatchRunner

@@ -10,11 +10,11 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.output_stream import OutputStream
 from quire.engine.common.errors import EngineError, Timeout
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import EngineCoreOutput, FinishReason
-from quire.engine.link.client import EngineClient
-from quire.engine.link.output_stream import OutputStream
 from quire.engine.text.beams import Beam, BeamSearchState
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.generation.choice_state import ChoiceDelta, ChoiceState
@@ -45,7 +45,7 @@ class BeamSearchGeneration(Generation):
         self._context_length = context_length
         ends = () if request.params.ignore_eos else tokenizer.eos_token_ids
         self._end_token_ids = frozenset((*request.params.stop_token_ids, *ends))
-        self._weights_version = client.link.weights_version
+        self._weights_version = client.engine_core.weights_version
         self._client_call = client.begin_call(request.answer_id, request.authorized_caller.tenant)
         self._cancelled_prompts: set[int] = set()
         """Indices of prompts whose search was cancelled through `EngineClient.cancel`."""

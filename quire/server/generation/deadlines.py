@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from quire.engine.client.output_stream import OutputStream
 from quire.engine.common.errors import QueueTimeout, Timeout
-from quire.engine.link.output_stream import OutputStream
 
 
 class Deadlines:

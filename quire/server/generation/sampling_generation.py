@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.output_stream import add_tokens
 from quire.engine.common import clock
 from quire.engine.common.errors import EngineError, InvalidRequest, Overloaded, QuireError
 from quire.engine.common.types import EngineCoreOutput
 from quire.engine.core.request_history import Timeline
-from quire.engine.link.client import EngineClient
-from quire.engine.link.output_stream import add_tokens
 from quire.engine.receipts.receipt import ChoiceReceipt, truncate_weight_versions
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.generation.choice_state import ChoiceDelta, ChoiceState

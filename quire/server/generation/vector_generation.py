@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quire.engine.client.engine_client import EngineClient
 from quire.engine.common import clock
 from quire.engine.common.errors import EngineError
 from quire.engine.common.request_params import PoolingParams
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, Image, MediaSpan
-from quire.engine.link.client import EngineClient
 from quire.server.generation.deadlines import Deadlines
 from quire.server.generation.resolved_request import ResolvedRequest
 

@@ -17,7 +17,7 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from quire.engine.link.client import EngineClient
+from quire.engine.client.engine_client import EngineClient
 from quire.server.error_responses import INVALID_REQUEST_TYPE, ErrorInfo
 from quire.server.http.write_batching import TRANSPORT_SCOPE_KEY, BatchingTransport, WriteBatcher
 

@@ -71,7 +71,7 @@ class ManagedModel:
     def state(self) -> ModelState:
         if self.runtime is None:
             return "loading" if self.is_loading else "unloaded"
-        return "sleeping" if self.runtime.client.link.asleep else "awake"
+        return "sleeping" if self.runtime.client.engine_core.asleep else "awake"
 
     @property
     def served_names(self) -> Sequence[str]:

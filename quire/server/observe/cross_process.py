@@ -8,9 +8,9 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from quire.engine.link.client import EngineClient
-from quire.engine.link.hub_link import HubLink
-from quire.engine.link.messages import LASTING
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.messages import LASTING
+from quire.engine.client.shared_client import SharedClient
 from quire.engine.prefix_misses.recent_turns import Turn
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
@@ -38,7 +38,7 @@ class CrossProcessObserver:
         self._request_log = request_log
         self.http_metrics: HttpMetrics | None = None
         """The metrics of the server's HTTP requests, which belong to no model."""
-        self._hub = client.link if isinstance(client.link, HubLink) else None
+        self._hub = client.engine_core if isinstance(client.engine_core, SharedClient) else None
         if self._hub is not None:
             observer_class = CrossProcessObserver
             shared_methods = (

@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator
 
 import msgspec
 
+from quire.engine.client.engine_client import EngineClient
 from quire.engine.common import clock
 from quire.engine.core.stats import EngineView
-from quire.engine.link.client import EngineClient
 from quire.engine.processes.procfs import resident_bytes
 from quire.server.encoding import EVENT_END, EVENT_PREFIX, encode_json
 from quire.server.observe.rolling_stats import HISTORY_SECONDS, RollingStats
@@ -81,15 +81,15 @@ class LiveView:
         return {
             "now": now,
             "responsive": client.responsive,
-            "asleep": client.link.asleep,
-            "weights_version": client.link.weights_version,
+            "asleep": client.engine_core.asleep,
+            "weights_version": client.engine_core.weights_version,
             "open": client.num_open,
-            "deaths": client.link.deaths,
-            "replays": client.link.replays,
-            "quarantined": client.link.quarantined,
+            "deaths": client.engine_core.deaths,
+            "replays": client.engine_core.replays,
+            "quarantined": client.engine_core.quarantined,
             "resident_bytes": resident_bytes(),
-            "stats": msgspec.structs.asdict(client.link.stats)
-            | {"tiers": [msgspec.structs.asdict(tier) for tier in client.link.stats.tiers]},
+            "stats": msgspec.structs.asdict(client.engine_core.stats)
+            | {"tiers": [msgspec.structs.asdict(tier) for tier in client.engine_core.stats.tiers]},
             "history": [each.to_json() for each in self._rolling_stats.bins_since(int(now) - OVERLAP_SECONDS)],
             "engine": None if engine_view is None else self._describe_engine(engine_view),
         }

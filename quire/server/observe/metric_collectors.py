@@ -9,8 +9,8 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from quire.engine.client.engine_client import EngineClient
 from quire.engine.common import clock
-from quire.engine.link.client import EngineClient
 from quire.server.store.data_dir import OPEN_BATCHES_KEY, DataDirStatus
 
 MetricFamilyClass = type[GaugeMetricFamily] | type[CounterMetricFamily]
@@ -85,7 +85,7 @@ def build_metric_family(
 
 def engine_metrics(client: EngineClient, model_name: str) -> Iterator[Metric]:
     """The latest statistics of the engines. The engine's number is a label."""
-    engines, link = client.link.engines, client.link
+    engines, link = client.engine_core.engines, client.engine_core
     stats = [each.stats for each in engines]
 
     def per_engine(kind: MetricFamilyClass, name: str, text: str, values: Sequence[float]) -> Metric:

@@ -12,10 +12,10 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from quire.engine.client.engine_client import EngineClient
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.types import EngineInfo
 from quire.engine.core.request_history import StepEntry, Timeline, TimelinePhase
-from quire.engine.link.client import EngineClient
 from quire.server.observe.gen_ai_metrics import GenAiHistograms
 from quire.server.observe.metric_collectors import (
     LABELS,

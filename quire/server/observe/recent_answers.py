@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from quire.engine.client.engine_client import EngineClient
 from quire.engine.core.fair_queue import OUTPUT_TOKEN_COST
 from quire.engine.core.request_history import RequestHistory, Timeline
-from quire.engine.link.client import EngineClient
 from quire.server.observe.request_explanation import phase_seconds, to_milliseconds
 from quire.server.observe.request_log import RequestLog, RequestRecord
 

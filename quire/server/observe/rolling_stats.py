@@ -13,8 +13,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from quire.engine.client.engine_client import EngineClient
 from quire.engine.common import clock
-from quire.engine.link.client import EngineClient
 
 HISTORY_SECONDS = 300
 _LOG_BUCKET_WIDTH = math.log(1.1)
@@ -83,8 +83,8 @@ class RollingStats:
         self._gaps_bin = SecondBin(0)
         self._bins: deque[SecondBin] = deque()
         self._generated_tokens, self._prompt_tokens = (
-            client.link.stats.generation_tokens,
-            client.link.stats.prompt_tokens,
+            client.engine_core.stats.generation_tokens,
+            client.engine_core.stats.prompt_tokens,
         )
 
     def bins_since(self, second: int) -> list[SecondBin]:
@@ -115,7 +115,7 @@ class RollingStats:
             self._bins.append(SecondBin(second))
             while self._bins[0].second < second - HISTORY_SECONDS:
                 self._bins.popleft()
-        current, stats = self._bins[-1], self._client.link.stats
+        current, stats = self._bins[-1], self._client.engine_core.stats
         # The engine's own counters stay right when its outputs are merged on their way.
         current.generated_tokens += stats.generation_tokens - self._generated_tokens
         current.prompt_tokens += stats.prompt_tokens - self._prompt_tokens

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from quire.engine.client.engine_client import EngineClient
 from quire.engine.core.stats import EngineStats
-from quire.engine.link.client import EngineClient
 
 logger = logging.getLogger("quire.throughput")
 LOG_INTERVAL_SECONDS = 10.0
@@ -14,10 +14,10 @@ LOG_INTERVAL_SECONDS = 10.0
 
 async def log_throughput_periodically(client: EngineClient, seconds: float = LOG_INTERVAL_SECONDS) -> None:
     """Runs until it is cancelled. Logs nothing for intervals in which nothing ran."""
-    before = client.link.stats
+    before = client.engine_core.stats
     while True:
         await asyncio.sleep(seconds)
-        now = client.link.stats
+        now = client.engine_core.stats
         if now.steps != before.steps or now.running or now.waiting:
             logger.info("%s", format_throughput(before, now, seconds))
         before = now

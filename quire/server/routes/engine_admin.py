@@ -16,9 +16,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine import VERSION
+from quire.engine.client.weight_broadcast import Group, Tensor
 from quire.engine.common.errors import ConfigError, InvalidRequest, Overloaded, Timeout
 from quire.engine.common.executor import decode_results, encode_call
-from quire.engine.link.broadcast import Group, Tensor
 from quire.server.access.admission import EngineOptionalRoute, ModelRoute
 from quire.server.config import ServerConfig
 from quire.server.encoding import encode_json
@@ -178,7 +178,9 @@ async def collective_rpc(request: Request) -> Response:
     body = await parse_request_body(request, CallRequest)
     try:
         async with asyncio.timeout(body.timeout):
-            encoded_results = await runtime.client.link.call(encode_call(body.method, body.args, body.call_kwargs))
+            encoded_results = await runtime.client.engine_core.call(
+                encode_call(body.method, body.args, body.call_kwargs)
+            )
     except TimeoutError:
         raise Timeout(f"not all ranks answered in {body.timeout:g} s") from None
     if encoded_results is None:
@@ -215,5 +217,5 @@ def _to_broadcast_tensors(tensors: Sequence[BroadcastTensor], weight_bytes: int)
 
 def _sleep_state_response(request: Request) -> Response:
     client = get_runtime(request).client
-    state = {"is_sleeping": client.link.asleep, "weights_version": client.link.weights_version}
+    state = {"is_sleeping": client.engine_core.asleep, "weights_version": client.engine_core.weights_version}
     return Response(encode_json(state), media_type="application/json")

@@ -134,7 +134,7 @@ async def props(request: Request) -> dict[str, Any]:
         "eos_token": special.get("eos_token") or "",
         "modalities": {"vision": model.multimodal_prompt_builder is not None, "audio": False},
         "build_info": f"quire {VERSION}",
-        "is_sleeping": runtime.client.link.asleep,
+        "is_sleeping": runtime.client.engine_core.asleep,
     }
 
 

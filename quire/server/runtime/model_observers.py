@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from quire.engine.client.engine_client import EngineClient
 from quire.engine.common.types import EngineInfo
-from quire.engine.link.client import EngineClient
 from quire.server.config import ServerConfig
 from quire.server.observe.cross_process import CrossProcessObserver
 from quire.server.observe.live_view import LiveView

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 
 from starlette.requests import Request
 
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.weight_broadcast import WeightsGroup
+from quire.engine.client.weights import WeightChanges
 from quire.engine.common.types import EngineInfo
-from quire.engine.link.broadcast import WeightsGroup
-from quire.engine.link.client import EngineClient
-from quire.engine.link.weights import WeightChanges
 from quire.server.access.admission import Admission
 from quire.server.access.fair_semaphore import FairSemaphore
 from quire.server.adapter_registry import AdapterRegistry
@@ -73,7 +73,7 @@ class ModelRuntime:
         weights = (
             self.info.content or self.info.model,
             self.info.dtype,
-            self.client.link.weights_version,
+            self.client.engine_core.weights_version,
             self.config.quantization,
             self.config.quantize_embedding,
         )

@@ -8,10 +8,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from quire.engine.link.broadcast import WeightsGroup
-from quire.engine.link.client import EngineClient
-from quire.engine.link.hub_link import HubLink, NoWeightsGroup
-from quire.engine.link.weights import Weights
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.shared_client import NoWeightsGroup, SharedClient
+from quire.engine.client.weight_broadcast import WeightsGroup
+from quire.engine.client.weights import Weights
 from quire.engine.lora.target_modules import ModuleShapes
 from quire.engine.processes.child import Child
 from quire.engine.receipts.model_hasher import ModelHasher
@@ -43,7 +43,7 @@ async def open_runtime(
     modules: those that may have adapters. folder: where adapters are kept. has_api_keys: see Admission.
     launch_process: see WorkerPool.
 
-    Raises what client.link.start(), open_adapter_registry and ServedModelSpec.build_served_model raise.
+    Raises what client.engine_core.start(), open_adapter_registry and ServedModelSpec.build_served_model raise.
     """
     config = source.config
     model_before_start = await asyncio.to_thread(source.build_served_model)
@@ -51,15 +51,15 @@ async def open_runtime(
     async with AsyncExitStack() as exit_stack:  # the last one that began ends first
         weights_group = _make_weights_group(client)
         exit_stack.push_async_callback(weights_group.close)
-        exit_stack.push_async_callback(client.link.stop)
-        hashes = ModelHasher(config, source.tokenizer, client.link.weights_paths, config.data_dir)
-        info = await client.link.start()
+        exit_stack.push_async_callback(client.engine_core.stop)
+        hashes = ModelHasher(config, source.tokenizer, client.engine_core.weights_paths, config.data_dir)
+        info = await client.engine_core.start()
         digests_in_use = partial(open_request_adapter_digests, client)
         adapter_registry = exit_stack.enter_context(
             open_adapter_registry(config, info.adaptable or modules, digests_in_use, folder, device=info.device)
         )
         adapters: Collection[str] = () if adapter_registry is None else adapter_registry.adapters_by_name
-        model = model_before_start.with_engine_info(info, client.link.weights_version, adapters)
+        model = model_before_start.with_engine_info(info, client.engine_core.weights_version, adapters)
         workers = WorkerPool(source.with_engine_info_from(model), model.adapters, launch_process)
         exit_stack.push_async_callback(workers.close)
         loop_work_pacer = EventLoopWorkPacer()
@@ -90,8 +90,8 @@ async def open_runtime(
             receipt_writer=ReceiptWriter(hashes, info, observers.metrics, receipt_log),
         )
         exit_stack.push_async_callback(runtime.receipt_writer.close)
-        if isinstance(client.link, HubLink):  # then another API process may have the weights changed
-            client.link.on_version.append(runtime.set_weights_version)
+        if isinstance(client.engine_core, SharedClient):  # then another API process may have the weights changed
+            client.engine_core.on_version.append(runtime.set_weights_version)
         elif not config.disable_log_stats:
             exit_stack.callback(asyncio.create_task(log_throughput_periodically(client)).cancel)
         yield runtime
@@ -103,8 +103,8 @@ def open_request_adapter_digests(client: EngineClient) -> set[str]:
 
 
 def _make_weights_group(client: EngineClient) -> WeightsGroup:
-    if isinstance(client.link, HubLink):
-        return NoWeightsGroup(client.link)
+    if isinstance(client.engine_core, SharedClient):
+        return NoWeightsGroup(client.engine_core)
     return WeightsGroup(Weights(client))
 
 

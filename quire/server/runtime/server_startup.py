@@ -11,7 +11,7 @@ from functools import partial
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from quire.engine.link.client import EngineClient
+from quire.engine.client.engine_client import EngineClient
 from quire.server.access.body_reader import BodyReader
 from quire.server.access.gateway_headers import TrustedGateways
 from quire.server.access.tenants import Tenants

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from quire.engine.common.errors import EngineError, InvalidRequest, Overloaded
 from quire.engine.processes.child import Child, module
+from quire.engine.processes.cpu_cores import usable_cpus
 from quire.engine.processes.procfs import Standstill, WatchTimer
-from quire.engine.replicas.cores import usable_cpus
 from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
 from quire.server.served_model import ServedModel, ServedModelSpec

@@ -14,9 +14,9 @@ from quire.engine.checkpoint.overrides import (
     resolve_model_with_overrides,
 )
 from quire.engine.checkpoint.tensor_headers import read_checkpoint_size
+from quire.engine.client.engine_client import EngineClient
 from quire.engine.common.config import DEMO_MODEL, EngineConfig
 from quire.engine.common.errors import ConfigError, ModelError
-from quire.engine.link.client import EngineClient
 from quire.server.served_model import system_fingerprint
 from tests.server.fake import FakeEngine, hashed
 
@@ -77,8 +77,8 @@ def test_a_gguf_file_has_nothing_to_override(tmp_path: Path) -> None:
 
 async def test_an_answer_of_another_config_has_another_fingerprint() -> None:
     engine = EngineClient(FakeEngine(hashed(b"a")))
-    info = await engine.link.start()
-    await engine.link.stop()
+    info = await engine.engine_core.start()
+    await engine.engine_core.stop()
     plain, other = (
         system_fingerprint(info, "", EngineConfig(hf_overrides=each)) for each in (None, {"rope_theta": 1.0})
     )

@@ -11,6 +11,8 @@ import torch
 
 from quire.engine.checkpoint.model_resolver import read_raw_config
 from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
+from quire.engine.client.messages import Submit, apart, decode_to_engine, together
+from quire.engine.client.replica_router import prefix_pieces
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.types import EngineCoreRequest
 from quire.engine.encoders.vision.tower import TowerBuildContext
@@ -19,9 +21,7 @@ from quire.engine.engine_core import EngineCore
 from quire.engine.images.multimodal_prompt import MultimodalPromptBuilder, RequestImage, make_multimodal_prompt_builder
 from quire.engine.images.vision_config import read_vision_spec
 from quire.engine.layers.schemes import UnquantizedScheme
-from quire.engine.link.messages import Submit, apart, decode_to_engine, together
 from quire.engine.processes.utility_calls import encode
-from quire.engine.replicas.router import prefix_pieces
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.worker.images.encoder_cache import ImageEncoderCache
 from quire.kernels.reference import ReferenceBackend

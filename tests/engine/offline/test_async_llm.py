@@ -66,13 +66,13 @@ async def test_streams_say_in_their_kind_what_llm_says(
 
 @pytest.mark.slow
 async def test_a_stream_outlives_its_engine(llm: AsyncLLM, wanted: RequestOutput) -> None:
-    pid, found = llm._client.link.pid, []
+    pid, found = llm._client.engine_core.pid, []
     async for output in llm.generate(PROMPT, params(RequestOutputKind.CUMULATIVE), "killed"):
         found.append(output)
         if len(found) == 3:
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
-    assert llm._client.link.pid != pid
+    assert llm._client.engine_core.pid != pid
     assert found[-1].outputs == wanted.outputs
     await llm.check_health()
 
@@ -125,6 +125,6 @@ async def test_a_closed_one_says_so() -> None:
     task = asyncio.ensure_future(anext(llm.generate(PROMPT, SamplingParams(max_tokens=2))))
     assert (await task).outputs[0].token_ids
     await llm.close()
-    assert llm._client.link.pid is None
+    assert llm._client.engine_core.pid is None
     with pytest.raises(EngineError, match="closed"):
         await anext(llm.generate(PROMPT))

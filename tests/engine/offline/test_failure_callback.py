@@ -48,9 +48,9 @@ def test_an_engine_in_a_process_of_its_own_is_replaced() -> None:
     params = SamplingParams(max_tokens=20, temperature=1.0, seed=3, ignore_eos=True)
     with_process, here = LLM(num_kv_blocks=64, multiprocessing=True), LLM(num_kv_blocks=64)
     try:
-        pid = with_process._client.link.pid
+        pid = with_process._client.engine_core.pid
         assert pid is not None
-        assert here._client.link.pid is None
+        assert here._client.engine_core.pid is None
         first = with_process.generate("Once", params, use_tqdm=False)[0].outputs[0].token_ids
         assert first == here.generate("Once", params, use_tqdm=False)[0].outputs[0].token_ids
         os.kill(pid, signal.SIGKILL)

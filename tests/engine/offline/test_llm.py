@@ -171,7 +171,7 @@ def test_options_that_are_none_are_named() -> None:
 
 def test_a_closed_one_says_so_and_holds_no_engine_any_more() -> None:
     llm = LLM(num_kv_blocks=64, max_model_len=64, threads=1)
-    engine = weakref.ref(llm._client.link._engine)
+    engine = weakref.ref(llm._client.engine_core._engine)
     llm.close()
     assert engine() is None
     with pytest.raises(EngineError, match="closed"):
@@ -186,7 +186,7 @@ def test_one_that_its_own_thread_finds_to_be_garbage_ends() -> None:
             self.llm, self.me = LLM(num_kv_blocks=64, max_model_len=64, threads=1), self
 
     trainer = Trainer()
-    loop, engine = trainer.llm._running_engine._loop, weakref.ref(trainer.llm._client.link._engine)
+    loop, engine = trainer.llm._running_engine._loop, weakref.ref(trainer.llm._client.engine_core._engine)
     threads = {each for each in threading.enumerate() if each.name == "quire-engine"}
     (thread,) = (each for each in threads if each.ident == trainer.llm._run_coroutine(_ident()))
     del trainer

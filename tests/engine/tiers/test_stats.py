@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from quire.engine.client.messages import Stepped, decode_from_engine
 from quire.engine.core.stats import EngineStats, TierStats
-from quire.engine.link.messages import Stepped, decode_from_engine
 from quire.engine.processes.utility_calls import encode
 
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from quire.engine.client.engine_process import _KERNELS
 from quire.engine.common.config import DEMO_MODEL
 from quire.engine.common.errors import ConfigError
-from quire.engine.link.process import _KERNELS
 from quire.server.cli.announcement import listen_url
 from quire.server.cli.main import main
 from quire.server.http.listener import bind_tcp_socket

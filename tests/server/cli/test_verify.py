@@ -13,7 +13,7 @@ import torch
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError
 from quire.engine.common.types import EngineInfo
-from quire.engine.offline.in_process import InProcessLink
+from quire.engine.offline.in_process_client import InProcessClient
 from quire.engine.worker.sampling import device_sampler
 from quire.server.cli import main as cli
 from quire.server.cli import verify as verify_command
@@ -30,7 +30,7 @@ def model(tmp_path: Path) -> str:
 
 
 async def verify(model: str) -> tuple[EngineInfo, dict[str, CheckResult]]:
-    info, checks = await Verification(EngineConfig(model=model, threads=1), 12, InProcessLink).run_checks()
+    info, checks = await Verification(EngineConfig(model=model, threads=1), 12, InProcessClient).run_checks()
     return info, {check.name: check for check in checks}
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, TokenLogprob
-from quire.engine.offline.in_process import InProcessLink
+from quire.engine.offline.in_process_client import InProcessClient
 from tests.server.api import VOCAB_SIZE, Api, make_app, open_api
 from tests.server.fake import FakeEngine, hashed
 from tests.tiny_models import save_tiny_model
@@ -107,7 +107,7 @@ async def test_beams_are_those_of_transformers(width: int, length_penalty: float
         length_penalty=length_penalty,
         pad_token_id=0,
     )
-    app = make_app(InProcessLink(EngineConfig(model=str(path), dtype="float32", num_kv_blocks=100)))
+    app = make_app(InProcessClient(EngineConfig(model=str(path), dtype="float32", num_kv_blocks=100)))
     body = {"prompt": prompt, "n": width, "max_tokens": 8, "use_beam_search": True, "length_penalty": length_penalty}
     async with (
         app.router.lifespan_context(app),

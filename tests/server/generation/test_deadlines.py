@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from quire.engine.client.engine_client import EngineClient
 from quire.engine.common.errors import Timeout
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import EngineCoreRequest
-from quire.engine.link.client import EngineClient
 from tests.server.api import Api, open_api, parse_events
 from tests.server.fake import FakeEngine, scripted
 

@@ -14,8 +14,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.engine.client.engine_client import EngineClient
 from quire.engine.common.errors import ModelError
-from quire.engine.link.client import EngineClient
 from quire.server.access.tenants import Tenants
 from quire.server.config import ServerConfig
 from quire.server.multi_model.added_models import AddedModels

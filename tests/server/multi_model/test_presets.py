@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from quire.engine.client.engine_client import EngineClient
 from quire.engine.common.config import DEMO_MODEL
 from quire.engine.common.errors import ConfigError
-from quire.engine.link.client import EngineClient
 from quire.server.access.tenants import Tenants
 from quire.server.config import ServerConfig
 from quire.server.multi_model.added_models import AddedModels

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quire.engine.link.client import EngineClient
-from quire.engine.link.hub_link import HubLink
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.shared_client import SharedClient
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
 from quire.server.durability.background import Background
@@ -13,14 +13,14 @@ from quire.server.observe.cross_process import CrossProcessObserver
 from quire.server.observe.metrics import Metrics
 from quire.server.observe.request_log import RequestLog
 from quire.server.peers import Peers
-from tests.engine.link.test_hub import request, shared, until
+from tests.engine.client.test_api_server_leader import request, shared, until
 
 
 def _beginning(client: EngineClient) -> CrossProcessObserver:
     """As an API process begins: whatever asks others is there."""
-    assert isinstance(client.link, HubLink)
+    assert isinstance(client.engine_core, SharedClient)
     others = CrossProcessObserver(client, Metrics(client, "m", 64, {}), RequestLog(9), lambda ids: "")
-    Background(Peers(client.link, None))
+    Background(Peers(client.engine_core, None))
     return others
 
 

@@ -16,7 +16,7 @@ def test_each_engine_has_its_own_figures() -> None:
     states = [SimpleNamespace(stats=one, asleep=False, responsive=True)]
     states.append(SimpleNamespace(stats=two, asleep=False, responsive=False))
     link = SimpleNamespace(engines=states, deaths=1, replays=2, quarantined=0)
-    client: Any = SimpleNamespace(link=link, slow_readers=4)
+    client: Any = SimpleNamespace(engine_core=link, slow_readers=4)
     families = [*engine_metrics(client, "m"), *refusal_metrics(client, "m", {"asleep": 3})]
     samples = [sample for family in families for sample in family.samples]
 

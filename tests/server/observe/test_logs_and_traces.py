@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from quire.engine.client.engine_client import EngineClient
 from quire.engine.common.errors import ConfigError
 from quire.engine.core.stats import EngineStats
-from quire.engine.link.client import EngineClient
 from quire.server.observe.log_setup import JsonFormatter, access_log
 from quire.server.observe.request_spans import create_otlp_exporter
 from quire.server.observe.throughput_log import format_throughput, log_throughput_periodically

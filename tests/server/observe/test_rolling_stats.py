@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from quire.engine.link.client import EngineClient
+from quire.engine.client.engine_client import EngineClient
 from quire.server.observe.metrics import ENGINE_LABEL, TOKEN_BUCKETS, BulkHistogram, Metrics
 from tests.server.fake import FakeEngine
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai import BadRequestError
 
+from quire.engine.client.engine_client import EngineClient
 from quire.engine.common.request_params import SamplingParams
-from quire.engine.link.client import EngineClient
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.app import create_app
 from quire.server.config import ServerConfig

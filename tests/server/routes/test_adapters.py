@@ -15,10 +15,10 @@ from openai import AsyncOpenAI
 from transformers import AutoModelForCausalLM
 
 from quire.engine.checkpoint.model_resolver import read_model_config
+from quire.engine.client.engine_client import EngineClient
 from quire.engine.common.errors import ConfigError
-from quire.engine.link.client import EngineClient
 from quire.engine.lora.target_modules import adaptable_modules
-from quire.engine.offline.in_process import InProcessLink
+from quire.engine.offline.in_process_client import InProcessClient
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.served_model import ServedModelSpec
@@ -49,7 +49,7 @@ async def serving(model: Path, **options: Any) -> AsyncIterator[Api]:
     """The app on an engine in this process."""
     settings = {"served_model_name": ["tiny"], "num_kv_blocks": 64, "enable_lora": True, "max_loras": 2, **options}
     config = ServerConfig(model=str(model), **settings)
-    client = EngineClient(InProcessLink(config))
+    client = EngineClient(InProcessClient(config))
     modules = adaptable_modules(read_model_config(model))
     tokenizer = byte_level_tokenizer(CHATML).tokenizer
     app = create_app(client, ServedModelSpec(config, tokenizer, VOCAB, {}), modules, launch_process=FORKED)
@@ -59,7 +59,7 @@ async def serving(model: Path, **options: Any) -> AsyncIterator[Api]:
         httpx.AsyncClient(transport=transport, base_url="http://quire") as http,
     ):
         openai = AsyncOpenAI(base_url="http://quire/v1", api_key="none", http_client=http, max_retries=0)
-        yield Api(client.link, app, http, openai)  # type: ignore[arg-type]
+        yield Api(client.engine_core, app, http, openai)  # type: ignore[arg-type]
 
 
 def asked(name: str, **more: Any) -> dict[str, Any]:

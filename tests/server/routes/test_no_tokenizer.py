@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.engine.link.client import EngineClient
+from quire.engine.client.engine_client import EngineClient
 from quire.engine.text.null_tokenizer import NullTokenizer
 from quire.server.app import create_app
 from quire.server.config import ServerConfig

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
+from quire.engine.client.engine_client import EngineClient
 from quire.engine.common.config import DEMO_MODEL
-from quire.engine.link.client import EngineClient
-from quire.engine.offline.in_process import InProcessLink
+from quire.engine.offline.in_process_client import InProcessClient
 from quire.engine.receipts.receipt import parse_receipt_json
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.app import create_app
@@ -127,7 +127,7 @@ def test_confidences() -> None:
 async def served(**options: Any) -> AsyncIterator[tuple[httpx.AsyncClient, EngineClient]]:
     """The embedded model, in this process."""
     config = ServerConfig(**{"threads": 1, "max_model_len": 1024, "num_kv_blocks": 400, **options})
-    client = EngineClient(InProcessLink(config))
+    client = EngineClient(InProcessClient(config))
     app = create_app(
         client, ServedModelSpec(config, Tokenizer.from_pretrained(DEMO_MODEL), 4096, {}), launch_process=FORKED
     )
@@ -167,7 +167,7 @@ async def test_probabilities_are_the_same_bits_at_any_load(dtype: str) -> None:
         others = [asked(http, questions, f"{state[: 50 * index]} and then") for index in range(3)]
         first, *_ = await asyncio.gather(asked(http, dict(reversed(questions.items())), state), *others)
         second = await asked(http, questions, state)
-        assert client.link.stats.prefix_hits > 5000
+        assert client.engine_core.stats.prefix_hits > 5000
     assert first == second == alone
 
 

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
+from quire.engine.client.engine_client import EngineClient
 from quire.engine.common.config import DEMO_MODEL
-from quire.engine.link.client import EngineClient
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.app import create_app
 from quire.server.config import ServerConfig

@@ -19,8 +19,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 from quire.engine.checkpoint.model_resolver import read_model_config
 from quire.engine.checkpoint.pooling import read_pooling_and_tasks
-from quire.engine.link.client import EngineClient
-from quire.engine.offline.in_process import InProcessLink
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.offline.in_process_client import InProcessClient
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
@@ -39,7 +39,7 @@ EMBEDDINGS, SCORE, RERANK = "/v1/embeddings", "/v1/score", "/v1/rerank"
 async def serving(path: Path, tokenizer: Tokenizer, **options: Any) -> AsyncIterator[Api]:
     """The app on an engine in this process."""
     config = ServerConfig(model=str(path), **{"served_model_name": ["tiny"], "num_kv_blocks": 200, **options})
-    client = EngineClient(InProcessLink(config))
+    client = EngineClient(InProcessClient(config))
     pooling, _ = read_pooling_and_tasks(path, read_model_config(path), config)
     app = create_app(client, ServedModelSpec(config, tokenizer, VOCAB, {}, pooling=pooling), launch_process=FORKED)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
@@ -48,7 +48,7 @@ async def serving(path: Path, tokenizer: Tokenizer, **options: Any) -> AsyncIter
         httpx.AsyncClient(transport=transport, base_url="http://quire") as http,
     ):
         openai = AsyncOpenAI(base_url="http://quire/v1", api_key="none", http_client=http, max_retries=0)
-        yield Api(client.link, app, http, openai)  # type: ignore[arg-type]
+        yield Api(client.engine_core, app, http, openai)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from quire.engine.common.errors import InvalidRequest
-from quire.engine.link.answering import Answering
+from quire.engine.processes.answering import Answering
 from quire.server.batches.output_files import finish_batch
 from quire.server.peers import make_blocking_data_dir_call
 from quire.server.store.batches import Batch, BatchError, Batches, BatchLine, LineResult

@@ -12,8 +12,8 @@ from subprocess import DEVNULL
 from typing import IO, TYPE_CHECKING
 
 from quire.engine.processes.child import Child, module
+from quire.engine.processes.cpu_cores import usable_cpus
 from quire.engine.processes.exit_cause import exit_cause
-from quire.engine.replicas.cores import usable_cpus
 
 if TYPE_CHECKING:
     from quire.kernels.gpu.kernel_variant import KernelVariant

@@ -16,8 +16,8 @@ from quire.engine.common.scheduler_output import HeadDraftRequest, SchedulerOutp
 from quire.engine.common.types import Adapter
 from quire.engine.layers.shard import ModelShard
 from quire.engine.lora.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from quire.engine.processes.cpu_cores import stay_on
 from quire.engine.processes.utility_calls import invoke, make_result
-from quire.engine.replicas.cores import stay_on
 from quire.engine.text.grammar_compiler import GrammarCompiler
 from quire.engine.worker.device_memory import available_kv_bytes, explain_weights_out_of_memory
 from quire.engine.worker.device_plan import choose_device_plan, configure_cpu

@@ -25,11 +25,11 @@ from quire.engine.common.types import Adapter
 from quire.engine.lora.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from quire.engine.models.decoder import Decoder
 from quire.engine.processes.child import Child, module
+from quire.engine.processes.cpu_cores import allowed_cores, node_cores, stay_on
 from quire.engine.processes.exit_cause import exit_cause
 from quire.engine.processes.frames import Inbox, encode_frame, read_frame
 from quire.engine.processes.procfs import Stopped, WatchTimer
 from quire.engine.processes.utility_calls import START, UtilityResult, decode_result, make_call, make_notification
-from quire.engine.replicas.cores import allowed_cores, node_cores, stay_on
 from quire.engine.worker.device_plan import DevicePlan
 from quire.engine.worker.ranks.rank_group import RankGroup
 from quire.engine.worker.ranks.rank_messages import (

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from quire.engine import VERSION
-from quire.engine.replicas.cores import usable_cpus
+from quire.engine.processes.cpu_cores import usable_cpus
 from quire.server.cli.plan.machine import Machine
 
 _TIMEOUT_SECONDS = 120.0

@@ -15,6 +15,9 @@ import uvloop
 
 from quire.engine.checkpoint.model_resolver import resolve_model
 from quire.engine.checkpoint.overrides import load_model_config, resolve_model_with_overrides
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.engine_core_client import EngineCoreClient
+from quire.engine.client.process_client import ProcessClient
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, InvalidRequest, ModelError
 from quire.engine.common.types import Image
@@ -23,9 +26,6 @@ from quire.engine.images.multimodal_prompt import (
     make_multimodal_prompt_builder,
     make_tiles_by_tile_digest,
 )
-from quire.engine.link.client import EngineClient
-from quire.engine.link.link import Link
-from quire.engine.link.supervisor import ProcessLink
 from quire.engine.lora.local_adapters import LocalAdapters, LoRARequest
 from quire.engine.receipts.model_hasher import ModelHasher
 from quire.engine.receipts.receipt import Receipt, parse_receipt_json
@@ -50,7 +50,7 @@ RECEIPT_SETTINGS = (
     "tensor_parallel_size",
 )
 """Settings that are as the first receipt says, unless they are given."""
-MakeLink = Callable[[EngineConfig], Link]
+MakeLink = Callable[[EngineConfig], EngineCoreClient]
 
 
 def main(argv: Sequence[str], started: float) -> int:
@@ -76,7 +76,7 @@ async def _replay_and_print(config: EngineConfig, args: argparse.Namespace) -> i
     """Print all verdicts. Returns the exit status."""
     counts: Counter[str] = Counter()
     tokens, last_warning = 0, ""
-    async for verdict in replay_receipts(config, args.file, args.adapter, args.image, ProcessLink):
+    async for verdict in replay_receipts(config, args.file, args.adapter, args.image, ProcessClient):
         counts[verdict.outcome] += 1
         tokens += verdict.tokens
         if args.json:
@@ -128,9 +128,9 @@ async def replay_receipts(
         else [each for each in local_adapters.resolve_requests(lora_requests, len(lora_requests)) if each is not None]
     )
     client = EngineClient(make_link(config))
-    hashes = ModelHasher(config, tokenizer, client.link.weights_paths)
+    hashes = ModelHasher(config, tokenizer, client.engine_core.weights_paths)
     try:
-        info = await client.link.start()
+        info = await client.engine_core.start()
         model = ReplayModel(
             hashes=await hashes.get_receipt_hashes(["1"]),
             computed=await hashes.describe_compute(info),
@@ -148,7 +148,7 @@ async def replay_receipts(
         while running:
             yield await running.popleft()
     finally:
-        await client.link.stop()
+        await client.engine_core.stop()
 
 
 async def _replay_receipt(encoded: bytes, where: str, model: ReplayModel, client: EngineClient) -> ReplayVerdict:

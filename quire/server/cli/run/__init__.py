@@ -21,10 +21,10 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.replicated_client import processes
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, EngineError, InvalidRequest
-from quire.engine.link.client import EngineClient
-from quire.engine.replicas.replicas import processes
 from quire.server.batches.batch_lines import (
     LineRequest,
     custom_id_or_line_name,
@@ -342,7 +342,7 @@ async def start_engine_and_answer_requests(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with closing(ResultFile(output)) as out:
         client = processes(config)
-        client.link.launch()
+        client.engine_core.launch()
         async with open_engine_app(config, client) as app:
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
             with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from quire.engine.client.replica_router import MOST_AHEAD, PIECE, Router, prefix_pieces
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import Adapter, EngineCoreRequest
-from quire.engine.replicas.router import MOST_AHEAD, PIECE, Router, prefix_pieces
 from tests.tiers import examples
 
 ALL = range(2)

@@ -13,17 +13,17 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from quire.engine.checkpoint.kv_offload_dir import delete_kv_blocks
+from quire.engine.client.engine_core_client import ExclusiveClient
 from quire.engine.common.config import EngineConfig, capacity_settings_from_info
 from quire.engine.common.errors import ConfigError, EngineError, QuireError
 from quire.engine.common.types import EngineCoreRequest, EngineInfo
 from quire.engine.core.stats import EngineStats, EngineView
-from quire.engine.link.link import EngineLink
 
 if TYPE_CHECKING:
     from quire.engine.engine_core import EngineCore, Logprobs, NamedTensors
 
 
-class InProcessLink(EngineLink):
+class InProcessClient(ExclusiveClient):
     """To an engine that runs in a task of the current event loop."""
 
     def __init__(self, config: EngineConfig) -> None:

@@ -1,8 +1,8 @@
-"""The boundary between a book of requests and an engine: what the book asks of its link, and what the link tells it.
+"""The boundary between a book of requests and an engine: what the book (EngineClient) asks, and what it is told.
 
-There are four links: InProcessLink (engine/offline/in_process.py) to an engine in this process, ProcessLink
-(supervisor.py) to one in a process of its own, Replicas (engine/replicas/replicas.py) to several of these, and HubLink
-(engine/link/hub_link.py) to one that other processes use, too.
+There are four: InProcessClient (engine/offline/in_process_client.py) to an engine in this process, ProcessClient
+(process_client.py) to one in a process of its own, ReplicatedClient (replicated_client.py) to several of these, and
+SharedClient (shared_client.py) to one that other processes use, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger("quire.engine.link.link")
 
 
 class Owner(Protocol):
-    """Has the requests that a link passes on. `engine`: the number of the link's engine among those of one model."""
+    """Has the requests that a client passes on. `engine`: the number of its engine among those of one model."""
 
     def request(self, request_id: str) -> EngineCoreRequest:
         """An open request, with the tokens that it already has."""
@@ -51,7 +51,7 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True):
     asleep: bool
 
 
-class Link(ABC):
+class EngineCoreClient(ABC):
     """To an engine. All methods must be called from the same event loop."""
 
     owner: Owner
@@ -148,8 +148,8 @@ class Link(ABC):
         return [EngineState(self.stats, self.responsive, self.asleep)]
 
 
-class EngineLink(Link):
-    """A link whose engine is nobody else's, and which can have its weights changed: see Weights, which calls these."""
+class ExclusiveClient(EngineCoreClient):
+    """One whose engine is nobody else's, and which can have its weights changed: see Weights, which calls these."""
 
     @abstractmethod
     async def rest(self, level: int) -> None:

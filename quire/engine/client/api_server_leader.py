@@ -1,8 +1,8 @@
-"""Lets several API processes share one engine: `Hub` in the process that has the engine's link, HubLink (hub_link.py)
-in each of the others.
+"""Lets several API processes share one engine: ApiServerLeader in the process that has the engine's client,
+SharedClient (shared_client.py) in each of the others.
 
-The hub keeps no text and no history. It knows which API process has which open request, sends it the engine's outputs,
-aborts the requests of an API process that has ended, and passes questions from one API process to the others.
+The leader keeps no text and no history. It knows which API process has which open request, sends it the engine's
+outputs, aborts the requests of an API process that has ended, and passes questions from one API process to the others.
 """
 
 from __future__ import annotations
@@ -14,14 +14,8 @@ from typing import Any
 
 import zmq
 
-from quire.engine.common import clock
-from quire.engine.common.errors import EngineError, QuireError
-from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, EngineInfo
-from quire.engine.core.stats import EngineStats, EngineView, StepRecord
-from quire.engine.link.answering import Answering
-from quire.engine.link.client import EngineClient
-from quire.engine.link.hub_relay import Channel, Relayed
-from quire.engine.link.messages import (
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.messages import (
     CANNOT_ANSWER,
     LASTING,
     LEADER,
@@ -35,10 +29,16 @@ from quire.engine.link.messages import (
     decode_to_leader,
     together,
 )
-from quire.engine.link.tasks import Tasks
-from quire.engine.link.weights import Mode, Weights
+from quire.engine.client.relay import ApiProcessChannel, RelayReader
+from quire.engine.client.weights import Mode, Weights
+from quire.engine.common import clock
+from quire.engine.common.errors import EngineError, QuireError
+from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, EngineInfo
+from quire.engine.core.stats import EngineStats, EngineView, StepRecord
+from quire.engine.processes.answering import Answering
 from quire.engine.processes.heartbeat import Alive
 from quire.engine.processes.procfs import WatchTimer
+from quire.engine.processes.tasks import Tasks
 from quire.engine.processes.utility_calls import (
     Fault,
     UtilityCall,
@@ -62,21 +62,21 @@ _REMEMBER_SECONDS = 5.0
 """Time between two questions to all API processes for the counts that would be lost with them."""
 
 
-class Hub:
+class ApiServerLeader:
     """All methods must be called from the client's event loop."""
 
     def __init__(
         self, client: EngineClient, address: str, wire: Callable[..., Wire] = Wire, *, tell_seconds: float = 1.0
     ) -> None:
         """address: where API processes connect, as ZeroMQ writes it. tell_seconds: after so long the state is sent
-        again though nothing has changed: it is the hub's sign of life."""
+        again though nothing has changed: it is the leader's sign of life."""
         self.client, self._tell_seconds = client, tell_seconds
         self.weights = Weights(client)
         client.recorder = self  # what happened to a request is kept by the API process that has it
         client.turns = None  # so are turns
         self._wire = wire(zmq.ROUTER)
         self._address = address
-        self._channels: dict[bytes, Channel] = {}
+        self._channels: dict[bytes, ApiProcessChannel] = {}
         """By the identity of the API process."""
         self._info: EngineInfo | None = None
         self._flushing = False
@@ -98,7 +98,7 @@ class Hub:
         self._tasks.begin(self._remember())
 
     @property
-    def channels(self) -> list[Channel]:
+    def channels(self) -> list[ApiProcessChannel]:
         """The API processes that there are."""
         return list(self._channels.values())
 
@@ -108,9 +108,9 @@ class Hub:
         for identity, channel in self._channels.items():
             self.welcome(identity, channel)
 
-    def add(self, identity: bytes, number: int) -> Channel:
+    def add(self, identity: bytes, number: int) -> ApiProcessChannel:
         """Expect an API process with this identity."""
-        channel = Channel(number, lambda message: self._write(identity, message))
+        channel = ApiProcessChannel(number, lambda message: self._write(identity, message))
         self._channels[identity] = channel
         return channel
 
@@ -118,7 +118,7 @@ class Hub:
         """An API process has ended: abort its requests. Returns how many these were."""
         channel = self._channels.pop(identity)
         channel.calls.end(EngineError("the API process has ended"))
-        return self.client.drop(lambda reader: isinstance(reader, Relayed) and reader.channel is channel)
+        return self.client.drop(lambda reader: isinstance(reader, RelayReader) and reader.channel is channel)
 
     async def close(self) -> None:
         await self._tasks.cancel()
@@ -132,7 +132,7 @@ class Hub:
         self._wire.send(identity, encode(message))
 
     def _stats(self) -> list[EngineStats]:
-        return [each.stats for each in self.client.link.engines]
+        return [each.stats for each in self.client.engine_core.engines]
 
     async def _receive(self) -> None:
         while True:
@@ -142,7 +142,7 @@ class Hub:
                 channel.silence = 0.0
                 self._take(identity, channel, decode_to_leader(message))
 
-    def _take(self, identity: bytes, channel: Channel, message: ToLeader) -> None:
+    def _take(self, identity: bytes, channel: ApiProcessChannel, message: ToLeader) -> None:
         match message:
             case Submit():
                 self._submit(channel, message)
@@ -158,7 +158,7 @@ class Hub:
             case Alive():
                 pass
 
-    def welcome(self, identity: bytes, channel: Channel) -> None:
+    def welcome(self, identity: bytes, channel: ApiProcessChannel) -> None:
         """Tell an API process that the engine is ready, once both are there."""
         if self._info is not None:
             channel.welcomed = True
@@ -170,9 +170,9 @@ class Hub:
         self.changed.set()
         self.changed = asyncio.Event()
 
-    def _submit(self, channel: Channel, message: Submit) -> None:
+    def _submit(self, channel: ApiProcessChannel, message: Submit) -> None:
         requests = together(message.requests, message.images)
-        reader = Relayed(requests, channel, self._stats)
+        reader = RelayReader(requests, channel, self._stats)
         try:
             self.client.add(requests, reader)
         except QuireError as error:
@@ -184,7 +184,7 @@ class Hub:
         """The API process has recorded it."""
 
     def record_step(self, outputs: Sequence[EngineCoreOutput], record: StepRecord | None, replica: int = 0) -> None:
-        version, first = self.client.link.weights_version, True
+        version, first = self.client.engine_core.weights_version, True
         for channel in self._channels.values():
             channel.begin(record, replica, version, counts=first)
             first = first and not channel.welcomed
@@ -216,7 +216,7 @@ class Hub:
 
     # What API processes want
 
-    async def _answer(self, identity: bytes, channel: Channel, call: UtilityCall) -> None:
+    async def _answer(self, identity: bytes, channel: ApiProcessChannel, call: UtilityCall) -> None:
         assert call.id is not None
         try:
             result = await run_call_in_task(LeaderMethods, _ApiProcessCalls(self, identity, channel), call)
@@ -238,7 +238,7 @@ class Hub:
         await self._answers("", b"", self._others())
         if fault is not None:
             raise fault
-        return self.client.link.weights_version
+        return self.client.engine_core.weights_version
 
     async def ask(self, identity: bytes, topic: str, body: bytes, to: str | None) -> list[bytes]:
         """See LeaderMethods.ask, on behalf of an API process."""
@@ -255,12 +255,16 @@ class Hub:
             bodies += [body for number, body in self._lasting.items() if number not in there]
         return bodies
 
-    def _others(self, but: bytes | None = None) -> list[tuple[bytes, Channel]]:
+    def _others(self, but: bytes | None = None) -> list[tuple[bytes, ApiProcessChannel]]:
         """All API processes that can be asked, or all but one."""
         return [(who, each) for who, each in self._channels.items() if who != but and each.welcomed]
 
     async def _answers(
-        self, topic: str, body: bytes, asked: Sequence[tuple[bytes, Channel]], seconds: float = _ANSWER_SECONDS
+        self,
+        topic: str,
+        body: bytes,
+        asked: Sequence[tuple[bytes, ApiProcessChannel]],
+        seconds: float = _ANSWER_SECONDS,
     ) -> list[bytes]:
         """The answers of these API processes that come in so many seconds."""
         answers = {channel: channel.calls.begin(ApiProcessMethods.answer, topic, body) for _, channel in asked}
@@ -300,18 +304,18 @@ class Hub:
             self._tell(make_notification(ApiProcessMethods.update_state, state))
 
     def _now(self) -> State:
-        client, link = self.client, self.client.link
+        client, engine_core = self.client, self.client.engine_core
         return State(
-            engines=[*link.engines],
+            engines=[*engine_core.engines],
             responsive=client.responsive,
             healthy=client.healthy,
-            asleep=link.asleep,
+            asleep=engine_core.asleep,
             refusing=client.refusing,
-            weights_version=link.weights_version,
-            weights_path=link.weights_paths.get(link.weights_version),
-            deaths=link.deaths,
-            replays=link.replays,
-            quarantined=link.quarantined,
+            weights_version=engine_core.weights_version,
+            weights_path=engine_core.weights_paths.get(engine_core.weights_version),
+            deaths=engine_core.deaths,
+            replays=engine_core.replays,
+            quarantined=engine_core.quarantined,
             failure=None if client.failure is None else Fault.of(client.failure),
             open=dict(client.open_by_tenant),
             queued_tokens=client.queued_tokens,
@@ -319,39 +323,39 @@ class Hub:
 
 
 class _ApiProcessCalls(LeaderMethods):
-    """What one API process has the hub do."""
+    """What one API process has the leader do."""
 
-    def __init__(self, hub: Hub, identity: bytes, channel: Channel) -> None:
-        self._hub = hub
+    def __init__(self, leader: ApiServerLeader, identity: bytes, channel: ApiProcessChannel) -> None:
+        self._leader = leader
         self._identity = identity
         self._channel = channel
 
     def join(self) -> None:
-        self._hub.welcome(self._identity, self._channel)
+        self._leader.welcome(self._identity, self._channel)
 
     def announce(self, announcement: str) -> None:
         self._channel.announcement = announcement
-        self._hub.report_start()
+        self._leader.report_start()
 
     def report_failed_start(self, fault: Fault) -> None:
         self._channel.fault = fault
-        self._hub.report_start()
+        self._leader.report_start()
 
     def reset_prefix_cache(self) -> None:
-        self._hub.client.reset_prefix_cache()
+        self._leader.client.reset_prefix_cache()
 
     async def take_snapshot(self) -> EngineView | None:
-        client = self._hub.client
+        client = self._leader.client
         return await client.snapshot() if client.responsive else None
 
     async def ask(self, topic: str, body: bytes, to: str | None) -> list[bytes]:
-        return await self._hub.ask(self._identity, topic, body, to)
+        return await self._leader.ask(self._identity, topic, body, to)
 
     async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None:
-        await self._hub.change_weights(self._hub.weights.sleep(level, mode, refuse=refuse))
+        await self._leader.change_weights(self._leader.weights.sleep(level, mode, refuse=refuse))
 
     async def wake_up(self) -> None:
-        await self._hub.change_weights(self._hub.weights.wake_up())
+        await self._leader.change_weights(self._leader.weights.wake_up())
 
     async def update(self, path: str, mode: Mode = "keep", version: str | None = None) -> str:
-        return await self._hub.change_weights(self._hub.weights.update(path, mode, version))
+        return await self._leader.change_weights(self._leader.weights.update(path, mode, version))

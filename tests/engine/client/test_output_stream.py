@@ -7,11 +7,11 @@ import asyncio
 import msgspec
 import pytest
 
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.output_stream import OutputStream
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.types import EngineCoreOutput, FinishReason
-from quire.engine.link.client import EngineClient
-from quire.engine.link.output_stream import OutputStream
-from quire.engine.offline.in_process import InProcessLink
+from quire.engine.offline.in_process_client import InProcessClient
 from tests.engine.harness import request
 
 PROMPT = [3, 4, 5]
@@ -21,7 +21,7 @@ class Client(EngineClient):
     """Has no engine: the test delivers."""
 
     def __init__(self) -> None:
-        super().__init__(InProcessLink(EngineConfig(model="none")))
+        super().__init__(InProcessClient(EngineConfig(model="none")))
 
     def step(self, *ids: str, token: int = 1, ends: FinishReason | None = None) -> None:
         self.deliver([EngineCoreOutput(each, [token], finish_reason=ends) for each in ids])

@@ -2,8 +2,8 @@
 time.
 
 The engine is built anew for each change, and every open request is submitted to it with the tokens that it already has,
-as after a crash (supervisor.py). So a stream outlives a change, and nothing that the old weights computed, such as a
-cached prefix, is there for the new ones.
+as after a crash (process_client.py). So a stream outlives a change, and nothing that the old weights computed, such as
+a cached prefix, is there for the new ones.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from functools import partial
 from itertools import count
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.engine_core_client import ExclusiveClient
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import InvalidRequest
-from quire.engine.link.client import EngineClient
-from quire.engine.link.link import EngineLink
 from quire.engine.processes.utility_calls import UtilityResult
 
 Mode = Literal["keep", "wait", "abort"]
@@ -46,7 +46,7 @@ class Change:
 
 
 class WeightChanges(Protocol):
-    """Of the engine of a link, made here or by a hub."""
+    """Of the engine of a client, made here or by the leader."""
 
     async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None: ...
 
@@ -59,10 +59,10 @@ class Weights:
     """Changes the weights of a client's engine. All methods must be called from the client's event loop."""
 
     def __init__(self, client: EngineClient) -> None:
-        assert isinstance(client.link, EngineLink), "a hub changes the weights of its engine itself"
-        self._client, self._link = client, client.link
+        assert isinstance(client.engine_core, ExclusiveClient), "a hub changes the weights of its engine itself"
+        self._client, self._engine_core = client, client.engine_core
         self._changing = asyncio.Lock()
-        self._used = {self._link.weights_version}
+        self._used = {self._engine_core.weights_version}
         """Versions that were served so far."""
 
     async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None:
@@ -76,9 +76,9 @@ class Weights:
         check_mode(mode)
 
         async def rest() -> None:
-            if not self._link.asleep:
+            if not self._engine_core.asleep:
                 async with self._settled(mode):
-                    await self._link.rest(level)
+                    await self._engine_core.rest(level)
             self._client.refusing = refuse
 
         await to_its_end(self._changing, rest())
@@ -88,8 +88,8 @@ class Weights:
         then it sleeps on."""
 
         async def wake() -> None:
-            if self._link.asleep:
-                await self._link.load(None, self._link.weights_version)
+            if self._engine_core.asleep:
+                await self._engine_core.load(None, self._engine_core.weights_version)
             self._client.refusing = False
 
         await to_its_end(self._changing, wake())
@@ -101,8 +101,8 @@ class Weights:
         model's shape, and ConfigError for those that cannot be loaded: then the old weights go on.
         """
         found = absolute(path)
-        check = partial(self._link.check, found)
-        return await self.change(partial(self._link.load, found), mode, version, check, path=found)
+        check = partial(self._engine_core.check, found)
+        return await self.change(partial(self._engine_core.load, found), mode, version, check, path=found)
 
     async def change(
         self,
@@ -122,7 +122,7 @@ class Weights:
                 await check()
             name = version or next(free for free in map(str, count(len(self._used) + 1)) if free not in self._used)
             async with self._settled(mode):
-                self._link.weights_paths[name] = path
+                self._engine_core.weights_paths[name] = path
                 await load(name)
             self._used.add(name)
             self._client.refusing = False
@@ -138,7 +138,7 @@ class Weights:
         try:
             if mode == "abort":
                 client.abort_all()
-            while mode == "wait" and not self._link.asleep and client.has_unheld:  # noqa: ASYNC110 - a poll is soon enough
+            while mode == "wait" and not self._engine_core.asleep and client.has_unheld:  # noqa: ASYNC110 - a poll is soon enough
                 await asyncio.sleep(_POLL_SECONDS)
             yield
         finally:

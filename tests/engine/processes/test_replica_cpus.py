@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from quire.engine.client.replica_shares import replica_config
 from quire.engine.common.config import EngineConfig
-from quire.engine.replicas.cores import cpu_quota, usable_cpus
-from quire.engine.replicas.shares import replica_config
+from quire.engine.processes.cpu_cores import cpu_quota, usable_cpus
 
 ALLOWED = len(os.sched_getaffinity(0))
 

@@ -1,4 +1,4 @@
-"""ProcessLink with fake engine processes that end at random moments: no token is lost, repeated or changed."""
+"""ProcessClient with fake engine processes that end at random moments: no token is lost, repeated or changed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.engine_process import Launcher
+from quire.engine.client.process_client import ProcessClient
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import EngineCoreRequest
-from quire.engine.link.client import EngineClient
-from quire.engine.link.process import Launcher
-from quire.engine.link.supervisor import ProcessLink
 from tests.engine.fake_process import INFO, KILLED, LENGTH, Caller, FakeProcess, settle, started, token
 from tests.tiers import examples
 
@@ -30,11 +30,11 @@ ACTIONS = st.one_of(
 
 
 async def run(actions: list[tuple[str, int]]) -> None:
-    client = EngineClient(ProcessLink(EngineConfig(), launcher=Launcher(FakeProcess)))
-    await client.link.start()
+    client = EngineClient(ProcessClient(EngineConfig(), launcher=Launcher(FakeProcess)))
+    await client.engine_core.start()
     callers: list[Caller] = []
     for number, (action, value) in enumerate(actions):
-        process = client.link._process
+        process = client.engine_core._process
         match action:
             case "submit" | "submit killers":
                 name = "killer" if action == "submit killers" else "good"
@@ -50,8 +50,8 @@ async def run(actions: list[tuple[str, int]]) -> None:
     for _ in range(2000):
         if not client.num_open:
             break
-        if isinstance(client.link._process, FakeProcess):
-            client.link._process.step(9)
+        if isinstance(client.engine_core._process, FakeProcess):
+            client.engine_core._process.step(9)
         else:
             await asyncio.sleep(0.005)  # after engines that crashed with nothing to compute, the next one starts later
         await settle()
@@ -60,9 +60,9 @@ async def run(actions: list[tuple[str, int]]) -> None:
         caller.check()
     assert client.alive
     assert not client.num_open
-    assert client.link._replay.idle
-    assert client.link._replay.take_ready() == []
-    await client.link.stop()
+    assert client.engine_core._replay.idle
+    assert client.engine_core._replay.take_ready() == []
+    await client.engine_core.stop()
 
 
 @settings(deadline=None, max_examples=examples(300))
@@ -80,17 +80,17 @@ async def test_only_the_first_engine_warms_up_before_it_is_ready() -> None:
             super().__init__(config, on_begun)
             seconds.append(config.warmup_seconds)
 
-    client = EngineClient(ProcessLink(EngineConfig(warmup_seconds=20.0), launcher=Launcher(Noted)))
-    await client.link.start()
+    client = EngineClient(ProcessClient(EngineConfig(warmup_seconds=20.0), launcher=Launcher(Noted)))
+    await client.engine_core.start()
     for _ in range(2):
-        assert isinstance(client.link._process, Noted)
-        client.link._process.exit(KILLED)
+        assert isinstance(client.engine_core._process, Noted)
+        client.engine_core._process.exit(KILLED)
         await settle()
         for _ in range(200):
-            if client.alive and client.link.ready:
+            if client.alive and client.engine_core.ready:
                 break
             await asyncio.sleep(0.005)
-    await client.link.stop()
+    await client.engine_core.stop()
     assert seconds == [20.0, 0.0, 0.0]
 
 
@@ -102,28 +102,28 @@ async def test_no_stream_goes_on_with_other_weights_that_took_the_place_of_its_o
         def connect(self) -> None:
             self._sent.put_nowait(started(msgspec.structs.replace(INFO, content=contents.pop(0))))
 
-    client = EngineClient(ProcessLink(EngineConfig(), launcher=Launcher(Overwritten)))
-    await client.link.start()
+    client = EngineClient(ProcessClient(EngineConfig(), launcher=Launcher(Overwritten)))
+    await client.engine_core.start()
     for left in (1, 0):
         assert client.alive
-        assert isinstance(client.link._process, Overwritten)
-        client.link._process.exit(KILLED)
+        assert isinstance(client.engine_core._process, Overwritten)
+        client.engine_core._process.exit(KILLED)
         async with asyncio.timeout(10):
-            while len(contents) > left or (client.alive and not client.link.ready):  # noqa: ASYNC110
+            while len(contents) > left or (client.alive and not client.engine_core.ready):  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         await settle()
     assert not client.alive
-    await client.link.stop()
+    await client.engine_core.stop()
 
 
 async def test_steps_that_came_together_reach_a_reader_together() -> None:
     """So a server that is behind its engine sends fewer and larger chunks."""
-    client = EngineClient(ProcessLink(EngineConfig(), launcher=Launcher(FakeProcess)))
-    await client.link.start()
+    client = EngineClient(ProcessClient(EngineConfig(), launcher=Launcher(FakeProcess)))
+    await client.engine_core.start()
     params = SamplingParams(max_tokens=LENGTH)
     stream = client.submit([EngineCoreRequest(id="a", prompt_ids=[1], params=params, seed=0)])
     await settle()
-    process = client.link._process
+    process = client.engine_core._process
     assert isinstance(process, FakeProcess)
     for _ in range(4):
         process.step(1)
@@ -132,4 +132,4 @@ async def test_steps_that_came_together_reach_a_reader_together() -> None:
     process.step(1)
     (second,) = await anext(stream)
     assert second.new_ids == [token("a", 4)]
-    await client.link.stop()
+    await client.engine_core.stop()

@@ -1,19 +1,19 @@
-"""What the hub knows of one API process, and how the engine's outputs get there: in one message for all requests of the
-API process, because a message costs as much as the tokens of some ten streams."""
+"""What the leader knows of one API process, and how the engine's outputs get there: in one message for all requests of
+the API process, because a message costs as much as the tokens of some ten streams."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from quire.engine.client.messages import ApiProcessMethods, FromLeader, Part, SharedSteps
 from quire.engine.common import clock
 from quire.engine.common.errors import QuireError
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest
 from quire.engine.core.stats import EngineStats, StepRecord
-from quire.engine.link.messages import ApiProcessMethods, FromLeader, Part, SharedSteps
 from quire.engine.processes.utility_calls import Fault, UtilityCalls, make_notification
 
 
-class Channel:
+class ApiProcessChannel:
     """One API process."""
 
     def __init__(self, number: int, send: Callable[[FromLeader], None]) -> None:
@@ -28,7 +28,7 @@ class Channel:
         self.fault: Fault | None = None
         """Why it could not start."""
         self.silence = 0.0
-        """Seconds since it was last heard of, without those in which the hub could not listen."""
+        """Seconds since it was last heard of, without those in which the leader could not listen."""
         self.outputs: list[EngineCoreOutput] = []
         """Those of the part that is being filled."""
         self._parts: list[Part] = []
@@ -54,11 +54,14 @@ class Channel:
         self._write(message)
 
 
-class Relayed:
+class RelayReader:
     """Reads the requests of one call for an API process, which has the stream that is read there."""
 
     def __init__(
-        self, requests: Sequence[EngineCoreRequest], channel: Channel, stats: Callable[[], Sequence[EngineStats]]
+        self,
+        requests: Sequence[EngineCoreRequest],
+        channel: ApiProcessChannel,
+        stats: Callable[[], Sequence[EngineStats]],
     ) -> None:
         """stats: of each engine, as they are."""
         self.ids: Sequence[str] = [request.id for request in requests]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from quire.engine.client.engine_process import EngineProcess
 from quire.engine.common.config import EngineConfig
-from quire.engine.link.process import EngineProcess
 from quire.engine.processes.utility_calls import encode
 from quire.engine.processes.wire import MOST_IN_TURN
 from tests.engine.fake_process import CRASHED, FakeProcess, cannot_start

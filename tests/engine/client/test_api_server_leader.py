@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from quire.engine.client.api_server_leader import ApiServerLeader
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.messages import LASTING, FromLeader, LeaderMethods, SharedSteps, decode_to_leader
+from quire.engine.client.relay import ApiProcessChannel, RelayReader
+from quire.engine.client.shared_client import NoWeightsGroup, SharedClient
 from quire.engine.common import errors
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, EngineError, InvalidRequest, ModelError, Overloaded, RateLimited
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest
 from quire.engine.core.stats import EngineStats, StepRecord
-from quire.engine.link.client import EngineClient
-from quire.engine.link.hub import Hub
-from quire.engine.link.hub_link import HubLink, NoWeightsGroup
-from quire.engine.link.hub_relay import Channel, Relayed
-from quire.engine.link.messages import LASTING, FromLeader, LeaderMethods, SharedSteps, decode_to_leader
 from quire.engine.processes.utility_calls import Fault, UtilityResult, decode_result, encode
 from quire.server.peers import Peers
 from tests.server.fake import FakeEngine, hashed
@@ -31,7 +31,7 @@ PICK = hashed(range(10, 90))
 @dataclass(frozen=True)
 class Shared:
     engine: FakeEngine
-    hub: Hub
+    hub: ApiServerLeader
     clients: list[EngineClient]
 
 
@@ -40,23 +40,23 @@ async def shared(
     folder: Path, count: int = 2, *, tell: float = 1.0, alive: float = 1.0, silence: float = 10.0, **options: float
 ) -> AsyncIterator[Shared]:
     engine, address = FakeEngine(PICK, **options), f"ipc://{folder}/hub"  # type: ignore[arg-type]
-    hub = Hub(EngineClient(engine), address, tell_seconds=tell)
+    hub = ApiServerLeader(EngineClient(engine), address, tell_seconds=tell)
     seconds = {"alive_seconds": alive, "silence_seconds": silence}
-    links = [HubLink(EngineConfig(), address, str(number), **seconds) for number in range(count)]
+    links = [SharedClient(EngineConfig(), address, str(number), **seconds) for number in range(count)]
     clients = [EngineClient(link) for link in links]
     try:
         hub.listen()
         for number, client in enumerate(clients):
             hub.add(str(number).encode(), number)
-            client.link.launch()
+            client.engine_core.launch()
         hub.ready(await engine.start())
         async with asyncio.timeout(60):
-            assert all([(await client.link.start()).model == "fake" for client in clients])
+            assert all([(await client.engine_core.start()).model == "fake" for client in clients])
             await until(lambda: all(client.responsive for client in clients))
             yield Shared(engine, hub, clients)
     finally:
         for client in clients:
-            await client.link.stop()
+            await client.engine_core.stop()
         await engine.stop()
         await hub.close()
 
@@ -90,16 +90,16 @@ async def test_each_gets_the_tokens_of_its_requests(tmp_path: Path) -> None:
         await until(lambda: one.num_open == two.num_open == 0)
         assert server.engine.generated == 48
         await until(
-            lambda: one.link.stats.generation_tokens == 48
+            lambda: one.engine_core.stats.generation_tokens == 48
         )  # what the last step says of itself comes behind its tokens
         assert [each.id for each in one.history.ended_timelines] == ["a", "b", "d"]
 
 
 def test_a_step_is_one_message_for_all_streams_of_an_api_process() -> None:
     written: list[FromLeader] = []
-    channel = Channel(0, written.append)
+    channel = ApiProcessChannel(0, written.append)
     channel.welcomed = True
-    streams = [Relayed([request(f"s{n}")], channel, list) for n in range(100)]
+    streams = [RelayReader([request(f"s{n}")], channel, list) for n in range(100)]
     for step in range(3):
         channel.begin(None, 0, "1", counts=True)
         for number, stream in enumerate(streams):
@@ -128,11 +128,11 @@ async def test_one_that_comes_later_is_served(tmp_path: Path) -> None:
     async with shared(tmp_path) as server:
         server.hub.remove(b"1")
         server.hub.add(b"1.1", 1)
-        late = EngineClient(HubLink(EngineConfig(), f"ipc://{tmp_path}/hub", "1.1"))
-        late.link.launch()
-        assert (await late.link.start()).model == "fake"
+        late = EngineClient(SharedClient(EngineConfig(), f"ipc://{tmp_path}/hub", "1.1"))
+        late.engine_core.launch()
+        assert (await late.engine_core.start()).model == "fake"
         assert len((await tokens_of(late, request("x")))["x"]) == 12
-        await late.link.stop()
+        await late.engine_core.stop()
 
 
 async def test_an_aborted_request_is_aborted_in_the_engine(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ async def test_nobody_waits_for_a_hub_that_stands_still(tmp_path: Path) -> None:
         await server.hub._tasks.cancel()
         server.engine.asleep = True
         asked = asyncio.create_task(tokens_of(client, request("a")))
-        changed = asyncio.create_task(client.link.wake_up())
+        changed = asyncio.create_task(client.engine_core.wake_up())
         for task in (asked, changed):
             with pytest.raises(Overloaded, match="no sign of life"):
                 await asyncio.wait_for(task, 30)
@@ -210,26 +210,26 @@ async def test_what_others_say_is_gathered_and_counts_outlive_who_counted(tmp_pa
             async def count(body: bytes) -> bytes:
                 return f"count {number}".encode()
 
-            peers = Peers(client.link, None)
+            peers = Peers(client.engine_core, None)
             peers.register_handler("name", say)
             peers.register_handler(LASTING, count)
 
         for number, client in enumerate(server.clients):
             answering(client, number)
         one, two, three = server.clients
-        assert await one.link.ask("name", b"I am ") == [b"I am 1"]
-        assert await three.link.ask("name", b"I am ") == [b"I am 0", b"I am 1"]
-        assert await one.link.ask("unknown") == []
-        assert sorted(await one.link.ask(LASTING)) == [b"count 1", b"count 2"]
+        assert await one.engine_core.ask("name", b"I am ") == [b"I am 1"]
+        assert await three.engine_core.ask("name", b"I am ") == [b"I am 0", b"I am 1"]
+        assert await one.engine_core.ask("unknown") == []
+        assert sorted(await one.engine_core.ask(LASTING)) == [b"count 1", b"count 2"]
         server.hub.remove(b"1")
-        await two.link.stop()
-        assert sorted(await one.link.ask(LASTING)) == [b"count 1", b"count 2"]
+        await two.engine_core.stop()
+        assert sorted(await one.engine_core.ask(LASTING)) == [b"count 1", b"count 2"]
         server.hub.add(b"1.1", 1)
-        heir = EngineClient(HubLink(EngineConfig(), f"ipc://{tmp_path}/hub", "1.1"))
-        heir.link.launch()
-        await heir.link.start()
-        assert heir.link.inherited == b"count 1"
-        await heir.link.stop()
+        heir = EngineClient(SharedClient(EngineConfig(), f"ipc://{tmp_path}/hub", "1.1"))
+        heir.engine_core.launch()
+        await heir.engine_core.start()
+        assert heir.engine_core.inherited == b"count 1"
+        await heir.engine_core.stop()
 
 
 async def test_a_question_that_cannot_be_answered_ends_nothing_else(tmp_path: Path) -> None:
@@ -239,14 +239,14 @@ async def test_a_question_that_cannot_be_answered_ends_nothing_else(tmp_path: Pa
         async def fail(*_: object) -> bytes:
             raise ValueError
 
-        Peers(two.link, None).register_handler("name", fail)
+        Peers(two.engine_core, None).register_handler("name", fail)
         with pytest.raises(AssertionError, match="in two ways"):
-            Peers(two.link, None).register_handler("name", fail)
+            Peers(two.engine_core, None).register_handler("name", fail)
         server.engine.snapshot = fail  # type: ignore[method-assign, assignment]
         stays = [asyncio.create_task(tokens_of(client, request(str(client), tokens=30))) for client in server.clients]
         async with asyncio.timeout(20):
-            assert await one.link.ask("name", b"?") == await one.link.ask("name", b"?", to="1") == []
-            assert await one.link.snapshot() is None, "the hub's process could not answer"
+            assert await one.engine_core.ask("name", b"?") == await one.engine_core.ask("name", b"?", to="1") == []
+            assert await one.engine_core.snapshot() is None, "the hub's process could not answer"
             assert [len(tokens) for each in stays for tokens in (await each).values()] == [30, 30]
 
 
@@ -256,7 +256,7 @@ async def test_a_link_that_cannot_follow_the_hub_leaves_what_it_has(
     async with shared(tmp_path, step_seconds=0.01) as server:
         one, two = server.clients
         gone = asyncio.Event()
-        one.link.on_failure = gone.set
+        one.engine_core.on_failure = gone.set
         stream = one.submit([request("a", tokens=400)])
         await until(lambda: bool(server.engine.running))
         server.hub._wire.send(b"0", b"\xc1")
@@ -296,19 +296,19 @@ async def test_weights_change_for_all(tmp_path: Path) -> None:
     async with shared(tmp_path) as server:
         one, two = server.clients
         versions: list[str] = []
-        two.link.on_version.append(versions.append)
-        await one.link.sleep(refuse=True)
-        await until(lambda: two.link.asleep and two.refusing)
+        two.engine_core.on_version.append(versions.append)
+        await one.engine_core.sleep(refuse=True)
+        await until(lambda: two.engine_core.asleep and two.refusing)
         with pytest.raises(InvalidRequest, match="level must be 1 or 2") as error:
-            await two.link.sleep(3)
+            await two.engine_core.sleep(3)
         assert error.value.param == "level"
-        await two.link.wake_up()
-        await until(lambda: not one.link.asleep)
-        assert await one.link.update(str(tmp_path), version="next") == "next"
-        assert one.link.weights_version == "next"
+        await two.engine_core.wake_up()
+        await until(lambda: not one.engine_core.asleep)
+        assert await one.engine_core.update(str(tmp_path), version="next") == "next"
+        assert one.engine_core.weights_version == "next"
         await until(lambda: versions == ["next"])
         with pytest.raises(InvalidRequest, match="--api-server-count"):
-            await NoWeightsGroup(one.link).join(None)  # type: ignore[arg-type]
+            await NoWeightsGroup(one.engine_core).join(None)  # type: ignore[arg-type]
 
 
 async def test_snapshots_and_resets_reach_the_engine(tmp_path: Path) -> None:

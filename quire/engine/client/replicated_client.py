@@ -1,8 +1,9 @@
-"""Several engines of one model behind one link: each request is computed by one of them, and goes on with another when
-that one ends.
+"""Several engines of one model behind one client: each request is computed by one of them, and goes on with another
+when that one ends.
 
-The router (router.py) says which. Requests that no replica can compute now, because all are being replaced or sleep,
-wait here for the first that can. A replica that cannot be brought back is left out; with the last one the link fails.
+The router (replica_router.py) says which. Requests that no replica can compute now, because all are being replaced or
+sleep, wait here for the first that can. A replica that cannot be brought back is left out; with the last one the client
+fails.
 """
 
 from __future__ import annotations
@@ -13,22 +14,22 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.engine_core_client import EngineState, ExclusiveClient
+from quire.engine.client.engine_process import Launcher
+from quire.engine.client.process_client import ProcessClient
+from quire.engine.client.replica_router import Router, prefix_pieces
+from quire.engine.client.replica_shares import replica_config, replica_cores
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, EngineError, Overloaded, QuireError
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, EngineInfo
 from quire.engine.core.stats import EngineView, StepRecord, sum_stats
-from quire.engine.link.client import EngineClient
-from quire.engine.link.link import EngineLink, EngineState
-from quire.engine.link.process import Launcher
-from quire.engine.link.supervisor import ProcessLink
-from quire.engine.replicas.router import Router, prefix_pieces
-from quire.engine.replicas.shares import replica_config, replica_cores
 
 log = logging.getLogger("quire.replicas")
 _POLL_SECONDS = 0.05
 
 
-class Replicas(EngineLink):
+class ReplicatedClient(ExclusiveClient):
     """To engine processes of one model, each replaced when it ends; --data-parallel-size of them.
 
     `launch()` starts the processes and returns at once; `start()` waits until all are ready.
@@ -41,14 +42,14 @@ class Replicas(EngineLink):
         count = config.data_parallel_size
         cores = replica_cores(count)
         self._replicas = [
-            ProcessLink(replica_config(config, number, cores), number, cores[number], launcher)
+            ProcessClient(replica_config(config, number, cores), number, cores[number], launcher)
             for number in range(count)
         ]
         for each in self._replicas:
             each.owner = self
         self._hashed = config.enable_prefix_caching
         self._router = Router(count)
-        self._places: dict[str, ProcessLink] = {}
+        self._places: dict[str, ProcessClient] = {}
         """By id of an open request: who computes it."""
         self._unplaced: dict[str, None] = {}
         """Open requests that nobody computes, in their order."""
@@ -107,7 +108,7 @@ class Replicas(EngineLink):
     async def check(self, weights: str) -> None:
         await self._change(lambda each: each.check(weights))
 
-    async def _change(self, change: Callable[[ProcessLink], Awaitable[None]]) -> None:
+    async def _change(self, change: Callable[[ProcessClient], Awaitable[None]]) -> None:
         """Make a change of all replicas or, where none can make it, of none; then raise what one of them raised."""
         living = [each for each in self._replicas if each.failure is None]
         if self.failure is not None:
@@ -122,7 +123,7 @@ class Replicas(EngineLink):
             if error is not None:
                 await self._change_too(each, change)
 
-    async def _change_too(self, replica: ProcessLink, change: Callable[[ProcessLink], Awaitable[None]]) -> None:
+    async def _change_too(self, replica: ProcessClient, change: Callable[[ProcessClient], Awaitable[None]]) -> None:
         """Make a change that the other replicas have made once this one, which died meanwhile, is back. A replica that
         cannot make it is given up."""
         while replica.failure is None:
@@ -185,14 +186,14 @@ class Replicas(EngineLink):
         for number, requests in chosen.items():
             self._replicas[number].send(requests)
 
-    def _forget_place(self, request_id: str) -> ProcessLink | None:
+    def _forget_place(self, request_id: str) -> ProcessClient | None:
         """Returns the replica that computed it until now."""
         replica = self._places.pop(request_id, None)
         if replica is not None:
             self._router.ended(replica.number)
         return replica
 
-    def _move(self, replica: ProcessLink) -> None:
+    def _move(self, replica: ProcessClient) -> None:
         """Let others compute its requests, but for those that may have ended it."""
         leaving = replica.leave()
         for request_id in leaving:
@@ -261,5 +262,5 @@ def _alike(one: EngineCoreRequest, other: EngineCoreRequest) -> bool:
 def processes(config: EngineConfig, launcher: Launcher | None = None) -> EngineClient:
     """A client whose engines are in processes of their own, as many as the configuration says."""
     if config.data_parallel_size == 1:
-        return EngineClient(ProcessLink(config, launcher=launcher))
-    return EngineClient(Replicas(config, launcher))
+        return EngineClient(ProcessClient(config, launcher=launcher))
+    return EngineClient(ReplicatedClient(config, launcher))

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.engine_process import Launcher
+from quire.engine.client.messages import EngineCoreMethods, ToEngine
+from quire.engine.client.process_client import ProcessClient
+from quire.engine.client.replicated_client import processes
+from quire.engine.client.weights import Weights
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, EngineError, Overloaded
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import EngineCoreRequest
-from quire.engine.link.client import EngineClient
-from quire.engine.link.messages import EngineCoreMethods, ToEngine
-from quire.engine.link.process import Launcher
-from quire.engine.link.supervisor import ProcessLink
-from quire.engine.link.weights import Weights
 from quire.engine.processes.exit_cause import ExitCause
 from quire.engine.processes.utility_calls import UtilityCall, decode_arguments
-from quire.engine.replicas.replicas import processes
 from tests.engine.fake_process import CRASHED, INFO, KILLED, LENGTH, Caller, FakeProcess, cannot_start, settle
 from tests.engine.fake_process import started as engine_started
 from tests.tiers import examples
@@ -41,12 +41,12 @@ ACTIONS = st.one_of(
 
 async def started(count: int = N, launcher: Launcher = FAKE, **options: int) -> EngineClient:
     client = processes(EngineConfig(data_parallel_size=count, **options), launcher)
-    await client.link.start()
+    await client.engine_core.start()
     return client
 
 
 def process_of(client: EngineClient, number: int) -> FakeProcess | None:
-    process = client.link._replicas[number]._process
+    process = client.engine_core._replicas[number]._process
     assert process is None or isinstance(process, FakeProcess)
     return process
 
@@ -62,7 +62,7 @@ async def compute(client: EngineClient, *numbers: int) -> None:
     for _ in range(2000):
         if not client.num_open:
             break
-        for number in numbers or range(len(client.link._replicas)):
+        for number in numbers or range(len(client.engine_core._replicas)):
             if (process := process_of(client, number)) is not None:
                 process.step(9)
         await asyncio.sleep(0.001)  # after engines that crashed with nothing to compute, the next one starts later
@@ -91,13 +91,13 @@ async def run(actions: list[tuple[str, int, int]]) -> None:
     for caller in callers:
         caller.check()
     assert client.alive
-    assert client.link._router.open == [0] * N
-    assert not client.link._places
-    assert not client.link._unplaced
-    for each in client.link._replicas:
+    assert client.engine_core._router.open == [0] * N
+    assert not client.engine_core._places
+    assert not client.engine_core._unplaced
+    for each in client.engine_core._replicas:
         assert each._replay.idle
         assert each._replay.take_ready() == []
-    await client.link.stop()
+    await client.engine_core.stop()
 
 
 @settings(deadline=None, max_examples=examples(150))
@@ -110,7 +110,7 @@ async def test_a_death_moves_streams_at_once() -> None:
     client = await started(2)
     callers = [Caller(client, [f"good-{i}"]) for i in range(6)]
     await settle()
-    assert client.link._router.open == [3, 3]
+    assert client.engine_core._router.open == [3, 3]
     for number in (0, 1):
         process = process_of(client, number)
         assert process is not None
@@ -119,17 +119,17 @@ async def test_a_death_moves_streams_at_once() -> None:
     kill(client, 0)
     for _ in range(50):
         await asyncio.sleep(0)
-        if client.link._router.open == [0, 6]:
+        if client.engine_core._router.open == [0, 6]:
             break
-    assert client.link._router.open == [0, 6], "they are with the other, whether or not the first is back"
+    assert client.engine_core._router.open == [0, 6], "they are with the other, whether or not the first is back"
     await compute(client, 1)
     for each in callers:
         each.check()
         assert not each.aborted
-    assert (client.link.deaths, client.link.replays) == (1, 3)
+    assert (client.engine_core.deaths, client.engine_core.replays) == (1, 3)
     history = [client.history.find_timeline(f"good-{i}") for i in range(6)]
     assert sum(each is not None and each.count_phase("recovering") == 1 for each in history) == 3
-    await client.link.stop()
+    await client.engine_core.stop()
 
 
 async def test_a_request_that_ends_engines_ends_one_replica_alone() -> None:
@@ -142,9 +142,9 @@ async def test_a_request_that_ends_engines_ends_one_replica_alone() -> None:
     bad.check()
     for each in good:
         each.check()
-    assert client.link.quarantined == 1
-    assert sorted(each.deaths > 0 for each in client.link._replicas) == [False, True]
-    await client.link.stop()
+    assert client.engine_core.quarantined == 1
+    assert sorted(each.deaths > 0 for each in client.engine_core._replicas) == [False, True]
+    await client.engine_core.stop()
 
 
 async def test_while_all_are_replaced_requests_wait_for_the_first_that_is_back() -> None:
@@ -157,11 +157,11 @@ async def test_while_all_are_replaced_requests_wait_for_the_first_that_is_back()
     assert client.alive
     caller = Caller(client, ["good"])
     await settle()
-    assert len(client.link._unplaced) == 1
+    assert len(client.engine_core._unplaced) == 1
     await compute(client)
     await settle()
     caller.check()
-    await client.link.stop()
+    await client.engine_core.stop()
 
 
 class Unstartable(FakeProcess):
@@ -171,7 +171,7 @@ class Unstartable(FakeProcess):
 
 async def until_gone(client: EngineClient, number: int) -> None:
     for _ in range(2000):
-        if client.link._replicas[number].failure is not None:
+        if client.engine_core._replicas[number].failure is not None:
             return
         await asyncio.sleep(0.001)
     raise AssertionError("it was not given up")
@@ -196,7 +196,7 @@ async def test_a_replica_that_cannot_be_brought_back_is_left_out() -> None:
     assert not client.alive
     with pytest.raises(EngineError, match="could not be brought back"):
         client.submit([EngineCoreRequest(id="late", prompt_ids=[1], params=SamplingParams(), seed=0)])
-    await client.link.stop()
+    await client.engine_core.stop()
 
 
 async def test_all_sleep_and_wake_together_and_streams_go_on() -> None:
@@ -210,20 +210,20 @@ async def test_all_sleep_and_wake_together_and_streams_go_on() -> None:
         process.step(9)
     await settle()
     await weights.sleep()
-    assert client.link.asleep
-    assert all(each.asleep for each in client.link._replicas)
+    assert client.engine_core.asleep
+    assert all(each.asleep for each in client.engine_core._replicas)
     assert not client.responsive
     assert client.healthy
     callers.append(Caller(client, ["later"]))
     await settle()
-    assert len(client.link._unplaced) == 1, "nobody can compute it"
+    assert len(client.engine_core._unplaced) == 1, "nobody can compute it"
     await weights.wake_up()
-    assert not client.link.asleep
+    assert not client.engine_core.asleep
     await compute(client)
     await settle()
     for each in callers:
         each.check()
-    await client.link.stop()
+    await client.engine_core.stop()
 
 
 async def test_one_that_dies_under_a_change_makes_it_when_it_is_back() -> None:
@@ -235,30 +235,30 @@ async def test_one_that_dies_under_a_change_makes_it_when_it_is_back() -> None:
     change = asyncio.create_task(weights.update("/"))
     for _ in range(50):
         await asyncio.sleep(0)
-        under_way = client.link._replicas[0]._change
+        under_way = client.engine_core._replicas[0]._change
         if under_way is not None and under_way.version == "2":  # and not the check before it
             break
     kill(client, 0, CRASHED)
     assert await change == "2"
-    assert [each.weights_version for each in client.link._replicas] == ["2", "2"]
+    assert [each.weights_version for each in client.engine_core._replicas] == ["2", "2"]
     kill(client, 0)
     await settle()
     with pytest.raises(Overloaded, match="being replaced"):
         await weights.sleep()
-    assert not any(each.asleep for each in client.link._replicas)
-    await client.link.stop()
+    assert not any(each.asleep for each in client.engine_core._replicas)
+    await client.engine_core.stop()
 
 
 async def test_what_a_replica_had_cached_is_forgotten_with_its_engine() -> None:
     client = await started(2)
     forgotten: list[int] = []
-    client.link._router.forget = forgotten.append  # type: ignore[method-assign]
+    client.engine_core._router.forget = forgotten.append  # type: ignore[method-assign]
     kill(client, 1)
     await settle()
     assert forgotten == [1]
-    client.link.reset_prefix_cache()
+    client.engine_core.reset_prefix_cache()
     assert forgotten == [1, 0, 1]
-    await client.link.stop()
+    await client.engine_core.stop()
 
 
 async def test_all_have_the_shortest_context() -> None:
@@ -276,21 +276,21 @@ async def test_all_have_the_shortest_context() -> None:
             super().send(message)
 
     client = processes(EngineConfig(data_parallel_size=3), Launcher(Fitted))
-    info = await client.link.start()
+    info = await client.engine_core.start()
     assert info.max_model_len == 80
     assert loaded == [80, 80]
     assert client.responsive
-    await client.link.stop()
+    await client.engine_core.stop()
 
 
 async def test_a_replica_that_cannot_start_ends_the_start() -> None:
     client = processes(EngineConfig(data_parallel_size=2), Launcher(Unstartable))
     with pytest.raises(ConfigError, match="there is no room"):
-        await client.link.start()
+        await client.engine_core.start()
     assert not client.alive
 
 
 def test_one_engine_needs_no_replicas() -> None:
     client = processes(EngineConfig())
-    assert isinstance(client.link, ProcessLink)
+    assert isinstance(client.engine_core, ProcessClient)
     assert LENGTH > 4, "so that requests are cleared before they end"

@@ -16,15 +16,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.process_client import ProcessClient
+from quire.engine.client.weight_broadcast import Group, Tensor, WeightsGroup
+from quire.engine.client.weights import Weights
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, EngineError, InvalidRequest
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import EngineCoreRequest
 from quire.engine.common.weight_receiver import WeightReceiverMethods
-from quire.engine.link.broadcast import Group, Tensor, WeightsGroup
-from quire.engine.link.client import EngineClient
-from quire.engine.link.supervisor import ProcessLink
-from quire.engine.link.weights import Weights
 from quire.engine.processes.frames import encode_frame, read_frame
 from quire.engine.processes.utility_calls import decode_utility_result, make_call
 from tests.e2e.server import free_port
@@ -66,13 +66,13 @@ def config_of(folder: Path) -> EngineConfig:
 
 @asynccontextmanager
 async def serving(folder: Path) -> AsyncIterator[tuple[EngineClient, WeightsGroup]]:
-    client = EngineClient(ProcessLink(config_of(folder)))
+    client = EngineClient(ProcessClient(config_of(folder)))
     group = WeightsGroup(Weights(client))
-    await client.link.start()
+    await client.engine_core.start()
     try:
         yield client, group
     finally:
-        await client.link.stop()
+        await client.engine_core.stop()
         await group.close()
 
 
@@ -151,7 +151,7 @@ async def test_a_trainer_that_dies_leaves_the_weights_as_they_were(folders: tupl
         with pytest.raises(InvalidRequest, match="no tensor"):
             await group.serve()
         assert await answer(client) == before
-        assert client.link.weights_version == "1"
+        assert client.engine_core.weights_version == "1"
         async with trainer(group, folders[1]):
             await group.receive(tensors)
             await group.serve()

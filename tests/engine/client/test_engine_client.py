@@ -1,4 +1,4 @@
-"""All links give the same answers, and ProcessLink replaces engines that end."""
+"""All links give the same answers, and ProcessClient replaces engines that end."""
 
 import asyncio
 import os
@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.output_stream import merge
+from quire.engine.client.process_client import ProcessClient
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, EngineError
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import EngineCoreOutput
 from quire.engine.core.request_history import StepEntry
-from quire.engine.link.client import EngineClient
-from quire.engine.link.output_stream import merge
-from quire.engine.link.supervisor import ProcessLink
-from quire.engine.offline.in_process import InProcessLink
+from quire.engine.offline.in_process_client import InProcessClient
 from tests.engine.harness import request
 from tests.tiny_models import save_tiny_model
 
@@ -41,40 +41,40 @@ async def answers(client: EngineClient, names: str) -> dict[str, list[int]]:
 
 @pytest.mark.slow
 async def test_both_implementations_give_the_same_answers(model: Path) -> None:
-    in_process, in_child = EngineClient(InProcessLink(config(model))), EngineClient(ProcessLink(config(model)))
-    in_process_info, in_child_info = await asyncio.gather(in_process.link.start(), in_child.link.start())
+    in_process, in_child = EngineClient(InProcessClient(config(model))), EngineClient(ProcessClient(config(model)))
+    in_process_info, in_child_info = await asyncio.gather(in_process.engine_core.start(), in_child.engine_core.start())
     assert in_process_info.arithmetic == in_child_info.arithmetic
     expected = await answers(in_process, "abcd")
     assert all(len(ids) == 32 for ids in expected.values())
     assert await answers(in_child, "abcd") == expected
     one_by_one = [await answers(in_child, name) for name in "abcd"]
     assert {name: ids for found in one_by_one for name, ids in found.items()} == expected
-    await in_process.link.stop()
-    await in_child.link.stop()
+    await in_process.engine_core.stop()
+    await in_child.engine_core.stop()
 
 
 async def test_closing_a_stream_frees_its_pages(model: Path) -> None:
-    client = EngineClient(ProcessLink(config(model)))
-    await client.link.start()
+    client = EngineClient(ProcessClient(config(model)))
+    await client.engine_core.start()
     stream = client.submit([request("long", range(3, 100), max_tokens=300), request("other", range(3, 9))])
     outputs = await anext(stream)
     assert outputs
     stream.close()
     assert client.num_open == 0
     await answers(client, "z")
-    assert client.link.stats.used_blocks == 0
-    await client.link.stop()
+    assert client.engine_core.stats.used_blocks == 0
+    await client.engine_core.stop()
 
 
 @pytest.mark.slow
 async def test_the_error_of_a_configuration_that_cannot_start_names_its_key(tmp_path: Path) -> None:
-    client = EngineClient(ProcessLink(EngineConfig(model=str(tmp_path))))
+    client = EngineClient(ProcessClient(EngineConfig(model=str(tmp_path))))
     with pytest.raises(ConfigError, match="config") as error:
-        await client.link.start()
+        await client.engine_core.start()
     assert error.value.param == "model"
 
 
-class SignallingLink(ProcessLink):
+class SignallingLink(ProcessClient):
     """Sends its engine the signal `signal_number`, once, when the next tokens arrive."""
 
     signal_number = 0
@@ -94,7 +94,7 @@ async def test_a_stream_outlives_its_engine(model: Path, number: int) -> None:
     link = SignallingLink(settings)
     client = EngineClient(link)
     client.history.listeners.append(link.arrived)
-    await client.link.start()
+    await client.engine_core.start()
 
     async def ask(name: str) -> dict[str, list[int]]:
         kinds = [request(f"{name}-{i}", range(3, 60 + i), max_tokens=400, temperature=i / 2, seed=i) for i in range(3)]
@@ -105,13 +105,13 @@ async def test_a_stream_outlives_its_engine(model: Path, number: int) -> None:
         return found
 
     expected = await ask("undisturbed")
-    generated = client.link.stats.generation_tokens
+    generated = client.engine_core.stats.generation_tokens
     link.signal_number = number
     assert await ask("disturbed") == expected
-    assert (client.link.deaths, client.link.replays, client.link.quarantined) == (1, 3, 0)
-    assert client.link.stats.generation_tokens >= generated, "counters never go back"
+    assert (client.engine_core.deaths, client.engine_core.replays, client.engine_core.quarantined) == (1, 3, 0)
+    assert client.engine_core.stats.generation_tokens >= generated, "counters never go back"
     assert client.alive
-    await client.link.stop()
+    await client.engine_core.stop()
 
 
 @pytest.mark.slow
@@ -119,13 +119,15 @@ async def test_when_no_new_engine_starts_open_streams_end_and_its_standard_error
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = save_tiny_model(tmp_path, "llama")
-    client = EngineClient(ProcessLink(EngineConfig(model=str(path), num_kv_blocks=64, threads=1, max_engine_starts=1)))
-    await client.link.start()
+    client = EngineClient(
+        ProcessClient(EngineConfig(model=str(path), num_kv_blocks=64, threads=1, max_engine_starts=1))
+    )
+    await client.engine_core.start()
     stream = client.submit([request("long", range(3, 100), max_tokens=300)])
     await anext(stream)
     (path / "config.json").unlink()
-    assert client.link.pid is not None
-    os.kill(client.link.pid, signal.SIGKILL)
+    assert client.engine_core.pid is not None
+    os.kill(client.engine_core.pid, signal.SIGKILL)
     with pytest.raises(EngineError, match=r"could not be brought back$"):  # clients must not see paths in the message
         async for _ in stream:
             pass
@@ -133,7 +135,7 @@ async def test_when_no_new_engine_starts_open_streams_end_and_its_standard_error
     assert not client.alive
     with pytest.raises(EngineError):
         client.submit([request("late", [3])])
-    await client.link.stop()
+    await client.engine_core.stop()
 
 
 def test_merged_outputs_lose_nothing() -> None:
@@ -146,7 +148,7 @@ def test_merged_outputs_lose_nothing() -> None:
 
 
 def test_requests_are_equal_after_encoding_and_decoding() -> None:
-    from quire.engine.link.messages import Submit, decode_to_engine
+    from quire.engine.client.messages import Submit, decode_to_engine
     from quire.engine.processes.utility_calls import encode
 
     params = SamplingParams(logit_bias={5: 1.5}, stop=("a",), stop_token_ids=(3,), seed=-5, min_p=0.1, max_tokens=None)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.link.replay import MAX_LONE_CRASHES, TOKENS_TO_CLEAR, Replay
+from quire.engine.client.replay import MAX_LONE_CRASHES, TOKENS_TO_CLEAR, Replay
 from tests.tiers import examples
 
 KILLS = st.lists(st.booleans(), max_size=60)

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from quire.engine.client import replica_shares
+from quire.engine.client.replica_shares import replica_config
 from quire.engine.common.config import EngineConfig
 from quire.engine.core.engine_view import (
     CACHED_BLOCK,
@@ -18,15 +20,13 @@ from quire.engine.core.engine_view import (
     merge_views,
 )
 from quire.engine.core.stats import EngineStats, EngineView, RequestView, TierStats, sum_stats
-from quire.engine.replicas import shares
-from quire.engine.replicas.cores import threads_on
-from quire.engine.replicas.shares import replica_config
+from quire.engine.processes.cpu_cores import threads_on
 
 
 @pytest.fixture(autouse=True)
 def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shares, "allowed_cores", lambda: {*range(8)})
-    monkeypatch.setattr(shares, "threads_on", len)
+    monkeypatch.setattr(replica_shares, "allowed_cores", lambda: {*range(8)})
+    monkeypatch.setattr(replica_shares, "threads_on", len)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 

@@ -1,5 +1,5 @@
-"""The link of an API process to an engine that it shares with others: it goes through the hub (hub.py) of the process
-that has the engine, which tells how the engine is up to 0.1 s late.
+"""The client of an API process to an engine that it shares with others: it goes through the leader
+(api_server_leader.py), which tells how the engine is up to 0.1 s late.
 """
 
 from __future__ import annotations
@@ -11,15 +11,9 @@ from functools import partial
 
 import zmq
 
-from quire.engine.common.config import EngineConfig
-from quire.engine.common.errors import EngineError, InvalidRequest, Overloaded, QuireError
-from quire.engine.common.types import EngineCoreRequest, EngineInfo
-from quire.engine.core.stats import EngineStats, EngineView, sum_stats
-from quire.engine.link.answering import Answering
-from quire.engine.link.broadcast import Group, WeightsGroup
-from quire.engine.link.client import EngineClient
-from quire.engine.link.link import EngineState, Link
-from quire.engine.link.messages import (
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.engine_core_client import EngineCoreClient, EngineState
+from quire.engine.client.messages import (
     CANNOT_ANSWER,
     LEADER,
     Abort,
@@ -33,10 +27,16 @@ from quire.engine.link.messages import (
     apart,
     decode_from_leader,
 )
-from quire.engine.link.tasks import Tasks
-from quire.engine.link.weights import Mode
+from quire.engine.client.weight_broadcast import Group, WeightsGroup
+from quire.engine.client.weights import Mode
+from quire.engine.common.config import EngineConfig
+from quire.engine.common.errors import EngineError, InvalidRequest, Overloaded, QuireError
+from quire.engine.common.types import EngineCoreRequest, EngineInfo
+from quire.engine.core.stats import EngineStats, EngineView, sum_stats
+from quire.engine.processes.answering import Answering
 from quire.engine.processes.heartbeat import Alive
 from quire.engine.processes.procfs import WatchTimer
+from quire.engine.processes.tasks import Tasks
 from quire.engine.processes.utility_calls import (
     Fault,
     UtilityCall,
@@ -54,11 +54,11 @@ _LINGER_MS = 1000
 """How long the last message of a process may take when it ends."""
 
 
-class HubLink(Link, ApiProcessMethods):
-    """`launch()` says hello to the hub and returns at once; `start()` waits until the engine is ready."""
+class SharedClient(EngineCoreClient, ApiProcessMethods):
+    """`launch()` says hello to the leader and returns at once; `start()` waits until the engine is ready."""
 
     owner: EngineClient
-    explains_prefixes = True  # the hub does, which sees all requests
+    explains_prefixes = True  # the leader does, which sees all requests
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class HubLink(Link, ApiProcessMethods):
         alive_seconds: float = 1.0,
         silence_seconds: float = 10.0,
     ) -> None:
-        """address, identity: where the hub listens, and how it knows this process. alive_seconds: between two signs of
-        life to the hub. silence_seconds: after so long without one from it, all that waits for it is given up."""
+        """address, identity: where the leader listens, and how it knows this process. alive_seconds: between two signs
+        of life to the leader. silence_seconds: after so long without one from it, all that waits for it is given up."""
         super().__init__()
         self._make_wire = wire
         self._alive_seconds, self._silence_seconds = alive_seconds, silence_seconds
@@ -84,7 +84,7 @@ class HubLink(Link, ApiProcessMethods):
         self.inherited: bytes | None = None
         """The last answer to LASTING (messages.py) of the process that this one replaces."""
         self.on_failure: Callable[[], object] = partial(self.die, "the connection to the engine failed")
-        """Called when what the hub says can be followed no more, by a fault of ours."""
+        """Called when what the leader says can be followed no more, by a fault of ours."""
         self.identity = identity
         self._address = address
         self._wire: Wire | None = None
@@ -92,7 +92,7 @@ class HubLink(Link, ApiProcessMethods):
         self._states = [EngineState(EngineStats(), responsive=False, asleep=False)] * config.data_parallel_size
         self._responsive = self._healthy = False
         self._silence = 0.0
-        """Seconds since the hub was last heard, without those in which we could not listen."""
+        """Seconds since the leader was last heard, without those in which we could not listen."""
         self._calls = UtilityCalls(self._write)
         self._unsent_aborts: list[str] = []
         self._tasks = Tasks(self._failed)
@@ -146,7 +146,7 @@ class HubLink(Link, ApiProcessMethods):
         return answers
 
     async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None:
-        """As Weights.sleep; the hub makes the changes of all API processes, one after another."""
+        """As Weights.sleep; the leader makes the changes of all API processes, one after another."""
         await self._calls.begin(LeaderMethods.sleep, level, mode, refuse=refuse)
 
     async def wake_up(self) -> None:
@@ -173,7 +173,7 @@ class HubLink(Link, ApiProcessMethods):
     async def snapshot(self) -> EngineView | None:
         try:
             return await self._calls.begin(LeaderMethods.take_snapshot)
-        except QuireError:  # the hub has gone
+        except QuireError:  # the leader has gone
             return None
 
     async def call(self, content: bytes) -> list[bytes] | None:
@@ -198,7 +198,7 @@ class HubLink(Link, ApiProcessMethods):
                 self._give_up(Overloaded("the server's main process gives no sign of life; please try again"))
 
     def _give_up(self, error: QuireError) -> None:
-        """End all that waits for the hub with this error."""
+        """End all that waits for the leader with this error."""
         self.owner.end_all(error)
         self._calls.end(error)
 
@@ -233,7 +233,7 @@ class HubLink(Link, ApiProcessMethods):
     async def _answer(self, call: UtilityCall) -> None:
         self._write(await run_call_in_task(ApiProcessMethods, self, call))
 
-    # What the hub tells and asks
+    # What the leader tells and asks
 
     async def answer(self, topic: str, body: bytes) -> bytes | None:
         return await self.answering.answer(topic, body)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.replicas.cores import allowed_cores, node_cores, stay_on
+from quire.engine.processes.cpu_cores import allowed_cores, node_cores, stay_on
 
 
 def machine(root: Path, *nodes: str) -> Path:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from quire.engine.client.engine_core_client import EngineState
+from quire.engine.client.weights import WeightChanges
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, EngineInfo, Image
 from quire.engine.core.stats import EngineStats, EngineView, StepRecord
-from quire.engine.link.link import EngineState
-from quire.engine.link.weights import WeightChanges
 from quire.engine.processes.heartbeat import Alive
 from quire.engine.processes.utility_calls import Fault, UtilityCall, UtilityResult
 
@@ -83,7 +83,7 @@ class State(msgspec.Struct, frozen=True, array_like=True):
     refusing: bool
     weights_version: str
     weights_path: str | None
-    """See Link.weights_paths."""
+    """See EngineCoreClient.weights_paths."""
     deaths: int
     replays: int
     quarantined: int

@@ -1,6 +1,6 @@
 """One engine process, from its start to its end: messages to and from it, and a watch on whether it still works.
 
-What happens to the open requests when it ends is decided in supervisor.py.
+What happens to the open requests when it ends is decided in process_client.py.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import IO, ClassVar
 import zmq
 
 from quire.engine.checkpoint.kv_offload_dir import delete_kv_blocks
+from quire.engine.client.messages import EngineCoreMethods, FromEngine, ToEngine, decode_from_engine
 from quire.engine.common import clock
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import EngineError
-from quire.engine.link.messages import EngineCoreMethods, FromEngine, ToEngine, decode_from_engine
 from quire.engine.processes.child import Child, module
 from quire.engine.processes.exit_cause import FAULT_SIGNALS, ExitCause, exit_cause
 from quire.engine.processes.heartbeat import Alive, FaultSignal, RequestsBegan, decode_heartbeat

@@ -7,7 +7,7 @@ from collections.abc import Sequence, Set
 from pathlib import Path
 
 from quire.engine.common.config import EngineConfig
-from quire.engine.replicas.cores import allowed_cores, cpu_quota, node_cores, threads_on
+from quire.engine.processes.cpu_cores import allowed_cores, cpu_quota, node_cores, threads_on
 
 _THREADS = "OMP_NUM_THREADS"
 """Where it is set, it is said of each process."""

@@ -1,6 +1,7 @@
-"""The book of requests: who asked for what, what each got so far, and who reads it. A link (link.py) has the engine.
+"""The book of requests: who asked for what, what each got so far, and who reads it. An EngineCoreClient has the
+engine.
 
-The link replaces an engine that ends. The book has what the next one needs: each open request, with the tokens that it
+That one replaces an engine that ends. The book has what the next one needs: each open request, with the tokens that it
 has already. As a token depends on nothing but its own request, the stream goes on as if nothing had happened.
 """
 
@@ -14,13 +15,13 @@ from dataclasses import dataclass
 
 import msgspec
 
+from quire.engine.client.engine_core_client import EngineCoreClient
+from quire.engine.client.output_stream import OutputStream, Reader
 from quire.engine.common import clock
 from quire.engine.common.errors import EngineError, QuireError, SlowReader
 from quire.engine.common.types import Adapter, EngineCoreOutput, EngineCoreRequest
 from quire.engine.core.request_history import RequestHistory, RequestRecorder
 from quire.engine.core.stats import EngineView, StepRecord
-from quire.engine.link.link import Link
-from quire.engine.link.output_stream import OutputStream, Reader
 from quire.engine.prefix_misses.miss_tracker import PrefixMissTracker
 from quire.engine.prefix_misses.recent_turns import LastSessionTurns
 
@@ -59,21 +60,21 @@ class _Entry:
 class EngineClient:
     """The requests to one engine. All methods must be called from the same event loop."""
 
-    def __init__(self, link: Link) -> None:
-        self.link = link
-        link.owner = self
+    def __init__(self, engine_core: EngineCoreClient) -> None:
+        self.engine_core = engine_core
+        engine_core.owner = self
         self.slow_readers = 0
         """Answers given up because nobody read them."""
         self.refusing = False
         """Whether new requests should be refused while the engine sleeps."""
         self.failure: QuireError | None = None
         """What new requests are told; None while they can be submitted."""
-        self.history = RequestHistory(replicas=len(link.engines))
+        self.history = RequestHistory(replicas=len(engine_core.engines))
         self.recorder: RequestRecorder = self.history
         """Is told what happens to requests."""
         self.turns: LastSessionTurns | None = LastSessionTurns()
         """The last ones of conversations with names; None where another process remembers them."""
-        self._misses = None if link.explains_prefixes else PrefixMissTracker(len(link.engines))
+        self._misses = None if engine_core.explains_prefixes else PrefixMissTracker(len(engine_core.engines))
         self._open: dict[str, _Entry] = {}
         self._open_by_tenant: Counter[str] = Counter()
         self._queued_tokens = 0
@@ -97,11 +98,11 @@ class EngineClient:
 
     @property
     def responsive(self) -> bool:
-        return self.alive and self.link.responsive
+        return self.alive and self.engine_core.responsive
 
     @property
     def healthy(self) -> bool:
-        return self.alive and self.link.healthy
+        return self.alive and self.engine_core.healthy
 
     @property
     def num_open(self) -> int:
@@ -147,7 +148,7 @@ class EngineClient:
         """
         ids = [request.id for request in requests]
         tenant = requests[0].tenant if requests else ""
-        stream = OutputStream(self.abort, ids, tenant, call, self.link.weights_version)
+        stream = OutputStream(self.abort, ids, tenant, call, self.engine_core.weights_version)
         if requests:
             self.add(requests, stream, emitted)
         return stream
@@ -168,7 +169,7 @@ class EngineClient:
             self._misses.add_requests(requests)
         self._open_by_tenant[reader.tenant] += len(requests)
         if self._held is None:
-            self.link.send(requests)
+            self.engine_core.send(requests)
         else:
             self._held |= {request.id: request for request in requests}
 
@@ -199,16 +200,16 @@ class EngineClient:
         return 0.0 if entry is None else clock.monotonic() - entry.reader.submitted_at
 
     def reset_prefix_cache(self) -> None:
-        """See Link.reset_prefix_cache."""
-        self.link.reset_prefix_cache()
+        """See EngineCoreClient.reset_prefix_cache."""
+        self.engine_core.reset_prefix_cache()
         if self._misses is not None:
-            for engine in range(len(self.link.engines)):
+            for engine in range(len(self.engine_core.engines)):
                 self._misses.record_cache_reset(engine)
 
     def snapshot(self) -> asyncio.Task[EngineView | None]:
-        """See Link.snapshot. Those who ask before it is there share it."""
+        """See EngineCoreClient.snapshot. Those who ask before it is there share it."""
         if self._snapshot is None or self._snapshot.done():
-            self._snapshot = asyncio.create_task(self.link.snapshot())
+            self._snapshot = asyncio.create_task(self.engine_core.snapshot())
         return self._snapshot
 
     # What others than the readers ask
@@ -258,14 +259,14 @@ class EngineClient:
     def release(self) -> None:
         held, self._held = self._held, None
         if held and self.failure is None:
-            self.link.send(list(held.values()))
+            self.engine_core.send(list(held.values()))
 
     @property
     def has_unheld(self) -> bool:
         """Whether requests are open that the engine was told of."""
         return len(self._open) > len(self._held or ())
 
-    # What the link tells
+    # What the engine core's client tells
 
     def request(self, request_id: str) -> EngineCoreRequest:
         entry = self._open[request_id]
@@ -273,13 +274,15 @@ class EngineClient:
 
     def deliver(self, outputs: Sequence[EngineCoreOutput], step: StepRecord | None = None, engine: int = 0) -> None:
         if self._misses is not None and step is not None and step.chunks:
-            self._misses.track_step(step, engine, self.link.engines[engine].stats, self.link.weights_version)
+            self._misses.track_step(
+                step, engine, self.engine_core.engines[engine].stats, self.engine_core.weights_version
+            )
         outputs = [self._noted(output) for output in outputs]
         if self._rows:
             rows, self._rows = self._rows, []
             self._journal(rows)
         self.recorder.record_step(outputs, step, engine)
-        version = self.link.weights_version
+        version = self.engine_core.weights_version
         for output in outputs:
             entry = self._open.get(output.id)
             if entry is None:
@@ -334,7 +337,7 @@ class EngineClient:
         self.recorder.record_engine_death(engine, ids)
 
     def changed(self, engine: int = 0) -> None:
-        """Requests that a lone engine cannot compute yet wait in its link."""
+        """Requests that a lone engine cannot compute yet wait in its client."""
 
     def give_up(self, request_id: str, error: QuireError) -> None:
         """End the call of a request, if it is open; its reader gets `error` after the outputs before it."""
@@ -371,7 +374,7 @@ class EngineClient:
     def _withdraw(self, request_id: str) -> None:
         """Tell the engine of a request's end, if it was told of the request."""
         if self.failure is None and (self._held is None or self._held.pop(request_id, None) is None):
-            self.link.abort(request_id)
+            self.engine_core.abort(request_id)
 
     def _close(self, request_id: str) -> bool:
         """Remove a request from the open ones; returns whether it was open."""

@@ -14,9 +14,9 @@ from pathlib import Path
 from subprocess import DEVNULL
 from typing import Any, Concatenate, NamedTuple, ParamSpec
 
+from quire.engine.client.weights import Mode, WeightChanges, to_its_end
 from quire.engine.common.errors import EngineError, InvalidRequest, QuireError
 from quire.engine.common.weight_receiver import WeightReceiverMethods
-from quire.engine.link.weights import Mode, WeightChanges, to_its_end
 from quire.engine.processes.child import Child, module
 from quire.engine.processes.frames import encode_frame, receive_frame
 from quire.engine.processes.utility_calls import decode_result, decode_utility_result, make_call

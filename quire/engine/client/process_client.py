@@ -11,17 +11,23 @@ import os
 from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 
+from quire.engine.client import messages
+from quire.engine.client.engine_core_client import ExclusiveClient
+from quire.engine.client.engine_process import (
+    EngineProcess,
+    KilledDuringStart,
+    Launcher,
+    engine_json,
+    reset_prefix_cache,
+)
+from quire.engine.client.messages import EngineCoreMethods
+from quire.engine.client.replay import Replay
+from quire.engine.client.weights import Change
 from quire.engine.common import clock
 from quire.engine.common.config import EngineConfig, capacity_settings_from_info
 from quire.engine.common.errors import ConfigError, EngineError, Overloaded, QuireError, RequestQuarantined
 from quire.engine.common.types import EngineCoreRequest, EngineInfo
 from quire.engine.core.stats import EngineStats, EngineView
-from quire.engine.link import messages
-from quire.engine.link.link import EngineLink
-from quire.engine.link.messages import EngineCoreMethods
-from quire.engine.link.process import EngineProcess, KilledDuringStart, Launcher, engine_json, reset_prefix_cache
-from quire.engine.link.replay import Replay
-from quire.engine.link.weights import Change
 from quire.engine.processes.exit_cause import ExitCause
 from quire.engine.processes.utility_calls import START, UtilityCall, UtilityCalls, UtilityResult, make_call
 
@@ -31,7 +37,7 @@ _END_SECONDS = 60.0
 """How long a process that has failed may take to end by itself."""
 
 
-class ProcessLink(EngineLink):
+class ProcessClient(ExclusiveClient):
     """To an engine process, which is replaced when it ends.
 
     `launch()` starts the process and returns at once; `start()` waits until it is ready and supervises it from then on.
