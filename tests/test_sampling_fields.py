@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from quire.engine.common.request_params import COPIED_SAMPLING_FIELDS
+from quire.engine.common.request_params import COPIED_SAMPLING_FIELDS, SamplingParams
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completions import CompletionRequest
 from tests.sampling_fields import PAGE_LIST, REFERENCE, page_list, reference
@@ -21,3 +22,9 @@ def test_bodies_have_the_fields_that_are_copied(body: type[ChatRequest | Complet
     for row in COPIED_SAMPLING_FIELDS:
         expected = None if row.field.has_model_default else row.default
         assert body.model_fields[row.name].get_default() == expected, row.name
+
+
+def test_receipts_write_numbers_that_nobody_asked_for_too() -> None:
+    """A body's default is not the struct's own object, which msgspec would leave out."""
+    floats = {row.name: row.default for row in COPIED_SAMPLING_FIELDS if row.type is float}
+    assert floats.keys() <= msgspec.json.decode(msgspec.json.encode(SamplingParams(**floats))).keys()

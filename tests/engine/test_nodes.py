@@ -157,7 +157,7 @@ def test_the_machine_with_the_least_room_decides(nodes: Nodes, tmp_path: Path, m
     path = save_tiny_model(tmp_path, "llama")
     monkeypatch.setattr("quire.engine.worker.ranks.follower_rank.available_kv_bytes", lambda *_: 300_000)
     made = engine(path, **nodes(str(path), 4), max_model_len=64)
-    each = sum(tensor.nbytes for layer in made.executor._model.block_tensor_specs(1) for tensor in layer)
+    each = sum(tensor.total_bytes for layer in made.executor._model.block_tensor_specs(1) for tensor in layer)
     assert made.info.num_blocks == 300_000 // (2 * each)
     given = engine(path, **nodes(str(path), 2), max_model_len=64, kv_cache_memory=0.01)
     assert given.info.num_blocks > made.info.num_blocks

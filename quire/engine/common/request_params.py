@@ -222,7 +222,10 @@ def _list_sampling_fields() -> tuple[NamedSamplingField, ...]:
         if get_origin(hint) is Annotated:
             declared, field = get_args(hint)
             kind = next(iter(get_args(declared)), declared)
-            rows.append(NamedSamplingField(name, kind, defaults[name], field))
+            default = defaults[name]
+            if kind is float:  # a number of its own: msgspec leaves the default object out, which receipts are to write
+                default = float(repr(default))
+            rows.append(NamedSamplingField(name, kind, default, field))
     return tuple(rows)
 
 

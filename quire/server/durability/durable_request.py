@@ -7,7 +7,7 @@ answer can be asked for again; `NullDurableRequest` is every other one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -80,8 +80,8 @@ class DurableRequest(ABC):
         """Whether a response in the background is made again by whoever may answer it later."""
         return False
 
-    def keep_body(self, body: bytes) -> None:  # noqa: B027 - nothing, if it is not journaled
-        """Hold the request's body, decompressed, for the journal."""
+    def keep_body(self, chunks: Sequence[bytes]) -> None:  # noqa: B027 - nothing, if it is not journaled
+        """Hold the request's body, decompressed, for the journal. Raises what MemoryLease.grow_lease raises."""
 
     @abstractmethod
     async def identify(self, resolved: GenerationRequest, fresh: AnswerIdentity) -> AnswerIdentity:
@@ -186,9 +186,9 @@ class JournaledRequest(DurableRequest):
     def is_restart(self) -> bool:
         return self.resumed is not None and bool(self.resumed.attempt)
 
-    def keep_body(self, body: bytes) -> None:
-        grow_request_lease(self._request.scope, len(body))
-        self._body = body
+    def keep_body(self, chunks: Sequence[bytes]) -> None:
+        grow_request_lease(self._request.scope, sum(map(len, chunks)))
+        self._body = b"".join(chunks)
 
     async def identify(self, resolved: GenerationRequest, fresh: AnswerIdentity) -> AnswerIdentity:
         assert self._body is not None, "read first"

@@ -34,6 +34,7 @@ def authorize(request: Request, resolved: AnyRequest) -> AnyRequest:
     tenant = tenant_of(request.scope)
     gateway_priority = get_server_context(request).gateways.resolve_priority(request.scope)
     header_id = request.headers.get(REQUEST_ID_HEADER)
+    adapter = _find_adapter(request, resolved.model)
     include_receipt = record_receipt = False
     if isinstance(resolved, GenerationRequest) and resolved.allows_receipt:
         include_receipt = _includes_receipt(request, resolved)
@@ -43,7 +44,7 @@ def authorize(request: Request, resolved: AnyRequest) -> AnyRequest:
         weight=tenant.weight,
         priority=resolved.body_priority if gateway_priority is None else gateway_priority,
         cache_salt=tenant.prefix_cache_salt(resolved.body_cache_salt),
-        adapter=_find_adapter(request, resolved.model),
+        adapter=adapter,
         chosen_id=f"{resolved.id_prefix}{header_id}" if is_safe_id(header_id) else "",
         include_receipt=include_receipt,
         record_receipt=record_receipt,

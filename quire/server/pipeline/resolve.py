@@ -8,7 +8,7 @@ killed.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -43,9 +43,10 @@ BYTES_PER_TOKEN_ID = 32
 
 
 async def resolve_body(
-    request: Request, resolve: Resolver[Resolution], keep_body: Callable[[bytes], None] | None = None
+    request: Request, resolve: Resolver[Resolution], keep_body: Callable[[Sequence[bytes]], None] | None = None
 ) -> Resolution:
-    """What `resolve` makes of the request's body. `keep_body` is given the body itself.
+    """What `resolve` makes of the request's body. `keep_body` is given the body itself, in
+    pieces.
 
     The memory of what was made counts until the request is answered: see server/access/memory_lease.py. Raises what
     `resolve`, read_body, WorkerPool.run_job and MemoryLease.grow_lease raise.
@@ -54,7 +55,7 @@ async def resolve_body(
         chunks = () if keep_body is None else tuple(body.chunks)
         resolution = await _resolve_here_or_in_worker(request, body, resolve)
         if keep_body is not None:
-            keep_body(b"".join(chunks))
+            keep_body(chunks)
         return resolution
 
 

@@ -67,15 +67,14 @@ def build_embedding_request(
     config: ServerConfig,
     *,
     one_vector_per_text: bool = True,
-    headers: Mapping[str, str] | None = None,
 ) -> VectorRequest:
-    """`one_vector_per_text`: each text must have one vector. `headers`: see `build_vector_request`. Raises as above."""
+    """`one_vector_per_text`: each text must have one vector. Raises as above."""
     check_pooling_task(body, "embed", model)
     if one_vector_per_text:
         check_one_vector_per_text(model)
     params = embedding_params(body, model)
     inputs = vector_inputs(tokenize_inputs(body, model), params)
-    return build_vector_request(body, "embd", inputs, write_body, model, config, headers=headers)
+    return build_vector_request(body, "embd", inputs, write_body, model, config)
 
 
 def _resolve_conversation_embedding(
@@ -163,10 +162,7 @@ def build_vector_request(
     write_body: VectorBodyWriter,
     model: ServedModel,
     config: ServerConfig,
-    *,
-    headers: Mapping[str, str] | None = None,
 ) -> VectorRequest:
-    """`headers`: of the answer; None: those that name the body's parameters without effect."""
     pooling = model.pooling
     if (
         pooling is not None
@@ -176,8 +172,6 @@ def build_vector_request(
         raise InvalidRequest(
             f"input: vectors of all tokens are more than {MAX_VECTOR_NUMBERS} numbers: send less", param="input"
         )
-    if headers is None:
-        headers = ignored_params_header(body.check_params_and_list_ignored(), config.strict)
     return VectorRequest(
         id_prefix=f"{prefix}-",
         body_id="" if body.request_id is None else f"{prefix}-{body.request_id}",
@@ -188,7 +182,7 @@ def build_vector_request(
         body_cache_salt=body.cache_salt,
         timeout=body.timeout,
         queue_timeout=body.queue_timeout,
-        headers=headers,
+        headers=ignored_params_header(body.check_params_and_list_ignored(), config.strict),
     )
 
 

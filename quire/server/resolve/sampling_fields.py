@@ -97,5 +97,7 @@ def _copied_fields(body: GenerationBody, model_defaults: Mapping[str, float]) ->
     values: dict[str, Any] = {}
     for row in COPIED_SAMPLING_FIELDS:
         value = getattr(body, row.name)
-        values[row.name] = row.type(model_defaults[row.name]) if value is None else value
+        if value is None:
+            value = model_defaults[row.name]
+        values[row.name] = int(value) if row.type is int else value
     return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from quire.server.config import ServerConfig
@@ -29,7 +30,6 @@ def resolve_cohere_embedding(body_bytes: bytes, model: ServedModel, config: Serv
         fields["truncate_prompt_tokens"] = min(body.max_tokens or model.context_length, model.context_length)
         fields["truncation_side"] = "left" if body.truncate == "START" else "right"
     answer = partial(cohere_embed_body, tuple(body.embedding_types), tuple(body.texts))
-    headers = ignored_params_header(body.check_params_and_list_ignored(), config.strict)
     with rename_fields_in_raised_errors(COHERE_FIELD_NAMES):
-        request = validate_body(fields, EmbeddingRequest)
-        return build_embedding_request(request, answer, model, config, headers=headers)
+        request = build_embedding_request(validate_body(fields, EmbeddingRequest), answer, model, config)
+    return replace(request, headers=ignored_params_header(body.check_params_and_list_ignored(), config.strict))
