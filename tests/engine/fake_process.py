@@ -55,7 +55,7 @@ class FakeProcess(EngineProcess):
         """Whether it ever says that it has let its engine go."""
 
     @property
-    def connected(self) -> bool:
+    def is_connected(self) -> bool:
         return True
 
     @property

@@ -103,7 +103,7 @@ class SimulatedProcess(EngineProcess):
         alive[self] = None
 
     @property
-    def connected(self) -> bool:
+    def is_connected(self) -> bool:
         return self._task is not None
 
     @property
@@ -191,7 +191,7 @@ class SimulatedProcess(EngineProcess):
     async def wait_for_exit(self) -> ExitCause:
         return await asyncio.shield(self._exit)
 
-    async def ended(self, exited: asyncio.Task[ExitCause], seconds: float) -> None:
+    async def wait_until_ended(self, exited: asyncio.Task[ExitCause], seconds: float) -> None:
         await asyncio.wait([exited])
 
     def end(self) -> None:

@@ -31,7 +31,7 @@ GIGABYTE = 1 << 30
 LOST = Overloaded("The process that has data_dir ended. Please try again")
 
 
-class Owner(WithDisk):
+class RequestOwner(WithDisk):
     """The process that has the data."""
 
     def __init__(self, server: Replicas, disk: Disk) -> None:
@@ -137,7 +137,7 @@ class Replicas(OfSeveral):
         self.disk = Disk(folder, rng)
         self.failure: BaseException | None = None
         self.replicas: dict[int, Replica] = {}
-        self._owner = Owner(self, self.disk)
+        self._owner = RequestOwner(self, self.disk)
         self._stopping = False
         self._keeping = [
             Context().run(asyncio.create_task, self._keep(each, program)) for each, program in enumerate(programs)
@@ -167,7 +167,7 @@ class Replicas(OfSeveral):
 
         return call
 
-    async def _on_the_way(self, identity: str, owner: Owner) -> None:
+    async def _on_the_way(self, identity: str, owner: RequestOwner) -> None:
         """Raises Overloaded where the call, or its answer, is lost."""
         await asyncio.sleep(self.rng.choice((0.0, 0.001, 0.02)))
         late = self.network.late_until.get(identity.encode(), 0.0) > asyncio.get_running_loop().time()
@@ -188,7 +188,7 @@ class Replicas(OfSeveral):
 
     async def end_owner(self) -> None:
         """Until another one answers."""
-        before, self._owner = self._owner, Context().run(Owner, self, self.disk)
+        before, self._owner = self._owner, Context().run(RequestOwner, self, self.disk)
         await before.die()
         while not (self.dead or self._owner.dead) and self._owner.members is None:  # noqa: ASYNC110
             await asyncio.sleep(0.05)

@@ -117,9 +117,9 @@ class _Child:
     def kill(self) -> Any:
         """Of Popen, and of Child, who await it."""
         self._api.die()
-        return self.exited()
+        return self.wait_for_exit()
 
-    async def exited(self) -> int:
+    async def wait_for_exit(self) -> int:
         await self._api.ended.wait()
         return self._api.code
 

@@ -84,7 +84,7 @@ class ApiServerLeader:
         """The last one that was sent."""
         self._lasting: dict[int, bytes] = {}
         """By number of the API process: its last answer to LASTING."""
-        self._tasks = Tasks(self._failed)
+        self._tasks = Tasks(self._handle_failure)
         self.answering = Answering()
         """How this process answers what API processes ask it."""
         self.changed = asyncio.Event()
@@ -124,7 +124,7 @@ class ApiServerLeader:
         await self._tasks.cancel()
         self._wire.close()
 
-    def _failed(self, error: BaseException) -> None:
+    def _handle_failure(self, error: BaseException) -> None:
         log.error("the hub failed", exc_info=error)
         self.client.fail(EngineError(f"the hub failed: {type(error).__name__}"))
 

@@ -277,7 +277,7 @@ class EngineClient:
             self._misses.track_step(
                 step, engine, self.engine_core.engines[engine].stats, self.engine_core.weights_version
             )
-        outputs = [self._noted(output) for output in outputs]
+        outputs = [self._with_first_cached_tokens(output) for output in outputs]
         if self._rows:
             rows, self._rows = self._rows, []
             self._journal(rows)
@@ -300,7 +300,7 @@ class EngineClient:
                     asyncio.get_running_loop().call_soon(self._end_turn)
                 self._due.append(later)
 
-    def _noted(self, output: EngineCoreOutput) -> EngineCoreOutput:
+    def _with_first_cached_tokens(self, output: EngineCoreOutput) -> EngineCoreOutput:
         """The output as the client is to see it, with the first engine's cached_tokens."""
         entry = self._open.get(output.id)
         if entry is None:
@@ -329,14 +329,14 @@ class EngineClient:
             except Exception:
                 log.exception("a stream failed")  # which is no reason to lose what is for the others
 
-    def lost(self, engine: int = 0, ids: Iterable[str] | None = None) -> None:
+    def handle_engine_loss(self, engine: int = 0, ids: Iterable[str] | None = None) -> None:
         """ids: the requests that the engine had; None: all."""
         ids = None if ids is None else list(ids)
         if self._misses is not None:
             self._misses.record_engine_loss(engine, ids)
         self.recorder.record_engine_death(engine, ids)
 
-    def changed(self, engine: int = 0) -> None:
+    def handle_engine_change(self, engine: int = 0) -> None:
         """Requests that a lone engine cannot compute yet wait in its client."""
 
     def give_up(self, request_id: str, error: QuireError) -> None:

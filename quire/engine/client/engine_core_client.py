@@ -21,7 +21,7 @@ from quire.engine.core.stats import EngineStats, EngineView, StepRecord
 log = logging.getLogger("quire.engine.link.link")
 
 
-class Owner(Protocol):
+class RequestOwner(Protocol):
     """Has the requests that a client passes on. `engine`: the number of its engine among those of one model."""
 
     def request(self, request_id: str) -> EngineCoreRequest:
@@ -30,10 +30,10 @@ class Owner(Protocol):
     def deliver(self, outputs: Sequence[EngineCoreOutput], step: StepRecord | None = None, engine: int = 0) -> None:
         """Take outputs of the engine. step: the record of the step that they came from."""
 
-    def lost(self, engine: int = 0) -> None:
+    def handle_engine_loss(self, engine: int = 0) -> None:
         """The engine is gone, or is built anew; the next one will compute what is open."""
 
-    def changed(self, engine: int = 0) -> None:
+    def handle_engine_change(self, engine: int = 0) -> None:
         """The engine can be given requests, or its process has ended."""
 
     def give_up(self, request_id: str, error: QuireError) -> None:
@@ -54,7 +54,7 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True):
 class EngineCoreClient(ABC):
     """To an engine. All methods must be called from the same event loop."""
 
-    owner: Owner
+    owner: RequestOwner
     """Set by the owner itself."""
     number = 0
     """Of the engine among those of its model."""

@@ -114,7 +114,7 @@ class EngineProcess:
         return self._child.pid
 
     @property
-    def connected(self) -> bool:
+    def is_connected(self) -> bool:
         """Whether messages may be sent; the process reads them once it has started."""
         return self._wire is not None
 
@@ -179,7 +179,7 @@ class EngineProcess:
                     self._kill_if_hung()
         finally:
             loop.remove_reader(self._heartbeats)
-        code = await self._child.exited()
+        code = await self._child.wait_for_exit()
         await asyncio.to_thread(self._stderr_thread.join, 1.0)
         now = oom_kills()
         killed = None if now is None or self._oom_kills_before is None else now - self._oom_kills_before
@@ -189,7 +189,7 @@ class EngineProcess:
         """Let the process end itself, which `wait_for_exit` will report."""
         self._child.end()
 
-    async def ended(self, exited: asyncio.Task[ExitCause], seconds: float) -> None:
+    async def wait_until_ended(self, exited: asyncio.Task[ExitCause], seconds: float) -> None:
         """Wait until a process that is about to end has ended; kill it after so many seconds. `exited`:
         `wait_for_exit`."""
         if not (await asyncio.wait([exited], timeout=seconds))[0]:
@@ -306,7 +306,7 @@ def _environment() -> dict[str, str]:
 
 def reset_prefix_cache(process: EngineProcess | None, config: EngineConfig) -> None:
     """Let an engine that is there, or that starts, forget all prefixes; where none is, those that outlive it."""
-    if process is not None and process.connected:
+    if process is not None and process.is_connected:
         process.send(make_notification(EngineCoreMethods.reset_prefix_cache))
     elif config.kv_offload_dir is not None:
         delete_kv_blocks(config.kv_offload_dir)

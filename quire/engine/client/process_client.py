@@ -117,7 +117,7 @@ class ProcessClient(ExclusiveClient):
             assert self._exit is not None
             self._ending = True
             self._process.end()
-            await self._process.ended(self._exit, _END_SECONDS)
+            await self._process.wait_until_ended(self._exit, _END_SECONDS)
 
     async def check(self, weights: str) -> None:
         if not self.asleep:
@@ -202,7 +202,7 @@ class ProcessClient(ExclusiveClient):
 
     def abort(self, request_id: str) -> None:
         self._replay.end(request_id)
-        if self._process is not None and self._process.connected:
+        if self._process is not None and self._process.is_connected:
             self._process.send(messages.Abort([request_id]))
         self._submit_ready()
 
@@ -235,7 +235,7 @@ class ProcessClient(ExclusiveClient):
             return
         if ready := self._replay.take_ready():
             self._process.send(messages.Submit(*messages.apart([self.owner.request(each) for each in ready])))
-        self.owner.changed(self.number)
+        self.owner.handle_engine_change(self.number)
 
     async def _start_engine(self, tries: int) -> EngineInfo:
         """Start engine processes until one is ready.
@@ -276,7 +276,7 @@ class ProcessClient(ExclusiveClient):
         process, self._process = self._process, None
         if process is not None:
             assert self._exit is not None
-            await process.ended(self._exit, _END_SECONDS)
+            await process.wait_until_ended(self._exit, _END_SECONDS)
             process.close()
 
     async def _supervise_or_fail(self) -> None:
@@ -328,7 +328,7 @@ class ProcessClient(ExclusiveClient):
                 await self._discard_process()
                 self._give_up_change(error)
             else:
-                self._changed()
+                self._finish_change()
 
     async def _serve_until_exit(self) -> ExitCause:
         """Handle the engine's messages until its process has ended."""
@@ -370,11 +370,11 @@ class ProcessClient(ExclusiveClient):
     def _on_asleep(self, result: UtilityResult) -> None:
         self._on_engine_gone(external=True)
         self.asleep = True
-        self._changed()
+        self._finish_change()
 
     def _on_checked(self, result: UtilityResult) -> None:
         self.ready = True
-        self._changed()
+        self._finish_change()
         self._submit_ready()
 
     def _deliver_step(self, message: messages.Stepped) -> None:
@@ -392,12 +392,12 @@ class ProcessClient(ExclusiveClient):
         self._on_engine_gone(external=True)
         self.ready, self._content = True, started.info.content
         if started.failure is None:
-            self._changed()
+            self._finish_change()
         else:
             self._give_up_change(ConfigError(f"{started.failure}; the weights before are back"))
         self._submit_ready()
 
-    def _changed(self) -> None:
+    def _finish_change(self) -> None:
         """The change under way was made."""
         change = self._change
         assert change is not None
@@ -422,13 +422,13 @@ class ProcessClient(ExclusiveClient):
         self.replays += len(self._replay)
         log.warning("the engine %s; %d open requests go on with another", cause.description, len(self._replay))
         self._give_up_change(Overloaded(f"the engine {cause.description} before its weights changed; please try again"))
-        self.owner.changed(self.number)
+        self.owner.handle_engine_change(self.number)
 
     def _on_engine_gone(self, *, external: bool) -> None:
         """All that the engine had must go to another one. external: no request can be the cause."""
         self._calls.end(EngineError("the engine ended before it answered"))
         self._earlier_stats = self.stats = self.stats.without_gauges()
-        self.owner.lost(self.number)
+        self.owner.handle_engine_loss(self.number)
         for request_id in self._replay.engine_exited(external=external):
             self.quarantined += 1
             error = RequestQuarantined("this request ended the engine each time it was tried alone, and was given up")

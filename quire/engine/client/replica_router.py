@@ -64,7 +64,7 @@ class Router:
         self._remember(chosen, pieces)
         return chosen
 
-    def ended(self, replica: int) -> None:
+    def record_request_end(self, replica: int) -> None:
         """A request of this replica has ended."""
         self.open[replica] -= 1
         assert self.open[replica] >= 0

@@ -190,7 +190,7 @@ class ReplicatedClient(ExclusiveClient):
         """Returns the replica that computed it until now."""
         replica = self._places.pop(request_id, None)
         if replica is not None:
-            self._router.ended(replica.number)
+            self._router.record_request_end(replica.number)
         return replica
 
     def _move(self, replica: ProcessClient) -> None:
@@ -216,13 +216,13 @@ class ReplicatedClient(ExclusiveClient):
         self.stats = sum_stats([each.stats for each in self._replicas])
         self.owner.deliver(outputs, step, engine)
 
-    def lost(self, engine: int = 0) -> None:
+    def handle_engine_loss(self, engine: int = 0) -> None:
         self._router.forget(engine)
         self.stats = sum_stats([each.stats for each in self._replicas])
         had = [request_id for request_id, place in self._places.items() if place is self._replicas[engine]]
-        self.owner.lost(engine, had)
+        self.owner.handle_engine_loss(engine, had)
 
-    def changed(self, engine: int = 0) -> None:
+    def handle_engine_change(self, engine: int = 0) -> None:
         self.deaths = sum(each.deaths for each in self._replicas)
         self.replays = sum(each.replays for each in self._replicas)
         self.quarantined = sum(each.quarantined for each in self._replicas)

@@ -95,7 +95,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         """Seconds since the leader was last heard, without those in which we could not listen."""
         self._calls = UtilityCalls(self._write)
         self._unsent_aborts: list[str] = []
-        self._tasks = Tasks(self._failed)
+        self._tasks = Tasks(self._handle_failure)
 
     def launch(self) -> None:
         self._welcome = asyncio.get_running_loop().create_future()
@@ -184,7 +184,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
             raise EngineError("the engine was stopped")
         self._wire.send(encode(message))
 
-    def _failed(self, error: BaseException) -> None:
+    def _handle_failure(self, error: BaseException) -> None:
         log.error("what the server's main process says can be followed no more", exc_info=error)
         self.on_failure()
 
@@ -246,7 +246,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
             self._welcome.set_result(info)
 
     def lose_engine(self, replica: int, ids: list[str] | None) -> None:
-        self.owner.lost(replica, ids)
+        self.owner.handle_engine_loss(replica, ids)
 
     def fail_requests(self, ids: list[str], fault: Fault) -> None:
         for request_id in ids:

@@ -68,7 +68,7 @@ class WeightsGroup:
     async def join(self, group: Group) -> None:
         """Returns when all members are there; leaves another group. Raises InvalidRequest where they do not come."""
 
-        async def joined() -> None:
+        async def join_group() -> None:
             await self._forget()
             self._group = group
             try:
@@ -77,24 +77,24 @@ class WeightsGroup:
                 self._group = None
                 raise
 
-        await to_its_end(self._turn, joined())
+        await to_its_end(self._turn, join_group())
 
     async def leave(self) -> None:
         """Weights that came over the group are served on; a model of which only a part came is dropped."""
 
-        async def left() -> None:
+        async def leave_group() -> None:
             if self._group is not None:
                 await self._forget()
                 await self._call(WeightReceiverMethods.leave)
                 self._group = None
 
-        await to_its_end(self._turn, left())
+        await to_its_end(self._turn, leave_group())
 
     async def receive(self, tensors: Sequence[Tensor]) -> None:
         """Take part in one broadcast for each tensor. Raises InvalidRequest where the group breaks, which it then is;
         the weights before are served on."""
 
-        async def received() -> None:
+        async def receive_tensors() -> None:
             if self._group is None:
                 raise InvalidRequest(_NO_GROUP, param="tensors")
             if self._partial is None:
@@ -108,12 +108,12 @@ class WeightsGroup:
                 self._group = None
                 raise
 
-        await to_its_end(self._turn, received())
+        await to_its_end(self._turn, receive_tensors())
 
     async def serve(self, mode: Mode = "keep", version: str | None = None) -> str:
         """Compute with what was received since the last call: see Weights.update, whose errors are these."""
 
-        async def served() -> str:
+        async def serve_weights() -> str:
             if self._partial is None:
                 raise InvalidRequest("no tensor was received", param="tensors")
             folder = self._partial
@@ -129,7 +129,7 @@ class WeightsGroup:
             self._served = folder
             return name
 
-        return await to_its_end(self._turn, served())
+        return await to_its_end(self._turn, serve_weights())
 
     async def close(self) -> None:
         """After the client's end: the files go with the process."""

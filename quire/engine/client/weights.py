@@ -77,7 +77,7 @@ class Weights:
 
         async def rest() -> None:
             if not self._engine_core.asleep:
-                async with self._settled(mode):
+                async with self._hold_requests(mode):
                     await self._engine_core.rest(level)
             self._client.refusing = refuse
 
@@ -117,21 +117,21 @@ class Weights:
         some before any request has ended for them. `path`: where they are, if they are in files."""
         check_mode(mode)
 
-        async def made() -> str:
+        async def change_weights() -> str:
             if check is not None:
                 await check()
             name = version or next(free for free in map(str, count(len(self._used) + 1)) if free not in self._used)
-            async with self._settled(mode):
+            async with self._hold_requests(mode):
                 self._engine_core.weights_paths[name] = path
                 await load(name)
             self._used.add(name)
             self._client.refusing = False
             return name
 
-        return await to_its_end(self._changing, made())
+        return await to_its_end(self._changing, change_weights())
 
     @asynccontextmanager
-    async def _settled(self, mode: Mode) -> AsyncIterator[None]:
+    async def _hold_requests(self, mode: Mode) -> AsyncIterator[None]:
         """Requests that are open now are treated as `mode` says; those that come until the block ends wait for it."""
         client = self._client
         client.hold()
@@ -149,11 +149,11 @@ async def to_its_end(turn: asyncio.Lock, call: Coroutine[Any, Any, Result]) -> R
     """The result of a call that no other with this lock is beside. It is made to its end, even if nobody waits for it
     any more: by then the engine may have let its weights go already."""
 
-    async def held() -> Result:
+    async def run_in_turn() -> Result:
         async with turn:
             return await call
 
-    task = asyncio.create_task(held())
+    task = asyncio.create_task(run_in_turn())
     task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
     return await asyncio.shield(task)
 

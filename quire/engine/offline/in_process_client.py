@@ -133,7 +133,7 @@ class InProcessClient(ExclusiveClient):
         await asyncio.gather(task, return_exceptions=True)
         engine.shut_down()
         del task, engine  # the task's frame holds the engine too
-        self.owner.lost()
+        self.owner.handle_engine_loss()
         self._earlier_stats = self.stats = self.stats.without_gauges()
         free_engine_memory()
 

@@ -1,6 +1,6 @@
 """A process that we start: how it gets its configuration, how it is waited for, and how it ends, with us at the latest.
 
-`read_configuration`, `end_with_parent` and `killed_with_parent` are for the process itself.
+`read_configuration`, `end_with_parent` and `die_with_parent` are for the process itself.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Child:
     def returncode(self) -> int | None:
         return self.process.poll()
 
-    async def exited(self) -> int:
+    async def wait_for_exit(self) -> int:
         """Wait until it has ended. Returns its return code."""
         while (code := self.returncode) is None:  # noqa: ASYNC110 - a poll is soon enough
             await asyncio.sleep(_POLL_SECONDS)
@@ -96,13 +96,13 @@ class Child:
     async def kill(self) -> int:
         """End it at once, whatever it does. Returns its return code."""
         self.process.kill()
-        return await self.exited()
+        return await self.wait_for_exit()
 
     async def stop(self, seconds: float) -> None:
         """End it; kill it if that takes longer."""
         self.end()
         try:
-            await asyncio.wait_for(self.exited(), seconds)
+            await asyncio.wait_for(self.wait_for_exit(), seconds)
         except TimeoutError:
             await self.kill()
 
@@ -136,10 +136,10 @@ def end_with_parent() -> None:
         os._exit(0)
 
     threading.Thread(target=wait, name="parent-watch", daemon=True).start()
-    killed_with_parent()
+    die_with_parent()
 
 
-def killed_with_parent() -> None:
+def die_with_parent() -> None:
     """On Linux the kernel kills this process when its parent ends, even where no thread of it can read its standard
     input, because a step hangs or because it is stopped. It does not where the parent ended before: then this process
     ends here, for nobody holds the other end of its standard input."""

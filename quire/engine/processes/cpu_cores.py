@@ -36,7 +36,7 @@ def threads_on(cores: Set[int], root: Path = Path("/")) -> int:
     for core in cores:
         try:
             listed = (root / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text("ascii")
-            firsts.add(min(_listed(listed) & cores))
+            firsts.add(min(_parse_core_list(listed) & cores))
         except (OSError, ValueError):
             firsts.add(core)
     return len(firsts)
@@ -54,13 +54,13 @@ def _nodes(root: Path) -> list[Set[int]]:
     found: list[Set[int]] = []
     for folder in sorted(folders, key=lambda each: int(each.name.removeprefix("node"))):
         try:
-            found.append(_listed((folder / "cpulist").read_text(encoding="ascii")))
+            found.append(_parse_core_list((folder / "cpulist").read_text(encoding="ascii")))
         except (OSError, ValueError):
             continue
     return found
 
 
-def _listed(text: str) -> Set[int]:
+def _parse_core_list(text: str) -> Set[int]:
     """The numbers of a list such as 0-3,8."""
     ranges = [part.partition("-") for part in text.strip().split(",") if part]
     return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}

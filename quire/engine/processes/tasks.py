@@ -8,20 +8,20 @@ from typing import Any
 
 
 class Tasks:
-    def __init__(self, failed: Callable[[BaseException], None]) -> None:
-        """`failed` is called with what a task raises."""
-        self._failed = failed
+    def __init__(self, on_failure: Callable[[BaseException], None]) -> None:
+        """`on_failure` is called with what a task raises."""
+        self._on_failure = on_failure
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._handle_task_end)
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _handle_task_end(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._failed(error)
+            self._on_failure(error)
 
     async def cancel(self) -> None:
         for task in self._tasks:

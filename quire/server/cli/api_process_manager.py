@@ -229,7 +229,7 @@ class ApiProcessManager:
 
     async def _wait_for_exit_or_kill_hung(self, process: Child, channel: ApiProcessChannel) -> int:
         """The return code of a process, which is killed when it hangs."""
-        exited = asyncio.create_task(process.exited())
+        exited = asyncio.create_task(process.wait_for_exit())
         stopped, timer = Stopped(), WatchTimer(_CHECK_SECONDS)
         try:
             while not exited.done():

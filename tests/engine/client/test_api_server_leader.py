@@ -285,7 +285,7 @@ async def test_an_engines_death_is_seen_in_explanations(tmp_path: Path) -> None:
     async with shared(tmp_path, step_seconds=0.01) as server:
         asked = asyncio.create_task(tokens_of(server.clients[0], request("a", tokens=30)))
         await until(lambda: bool(server.engine.running))
-        server.engine.owner.lost()
+        server.engine.owner.handle_engine_loss()
         await asked
         timeline = server.clients[0].history.find_timeline("a")
         assert timeline is not None

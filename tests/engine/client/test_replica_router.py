@@ -45,7 +45,7 @@ def test_new_prompts_are_spread_and_known_ones_return() -> None:
     router = Router(2)
     assert [router.place(prompt(word), ALL) for word in range(4)] == [0, 1, 0, 1]
     for each in (0, 0, 1, 1):
-        router.ended(each)
+        router.record_request_end(each)
     assert [router.place(prompt(word, 9), ALL) for word in (3, 2, 1, 0)] == [1, 0, 1, 0]
 
 
@@ -54,7 +54,7 @@ def test_one_after_another_they_fill_both_caches() -> None:
     found = []
     for word in range(4):
         found.append(router.place(prompt(word), ALL))
-        router.ended(found[-1])
+        router.record_request_end(found[-1])
     assert found == [0, 1, 0, 1]
 
 
@@ -127,7 +127,7 @@ class Routed(RuleBasedStateMachine):
     def end(self, chosen: int) -> None:
         if self.open[chosen]:
             self.open[chosen] -= 1
-            self.router.ended(chosen)
+            self.router.record_request_end(chosen)
 
     @rule(replica=st.integers(0, 2))
     def forget(self, replica: int) -> None:

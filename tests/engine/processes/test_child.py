@@ -28,7 +28,7 @@ async def test_one_that_does_not_end_is_killed() -> None:
 
 async def test_one_that_ends_before_it_has_read_its_configuration_is_no_error() -> None:
     child = Child(["-c", "import os; os._exit(3)"], b"x" * 4096)
-    assert await child.exited() == 3
+    assert await child.wait_for_exit() == 3
 
 
 def test_an_environment_that_the_system_refuses_is_an_error() -> None:

@@ -23,7 +23,7 @@ import msgspec
 
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import QuireError
-from quire.engine.processes.child import end_with_parent, killed_with_parent, read_configuration
+from quire.engine.processes.child import die_with_parent, end_with_parent, read_configuration
 from quire.engine.processes.frames import Inbox, encode_frame, read_frame
 from quire.engine.processes.heartbeat import Alive
 from quire.engine.processes.utility_calls import START, Fault, UtilityResult, encode, make_result
@@ -114,7 +114,7 @@ def open_store_channel(assignment: RankAssignment) -> tuple[ReadMessage, Callabl
 
 
 def main() -> None:
-    killed_with_parent()  # `end_with_parent` would read the orders
+    die_with_parent()  # `end_with_parent` would read the orders
     faulthandler.register(signal.SIGUSR1)
     status = 0
     try:
