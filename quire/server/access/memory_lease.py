@@ -64,7 +64,7 @@ class MemoryLease:
 
 
 class MemoryLeaseMiddleware:
-    """Gives every request a Hold, and ends it when the answer has been taken from the connection's buffer."""
+    """Gives every request a lease, and releases it when the answer has been taken from the connection's buffer."""
 
     def __init__(self, app: ASGIApp, budget: SharedCapacity) -> None:
         self._app = app

@@ -41,9 +41,9 @@ class EventIdWriter(AnswerWriter):
         seen_counts: Sequence[int] = (),
         is_journaled_step: Callable[[], bool] | None = None,
     ) -> None:
-        """known: whether the step at hand repeats tokens of the journal; None where tokens are the same when they are
-        computed again. Otherwise the first step behind the journal raises Conflict if the reader has seen events that
-        the journal lacks: they might differ now."""
+        """`is_journaled_step`: whether the current step repeats tokens of the journal; None if tokens are the same when
+        they are computed again. Otherwise the first step behind the journal raises Conflict if the reader has seen
+        events that the journal lacks: they might differ now."""
         self._writer = writer
         self._is_journaled_step = is_journaled_step
         self._id = request.id.encode()

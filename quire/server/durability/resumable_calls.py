@@ -33,7 +33,7 @@ from quire.server.store.write_ahead_log import WriteAheadLog
 
 log = logging.getLogger("quire.server")
 RESUMED_SCOPE_KEY = "quire.resumed"
-"""The scope's key of a Resumed: the call is made again."""
+"""The scope's key of a ResumedCall: the call is made again."""
 CLAIMS_SCOPE_KEY = "quire.claims"
 """The scope's key of a list of the Claims that the request has."""
 RESUMABLE_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
@@ -221,7 +221,7 @@ class ResumableCalls:
         request.scope[CLAIMS_SCOPE_KEY].append(claim)
         call = await asyncio.to_thread(self._calls.find_by_idempotency_key, owner, key)
         if call is None:
-            return None  # `journal_call_and_wrap_close` takes the claim away, or the request's end
+            return None  # `journal_call` takes the claim away, or the request's end
         if (call.path, call.body) != (request.scope["path"], body):
             raise HTTPException(422, "Another request had this Idempotency-Key")
         if call.pins.background:  # which may have to be begun: the claim stays

@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quire.server.formats.tools.json_repair import JsonRepairer, repair_json
@@ -59,7 +59,10 @@ def test_what_has_one_meaning_is_mended_however_it_is_cut(text: str, value: Any)
     assert json.loads(written + ("" if reader.is_done else reader.close_brackets())) == value
 
 
-@pytest.mark.parametrize("text", ["", "5", "[1]", '"x"', '{"a": <b>}', '{"a": "x', '{"a": 1', "{[1]: 2}", '{"a": 1} x'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "5", "[1]", '"x"', '{"a": <b>}', '{"a": "x', '{"a": 1', "{[1]: 2}", '{"a": 1} x', "{1: 1{}}", "{1: 1, {}}"],
+)
 def test_what_has_no_one_meaning_is_left(text: str) -> None:
     assert repair_json(text) is None
 
@@ -84,6 +87,7 @@ TOKENS = [*"{}[]\"',:1-. \n<é", BS, "u12", "true", "Tr"]
 
 
 @settings(deadline=None)
+@example(parts=["1", ":", "1", "{", "}", "}"], lengths=[1])
 @given(parts=st.lists(st.sampled_from(TOKENS), max_size=16), lengths=st.lists(st.integers(1, 4), min_size=1))
 def test_whatever_is_read_to_its_end_is_json_and_the_same_in_pieces(parts: list[str], lengths: list[int]) -> None:
     text = "{" + "".join(parts)

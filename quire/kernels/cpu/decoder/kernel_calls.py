@@ -1,5 +1,5 @@
 """Defines once, for each operation of a layer, which kernel it calls with which arguments. `ImmediateCalls` calls the
-kernels at once; the recorder (recorder.py) notes the same calls."""
+kernels at once; the recorder (layer_recorder.py) notes the same calls."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-// Runs a list of calls of the other kernels, which recorder.py notes: those of all layers of a model at once. With one
-// row, the calls from Python would cost as much time as a small model's arithmetic.
+// Runs a list of calls of the other kernels, which layer_recorder.py notes: those of all layers of a model at once.
+// With one row, the calls from Python would cost as much time as a small model's arithmetic.
 #include <type_traits>
 #include <utility>
 

@@ -112,7 +112,7 @@ class JsonRepairer:
         if character == ":" and self._expected == "colon":
             self._expected = "value"
             return ":", place + 1
-        if character in "{[" and self._expected != "key":
+        if character in "{[" and not self._is_key_next():
             before = self._write_missing_separator()
             self._open_closers.append(CLOSING_BRACKETS[character])
             self._num_open[CLOSING_BRACKETS[character]] += 1
@@ -160,6 +160,10 @@ class JsonRepairer:
 
     def _next_expected(self) -> Literal["key", "value"]:
         return "key" if self._open_closers[-1] == "}" else "value"
+
+    def _is_key_next(self) -> bool:
+        """Whether the text may go on with a key alone, which no object or list is."""
+        return self._expected == "key" or (self._expected == "end" and self._next_expected() == "key")
 
     def _missing_value(self) -> str:
         """A value that a key has none of."""
