@@ -14,6 +14,7 @@ from quire.engine.receipts.model_hasher import ModelHasher
 from quire.engine.receipts.receipt import AdapterReceipt, PromptReceipt, Receipt, encode_receipt
 from quire.server.generation.generation import Generation
 from quire.server.generation.resolved_request import GenerationRequest
+from quire.server.generation.running_generation import RunningGeneration
 from quire.server.observe.metrics import Metrics
 
 log = logging.getLogger("quire.server")
@@ -92,16 +93,16 @@ class ReceiptWriter:
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def encode_answer_receipt(self, request: GenerationRequest, generation: Generation) -> bytes:
+    async def encode_answer_receipt(self, request: GenerationRequest, running: RunningGeneration[Generation]) -> bytes:
         """The receipt that an answer gives, as JSON."""
         self._metrics.receipt_counters["answer"].inc()
-        return encode_receipt(await self._build_receipt(request, generation))
+        return encode_receipt(await self._build_receipt(request, running))
 
-    def log_answer(self, request: GenerationRequest, generation: Generation) -> None:
+    def log_answer(self, request: GenerationRequest, running: RunningGeneration[Generation]) -> None:
         """Note an answer that has ended, in whatever way, in the log, if there is one. What is told once more was noted
         the first time."""
-        if self.receipt_log is not None and request.authorized_caller.record_receipt and generation.needs_engine:
-            task = asyncio.create_task(self._write_receipt(request, generation))
+        if self.receipt_log is not None and request.authorized_caller.record_receipt and running.needs_engine:
+            task = asyncio.create_task(self._write_receipt(request, running))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -111,19 +112,19 @@ class ReceiptWriter:
         if self.receipt_log is not None:
             await self.receipt_log.close()
 
-    async def _write_receipt(self, request: GenerationRequest, generation: Generation) -> None:
+    async def _write_receipt(self, request: GenerationRequest, running: RunningGeneration[Generation]) -> None:
         assert self.receipt_log is not None
-        was_accepted = self.receipt_log.queue_line(encode_receipt(await self._build_receipt(request, generation)))
+        was_accepted = self.receipt_log.queue_line(encode_receipt(await self._build_receipt(request, running)))
         self._metrics.receipt_counters["log" if was_accepted else "lost"].inc()
 
-    async def _build_receipt(self, request: GenerationRequest, generation: Generation) -> Receipt:
-        choices = generation.choice_receipts()
+    async def _build_receipt(self, request: GenerationRequest, running: RunningGeneration[Generation]) -> Receipt:
+        choices = running.choice_receipts()
         versions = [version for choice in choices for version, _ in choice.versions]
         return Receipt(
             id=request.answer_id,
             created=request.created,
             model=request.model,
-            hashes=await self.hashes.get_receipt_hashes(versions or [generation.weights_version]),
+            hashes=await self.hashes.get_receipt_hashes(versions or [running.generation.weights_version]),
             computed=await self.hashes.describe_compute(self._info),
             adapter=AdapterReceipt.from_adapter(request.adapter),
             params=request.sampling_params,

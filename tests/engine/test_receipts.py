@@ -154,17 +154,17 @@ async def test_each_version_of_the_weights_answers_for_its_own_tokens(
     await client.engine_core.start()
     sent = Sent(temperature=1.0, max_tokens=40, ignore_eos=True, logprobs=0)
     stream = client.submit([EngineCoreRequest(id="a", prompt_ids=PROMPT, params=sent, seed=11)])
-    stream.versions = {}
+    versions = stream.record_versions()
     record = ChoiceReceipt(index=0, seed=11)
     updated = False
     async for outputs in stream:
         for output in outputs:
-            record.add_output(output, len(output.new_ids))
+            record.add_output(output)
         if len(record.token_ids) >= 12 and not updated:
             updated = True
             assert await Weights(client).update(str(second)) == "2"
     await client.engine_core.stop()
-    record.versions = truncate_weight_versions(stream.versions["a"], len(record.token_ids))
+    record.versions = truncate_weight_versions(versions["a"], len(record.token_ids))
     (one, before), (two, behind) = record.versions
     assert (one, two, before + behind) == ("1", "2", 40)
     assert min(before, behind) > 5

@@ -16,10 +16,9 @@ import pytest
 from quire.engine.client.engine_client import EngineClient
 from quire.engine.client.messages import LEADER
 from quire.engine.common.types import EngineCoreRequest
-from quire.server.durability import answer_pins
+from quire.server.durability import answer_pins, durable_request
 from quire.server.durability.event_ids import EventIdWriter
 from quire.server.generation.resolved_request import AnswerIdentity, GenerationRequest
-from quire.server.generation.sampling_generation import SamplingGeneration
 from quire.server.peers import Peers, RunFromThread
 from quire.server.shared_capacity import BytesByOwner
 from quire.server.store.data_dir import Processes
@@ -96,15 +95,14 @@ def another_seed(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_token_left_out(patch: pytest.MonkeyPatch) -> None:
-    made = SamplingGeneration.__init__
+    known = durable_request.known_progress
 
-    def init(self: Any, request: GenerationRequest, *given: Any) -> None:
-        if (had := request.answer_identity.progress) is not None:
-            less = CallProgress([ids[1:] for ids in had.ids], had.cached, had.ends)
-            request = replaced(request, identity=replaced(request.answer_identity, progress=less))
-        made(self, request, *given)
+    def less(earlier: CallProgress | None, num_choices: int, **more: bool) -> CallProgress:
+        if earlier is not None:
+            earlier = CallProgress([ids[1:] for ids in earlier.ids], earlier.cached, earlier.ends)
+        return known(earlier, num_choices, **more)
 
-    patch.setattr(SamplingGeneration, "__init__", init)
+    patch.setattr(durable_request, "known_progress", less)
 
 
 def tails_not_read(patch: pytest.MonkeyPatch) -> None:

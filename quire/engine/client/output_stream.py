@@ -9,6 +9,7 @@ from typing import Protocol
 
 import msgspec
 
+from quire.engine.client.output_source import OutputSink, OutputSource, Versions, add_tokens
 from quire.engine.common import clock
 from quire.engine.common.errors import QuireError, SlowReader
 from quire.engine.common.types import EngineCoreOutput
@@ -18,9 +19,6 @@ log = logging.getLogger("quire.client")
 MAX_BACKLOG = 2**18
 """How many tokens a stream keeps for its reader; each alternative that is reported beside a token counts as one more.
 This many take some 20 MB."""
-
-Versions = list[tuple[str, int]]
-"""Of the weights that computed an answer's tokens: each version with the number of tokens, in their order."""
 
 
 class Reader(Protocol):
@@ -40,7 +38,7 @@ class Reader(Protocol):
         """No request of the call is open any more, and this is why."""
 
 
-class OutputStream:
+class OutputStream(OutputSource):
     """The outputs of a group of requests (the n choices of one call), in the order in which they arrive.
 
     Each iteration gives a list with at most one RequestOutput per request: all that arrived since the last iteration,
@@ -48,7 +46,7 @@ class OutputStream:
     ended. It raises EngineError when the engine is gone for good, and SlowReader when more than MAX_BACKLOG tokens were
     waiting to be read. Call `close()` when you stop reading: it aborts the requests that are still running.
 
-    A reader that waits here may be spared the wake-up: see `shortcut`.
+    A reader that waits here may be spared the wake-up: see `OutputSink`.
     """
 
     def __init__(
@@ -71,20 +69,29 @@ class OutputStream:
         """What the reader awaits; the next output resolves it. Cheaper than an asyncio.Event."""
         self._due = False
         """Whether `_hand_on` will be called at the end of this turn of the event loop."""
-        self.shortcut: Callable[[list[EngineCoreOutput]], bool] | None = None
-        """Does what the reader would do with the outputs of an iteration, at once and while the reader waits on, or
-        does nothing and returns False: then the reader gets them. What it raises is raised to the reader. It gets
-        nothing behind the end of the last request: that the reader must see."""
+        self._sink: OutputSink | None = None
         self.ended: Callable[[EngineCoreOutput, bool], None] | None = None
         """Is told the last output of each request, before the reader has it, and whether the reader will find tokens
         beside the end."""
-        self.weights_version = weights_version
-        """Of the weights that computed the last token or vector, unread ones included."""
-        self.versions: dict[str, Versions] | None = None
-        """By request; None: they are not noted."""
+        self._weights_version = weights_version
+        self._versions: dict[str, Versions] | None = None
+        """None: not recorded."""
 
-    def __aiter__(self) -> OutputStream:
-        return self
+    @property
+    def sink(self) -> OutputSink | None:
+        return self._sink
+
+    @sink.setter
+    def sink(self, sink: OutputSink | None) -> None:
+        self._sink = sink
+
+    @property
+    def weights_version(self) -> str:
+        return self._weights_version
+
+    def record_versions(self) -> dict[str, Versions]:
+        self._versions = {id: [] for id in self.ids}
+        return self._versions
 
     async def __anext__(self) -> list[EngineCoreOutput]:
         # A loop, because an abort wakes the reader too, and other requests may still be running then.
@@ -103,14 +110,14 @@ class OutputStream:
         raise StopAsyncIteration
 
     def push(self, output: EngineCoreOutput, version: str) -> Callable[[], None] | None:
-        """Add an output for the reader. A reader that has a shortcut waits until the turn of
-        the event loop ends, so that the outputs of several steps reach it together."""
+        """Add an output for the reader. If there is a sink, it gets them when the turn of the
+        event loop ends, so that the outputs of several steps reach it together."""
         if output.id not in self._open:
             return None
         if output.new_ids or output.vector is not None:
-            self.weights_version = version
-            if self.versions is not None:
-                add_tokens(self.versions.setdefault(output.id, []), version, len(output.new_ids))
+            self._weights_version = version
+            if self._versions is not None:
+                add_tokens(self._versions[output.id], version, len(output.new_ids))
         before = self._unread.get(output.id)
         self._unread[output.id] = output if before is None else merge(before, output)
         if output.finish_reason is not None:
@@ -123,7 +130,7 @@ class OutputStream:
             raise SlowReader("the answer was not read in time, and was given up")
         if self._waiting_reader is None or self._due:
             return None
-        if self.shortcut is None:
+        if self._sink is None:
             self._wake()
             return None
         self._due = True
@@ -168,22 +175,19 @@ class OutputStream:
             self._waiting_reader.set_result(None)
 
     def _hand_on(self) -> None:
-        """Give what has come to the shortcut or, where that is impossible, to the reader."""
+        """Give what has come to the sink or, if it cannot take it, to the reader."""
         self._due = False
         if self._waiting_reader is None or self._waiting_reader.done():
             return
-        if self.shortcut is None or not self._open or not self._unread:
+        if self._sink is None or not self._open or not self._unread or not self._sink.can_take_outputs():
             return self._wake()
+        outputs = list(self._unread.values())
+        self._drop_unread()
         try:
-            taken = self.shortcut(list(self._unread.values()))
+            self._sink.take_outputs(outputs)
         except Exception as error:
-            self._drop_unread()
             self.close()
-            return self.fail(error)
-        if taken:
-            self._drop_unread()
-        else:
-            self._wake()
+            self.fail(error)
 
     def _drop_unread(self) -> None:
         self._unread.clear()
@@ -201,12 +205,3 @@ def merge(first: EngineCoreOutput, second: EngineCoreOutput) -> EngineCoreOutput
         cached_tokens=max(first.cached_tokens, second.cached_tokens),
         prefix=first.prefix or second.prefix,
     )
-
-
-def add_tokens(versions: Versions, version: str, count: int) -> None:
-    """So many tokens more were computed by the weights of a version."""
-    if not count:
-        return
-    if versions and versions[-1][0] == version:
-        count += versions.pop()[1]
-    versions.append((version, count))

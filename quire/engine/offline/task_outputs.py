@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import replace
 
 from quire.engine.client.engine_client import EngineClient
-from quire.engine.client.output_stream import OutputStream
 from quire.engine.common.errors import EngineError
 from quire.engine.common.types import EngineCoreRequest
 from quire.engine.offline.offline_model import GenerationTask
@@ -19,7 +18,7 @@ from quire.engine.offline.outputs import (
 )
 from quire.engine.offline.params import RequestOutputKind
 from quire.engine.offline.receipt_maker import ReceiptMaker
-from quire.engine.receipts.receipt import ChoiceReceipt, truncate_weight_versions
+from quire.engine.receipts.receipt_recorder import ReceiptRecorder
 from quire.engine.text.tokenizer import Tokenizer
 
 
@@ -39,9 +38,7 @@ async def stream_outputs(
         for index, name in enumerate(names)
     }
     request_output = RequestOutput(task.id, task.prompt.text, task.prompt.token_ids, [])
-    choice_receipts = {each.id: ChoiceReceipt(index=index, seed=each.seed) for index, each in enumerate(requests)}
-    stream = client.submit(requests, task.id)
-    stream.versions = {}
+    stream = ReceiptRecorder(client.submit(requests, task.id), requests)
     try:
         async for outputs in stream:
             request_output.weights_version = stream.weights_version
@@ -62,14 +59,13 @@ async def stream_outputs(
                     request_output.num_missed_tokens = output.prefix.num_missed_tokens
                     request_output.miss_reason = output.prefix.tokens_by_reason[0][0]
                 new_outputs.append(builders[output.id].add_output_and_get_delta(output))
-                choice_receipts[output.id].add_output(output, len(new_outputs[-1].token_ids))
                 if new_outputs[-1].finished():
                     stream.abort(output.id)  # which a stop string has ended, while the engine goes on
             if task.output_kind is RequestOutputKind.FINAL_ONLY:
                 continue
             request_output.finished = all(builder.completion.finished() for builder in builders.values())
             if request_output.finished:
-                await _add_versions_and_receipt(request_output, task, stream, choice_receipts, builders, receipts)
+                await _add_versions_and_receipt(request_output, task, stream, builders.values(), receipts)
                 request_output.metrics = _request_metrics_from_history(client, names[0])
             delta = task.output_kind is RequestOutputKind.DELTA
             yield replace(
@@ -79,7 +75,7 @@ async def stream_outputs(
     finally:
         stream.close()
     if task.output_kind is RequestOutputKind.FINAL_ONLY:
-        await _add_versions_and_receipt(request_output, task, stream, choice_receipts, builders, receipts)
+        await _add_versions_and_receipt(request_output, task, stream, builders.values(), receipts)
         request_output.finished, request_output.metrics = True, _request_metrics_from_history(client, names[0])
         request_output.outputs = [builder.completion for builder in builders.values()]
         yield request_output
@@ -105,19 +101,19 @@ def _make_choice_requests(task: GenerationTask) -> list[EngineCoreRequest]:
 async def _add_versions_and_receipt(
     request_output: RequestOutput,
     task: GenerationTask,
-    stream: OutputStream,
-    choice_receipts: Mapping[str, ChoiceReceipt],
-    builders: Mapping[str, CompletionBuilder],
+    recorder: ReceiptRecorder,
+    builders: Collection[CompletionBuilder],
     receipts: ReceiptMaker | None,
 ) -> None:
     """Which weights computed which tokens, and the receipt."""
-    assert stream.versions is not None
-    for name, record in choice_receipts.items():
-        record.versions = truncate_weight_versions(stream.versions.get(name, []), len(record.token_ids))
-        builders[name].completion.weights_versions = list(record.versions)
-        record.finish_reason = builders[name].completion.finish_reason or ""
+    completions = [builder.completion for builder in builders]
+    choice_receipts = recorder.choice_receipts(
+        (len(completion.token_ids), completion.finish_reason or "") for completion in completions
+    )
+    for completion, receipt in zip(completions, choice_receipts, strict=True):
+        completion.weights_versions = list(receipt.versions)
     if receipts is not None:
-        request_output.receipt = await receipts.make_receipt(task, list(choice_receipts.values()))
+        request_output.receipt = await receipts.make_receipt(task, choice_receipts)
 
 
 def _request_metrics_from_history(client: EngineClient, name: str) -> RequestMetrics | None:

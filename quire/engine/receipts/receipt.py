@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from quire.engine.client.output_stream import Versions, add_tokens
+from quire.engine.client.output_source import Versions, add_tokens
 from quire.engine.common.errors import InvalidRequest
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import Adapter, EngineCoreOutput, MediaSpan, TokenLogprob
@@ -82,13 +82,22 @@ class ChoiceReceipt(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Of the prompt's tokens from the second on, likewise."""
     finish_reason: str = ""
 
-    def add_output(self, output: EngineCoreOutput, num_used: int) -> None:
-        """Note the first `num_used` tokens of an output; later ones are behind a stop string."""
-        self.token_ids += output.new_ids[:num_used]
+    def add_output(self, output: EngineCoreOutput) -> None:
+        self.token_ids += output.new_ids
         if output.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + logprob_values(output.logprobs[:num_used])
+            self.logprobs = (self.logprobs or []) + logprob_values(output.logprobs)
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = logprob_values(output.prompt_logprobs[1:])
+
+    def truncated(self, count: int, finish_reason: str) -> ChoiceReceipt:
+        """A copy with the first `count` tokens: those after a stop string are not part of the answer."""
+        return msgspec.structs.replace(
+            self,
+            token_ids=self.token_ids[:count],
+            versions=truncate_weight_versions(self.versions, count),
+            logprobs=None if self.logprobs is None else self.logprobs[:count],
+            finish_reason=finish_reason,
+        )
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="receipt"):

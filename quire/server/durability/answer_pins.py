@@ -52,7 +52,6 @@ def pin_identity(
             created=pins.created,
             seed=pins.seed,
             resumable=resumable,
-            progress=resumed.call.progress,
             num_earlier_attempts=resumed.attempt,
         )
     if request.beam_search or not is_journaled:

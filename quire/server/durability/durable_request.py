@@ -15,7 +15,10 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.output_source import OutputSource
 from quire.engine.common.errors import InvalidRequest
+from quire.engine.common.types import EngineCoreRequest
 from quire.server.access.memory_lease import grow_request_lease, lease_of
 from quire.server.durability.answer_pins import (
     ComputeIdentity,
@@ -34,6 +37,7 @@ from quire.server.durability.resumable_calls import (
     parse_stream_grace_header,
     still_answering_error,
 )
+from quire.server.durability.resumable_outputs import ResumableOutputs, known_progress
 from quire.server.generation.generation import Generation
 from quire.server.generation.resolved_request import AnswerIdentity, GenerationRequest
 from quire.server.generation.response_writers.answer_writer import AnswerWriter
@@ -95,10 +99,16 @@ class DurableRequest(ABC):
             raise InvalidRequest(f"{KEEP_ALIVE_HEADER}: only for a stream that can be resumed", param=KEEP_ALIVE_HEADER)
         return seconds
 
+    def submit(
+        self, client: EngineClient, resolved: GenerationRequest, requests: Sequence[EngineCoreRequest]
+    ) -> OutputSource:
+        """The outputs of a request's choices. Raises EngineError if the engine is gone."""
+        return client.submit(requests, resolved.answer_id)
+
     async def journal(self, resolved: GenerationRequest, running: RunningGeneration[Generation]) -> None:  # noqa: B027 - as above
         """Put the request into the journal, before the first event is sent. Ends `running` if that fails."""
 
-    def number_events(self, writer: AnswerWriter, generation: Generation) -> AnswerWriter:
+    def number_events(self, writer: AnswerWriter, resolved: GenerationRequest) -> AnswerWriter:
         """The writer of a stream whose events can be named later."""
         return writer
 
@@ -168,6 +178,9 @@ class JournaledRequest(DurableRequest):
         self._compute = compute
         self._body: bytes | None = None
         """Of a request that may go into the journal."""
+        self._earlier_progress: CallProgress | None = None
+        """What an earlier attempt computed."""
+        self._outputs: ResumableOutputs | None = None
 
     @property
     def resumed(self) -> ResumedCall | None:
@@ -209,6 +222,7 @@ class JournaledRequest(DurableRequest):
             if not resumed.call.pins.background:
                 raise HTTPException(409, reason)
             resumed = replace(resumed, call=msgspec.structs.replace(resumed.call, progress=CallProgress()))
+        self._earlier_progress = None if resumed is None else resumed.call.progress
         return pin_identity(
             resolved,
             fresh,
@@ -217,23 +231,40 @@ class JournaledRequest(DurableRequest):
             is_journaled=self._compute().deterministic or self._calls.has_write_ahead_log,
         )
 
+    def _is_journaled(self, resolved: GenerationRequest) -> bool:
+        return self._body is not None and (resolved.answer_identity.resumable or self.has_idempotency_key)
+
+    def submit(
+        self, client: EngineClient, resolved: GenerationRequest, requests: Sequence[EngineCoreRequest]
+    ) -> OutputSource:
+        if not self._is_journaled(resolved):
+            return super().submit(client, resolved, requests)
+        needs_logprobs = resolved.logprobs or resolved.prompt_logprobs is not None
+        progress = known_progress(self._earlier_progress, len(requests), needs_logprobs=needs_logprobs)
+        self._outputs = ResumableOutputs(
+            client, requests, resolved.answer_id, progress, splits_tokens=resolved.answer_identity.resumable
+        )
+        return self._outputs
+
     async def journal(self, resolved: GenerationRequest, running: RunningGeneration[Generation]) -> None:
-        if self._body is None or not (resolved.answer_identity.resumable or self.has_idempotency_key):
+        if not self._is_journaled(resolved):
             return
+        assert self._body is not None
         body, self._body = self._body, None
+        journal_call = self._calls.journal_call
         try:
-            await self._calls.journal_call(self._request, body, self._owner, resolved, self._compute(), running)
+            await journal_call(self._request, body, self._owner, resolved, self._compute(), running, self._outputs)
         except BaseException:
             running.close()
             raise
 
-    def number_events(self, writer: AnswerWriter, generation: Generation) -> AnswerWriter:
-        resolved, resumed = generation.request, self.resumed
-        if not resolved.answer_identity.resumable:
+    def number_events(self, writer: AnswerWriter, resolved: GenerationRequest) -> AnswerWriter:
+        resumed, outputs = self.resumed, self._outputs
+        if not resolved.answer_identity.resumable or outputs is None:
             return writer
         seen = () if resumed is None else resumed.seen_events
         may_differ = len(self._computed_by) > 1 or not self._compute().deterministic
-        return EventIdWriter(writer, resolved, seen, (lambda: not generation.is_new_step) if may_differ else None)
+        return EventIdWriter(writer, resolved, seen, (lambda: outputs.is_replaying) if may_differ else None)
 
     @property
     def _computed_by(self) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from starlette.requests import Request
 from quire.engine.common import clock, random_source
 from quire.engine.common.errors import InvalidRequest
 from quire.server.durability.answer_pins import ComputeIdentity, ResumedCall, all_compute_fingerprints, input_digest
+from quire.server.durability.resumable_outputs import ResumableOutputs
 from quire.server.generation.generation import Generation
 from quire.server.generation.resolved_request import GenerationRequest
 from quire.server.generation.running_generation import RunningGeneration
@@ -263,11 +264,11 @@ class ResumableCalls:
         resolved: GenerationRequest,
         identity: ComputeIdentity,
         running: RunningGeneration[Generation],
+        outputs: ResumableOutputs | None,
     ) -> None:
-        """Put a call into the journal, which follows its generation until `running` is closed. Closes it if that
-        fails."""
-        generation = running.generation
-        progress = generation.progress
+        """Put a call into the journal, which follows its `outputs` until `running` is closed. Closes it if that fails.
+        `outputs`: None for beam search, which has no tokens before its end."""
+        progress = CallProgress() if outputs is None else outputs.progress
         resumed: ResumedCall | None = request.scope.get(RESUMED_SCOPE_KEY)
         key = request.headers.get(IDEMPOTENCY_HEADER) if resumed is None else resumed.call.key
         pins = PinnedReplayFields(
@@ -306,8 +307,9 @@ class ResumableCalls:
             self.release_claims(request.scope.get(CLAIMS_SCOPE_KEY, ()))
         if self._write_ahead_log is not None:
             running_call.log_number = self._write_ahead_log.log_call(owner, resolved.id, len(progress.ids))
-            known_counts = [len(ids) for ids in call.progress.ids]
-            generation.attach_journal(self._write_ahead_log, running_call.log_number, known_counts)
+            if outputs is not None:
+                known_counts = [len(ids) for ids in call.progress.ids]
+                outputs.attach_journal(self._write_ahead_log, running_call.log_number, known_counts)
 
     async def _put_call_with_retries(self, owner: str, call: JournaledCall, ends: float) -> bool:
         """As Calls.put, which may be done twice. While who has the calls is replaced, a stream waits to begin."""

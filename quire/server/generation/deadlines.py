@@ -1,42 +1,55 @@
-"""The deadlines of a call."""
+"""The deadlines of a request: `timeout` and `queue_timeout`."""
 
 from __future__ import annotations
 
 import asyncio
 
-from quire.engine.client.output_stream import OutputStream
+from quire.engine.client.output_source import OutputSource, WrappedOutputs
 from quire.engine.common.errors import QueueTimeout, Timeout
+from quire.engine.common.types import EngineCoreOutput
+from quire.server.generation.resolved_request import ResolvedRequest
 
 
-class Deadlines:
-    """Ends the stream of outputs with an error when a deadline passes. Both deadlines are in seconds from now; None: no
-    deadline. Call `cancel_timers` when the call is over."""
+def with_deadlines(outputs: OutputSource, request: ResolvedRequest) -> OutputSource:
+    """The outputs, which end with Timeout or QueueTimeout when a deadline of the request passes."""
+    if request.timeout is None and request.queue_timeout is None:
+        return outputs
+    return OutputsWithDeadlines(outputs, timeout=request.timeout, queue_timeout=request.queue_timeout)
 
-    def __init__(self, stream: OutputStream, *, timeout: float | None, queue_timeout: float | None) -> None:
-        self._stream = stream
-        self._loop = asyncio.get_running_loop()
-        self._timers: dict[str, asyncio.TimerHandle] = {}
-        self.expired_param: str | None = None
-        """The parameter whose deadline ended the stream."""
+
+class OutputsWithDeadlines(WrappedOutputs):
+    def __init__(self, outputs: OutputSource, *, timeout: float | None, queue_timeout: float | None) -> None:
+        """Deadlines are in seconds from now; None: no deadline."""
+        super().__init__(outputs)
+        loop = asyncio.get_running_loop()
+        self._timeout_timer = self._queue_timer = None
         if timeout is not None:
             late = Timeout(f"the answer was not complete within timeout ({timeout:g} s)", param="timeout")
-            self._start_timer("timeout", timeout, late)
+            self._timeout_timer = loop.call_later(timeout, outputs.give_up, late)
         if queue_timeout is not None:
             text = f"no token came within queue_timeout ({queue_timeout:g} s)"
-            self._start_timer("queue_timeout", queue_timeout, QueueTimeout(text, param="queue_timeout"))
+            self._queue_timer = loop.call_later(
+                queue_timeout, outputs.give_up, QueueTimeout(text, param="queue_timeout")
+            )
 
-    def _start_timer(self, name: str, seconds: float, error: Timeout | QueueTimeout) -> None:
-        self._timers[name] = self._loop.call_later(seconds, self._expire, name, error)
+    async def __anext__(self) -> list[EngineCoreOutput]:
+        outputs = await super().__anext__()
+        self._stop_queue_timer_at_first_result(outputs)
+        return outputs
 
-    def _expire(self, name: str, error: Timeout | QueueTimeout) -> None:
-        if self._stream.give_up(error):
-            self.expired_param = name
+    def take_outputs(self, outputs: list[EngineCoreOutput]) -> None:
+        self._stop_queue_timer_at_first_result(outputs)
+        super().take_outputs(outputs)
 
-    def stop_queue_timer(self) -> None:
-        """The first token has come: the deadline of the queue is over."""
-        if "queue_timeout" in self._timers:
-            self._timers.pop("queue_timeout").cancel()
+    def _stop_queue_timer_at_first_result(self, outputs: list[EngineCoreOutput]) -> None:
+        if self._queue_timer is None or self.is_replaying:
+            return
+        if any(output.new_ids or output.vector is not None for output in outputs):
+            self._queue_timer.cancel()
+            self._queue_timer = None
 
-    def cancel_timers(self) -> None:
-        for timer in self._timers.values():
-            timer.cancel()
+    def close(self) -> None:
+        for timer in (self._timeout_timer, self._queue_timer):
+            if timer is not None:
+                timer.cancel()
+        super().close()

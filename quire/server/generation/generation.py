@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Protocol
 from quire.engine.common import clock
 from quire.engine.common.types import PrefixMissReport
 from quire.engine.core.request_history import Timeline
-from quire.engine.receipts.receipt import ChoiceReceipt
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.generation.choice_state import ChoiceDelta, ChoiceState
 from quire.server.generation.output_parts import CollectedChoice
 from quire.server.generation.resolved_request import GenerationRequest
-from quire.server.store.progress import CallProgress, ChoiceFinish
 
 if TYPE_CHECKING:
     from quire.server.observe.metrics import Metrics
@@ -87,18 +85,6 @@ def timing_metrics(timeline: Timeline) -> dict[str, float | None]:
     return dict(zip(TIMING_METRICS, values, strict=True))
 
 
-class TokenJournal(Protocol):
-    """Where tokens are put before they are sent. Tail has it; each choice has a number there, one behind the other."""
-
-    def log_tokens(
-        self, number: int, choice: int, position: int, token_ids: Sequence[int], finish: ChoiceFinish | None
-    ) -> None:
-        """`number`: the first choice's. `position`: of the first of these tokens in the choice."""
-
-    def log_step(self, rows: Sequence[int]) -> None:
-        """Tokens of a step: of each the number of its choice, its place there, and its id."""
-
-
 class DeltaSink(Protocol):
     """Takes steps instead of the reader of a stream."""
 
@@ -118,12 +104,6 @@ class Generation(ABC):
         self._choices = [
             ChoiceState(i, request.prompts[i // n], request, tokenizer) for i in range(request.num_choices)
         ]
-        self.progress = CallProgress()
-        """The tokens that the choices of a resumable request have so far, including those that nobody has read yet."""
-        self.is_new_step = True
-        """Whether the last step is new, and does not tell again what an answer had before."""
-        self.needs_engine = True
-        """Whether anything of it is computed, and not all of it told again."""
         self._has_cut_choices = False
         """Whether some choice was ended before it was complete."""
         self._start_time = clock.monotonic()
@@ -139,17 +119,14 @@ class Generation(ABC):
         """Spare the reader of `deltas` its wake-ups: from now on the sink takes whatever arrives while the reader
         waits. Call it between two steps."""
 
-    def attach_journal(self, journal: TokenJournal, first_number: int, known_counts: Sequence[int]) -> None:  # noqa: B027 - nothing to go on with
-        """Put what `progress` gets from now on into a journal, and what it has behind `known_counts`: how many tokens
-        of each choice are known. `first_number`: the first choice's in the journal."""
-
     @abstractmethod
     def close(self) -> None:
         """Abort what still runs; `deltas` ends. Does nothing the second time."""
 
-    def choice_receipts(self) -> list[ChoiceReceipt]:
-        """What a receipt says of each choice; empty if it was not asked for, or cannot be."""
-        return []
+    @property
+    def choice_ends(self) -> list[tuple[int, str]]:
+        """For each choice its number of tokens so far, and why it ended; "" if it has not."""
+        return [(choice.completion_tokens, choice.end_reason) for choice in self._choices]
 
     @property
     def is_complete(self) -> bool:

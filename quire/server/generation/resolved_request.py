@@ -12,7 +12,6 @@ from quire.engine.common.request_params import Grammar, SamplingParams
 from quire.engine.common.types import Adapter, EngineCoreRequest, Image, MediaSpan
 from quire.server.formats.message_parser import RequestMessageFormat
 from quire.server.protocol.request_bodies import IGNORED_PARAMS_HEADER
-from quire.server.store.progress import CallProgress
 from quire.server.store.response_store import StoredItem
 
 QuestionType = Literal["predicate", "choice", "score", "labels", "shares"]
@@ -113,8 +112,6 @@ class AnswerIdentity:
     """The body's, or one that was drawn so that the answer can be computed again."""
     resumable: bool = False
     """Its events are numbered, and always the same: each token is a step of its own."""
-    progress: CallProgress | None = None
-    """What an answer that is made again had before."""
     num_earlier_attempts: int = 0
     """How often the answer was made before."""
     ignored_headers: str = ""
@@ -287,13 +284,28 @@ class GenerationRequest(ResolvedRequest):
         known, _, promise = model_fingerprint.rpartition("_")
         return model_fingerprint if self.adapter is None else f"{known}-{self.adapter.digest[:12]}_{promise}"
 
+    def engine_requests(self) -> list[EngineCoreRequest]:
+        """One for each choice, in order of their indices."""
+        params = self.sampling_params
+        single_params = msgspec.structs.replace(params, n=1)
+        num_attempts = self.answer_identity.num_earlier_attempts
+        suffix = f".{num_attempts}" if num_attempts else ""
+        return [
+            self.engine_request(
+                f"{self.id}-{index}{suffix}",
+                self.prompts[index // params.n],
+                single_params,
+                params.choice_seed(index % params.n),
+            )
+            for index in range(self.num_choices)
+        ]
+
     def engine_request(
         self,
         id: str,
         prompt: Prompt,
         params: SamplingParams,
         seed: int,
-        emitted: list[int] | None = None,
         generated_ids: Sequence[int] = (),
     ) -> EngineCoreRequest:
         """The engine's request for one sequence; `generated_ids`: tokens behind the prompt."""
@@ -312,5 +324,4 @@ class GenerationRequest(ResolvedRequest):
             tenant=caller.tenant,
             weight=caller.weight,
             adapter=caller.adapter,
-            emitted_ids=emitted or [],
         )

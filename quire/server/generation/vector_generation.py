@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.output_source import OutputSource
 from quire.engine.common import clock
-from quire.engine.common.errors import EngineError
+from quire.engine.common.errors import EngineError, QueueTimeout, Timeout
 from quire.engine.common.request_params import PoolingParams
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, Image, MediaSpan
-from quire.server.generation.deadlines import Deadlines
 from quire.server.generation.resolved_request import ResolvedRequest
 
 if TYPE_CHECKING:
@@ -44,26 +43,12 @@ class VectorRequest(ResolvedRequest):
     def prompt_tokens(self) -> int:
         return sum(len(each.ids) for each in self.inputs)
 
-
-VectorBodyWriter = Callable[[VectorRequest, str, Sequence[np.ndarray]], bytes]
-"""Writes an answer as JSON. It is given the request, the version of the weights that computed the last vector, and the
-vectors in float32, one for each of the request's inputs."""
-
-
-class VectorGeneration:
-    """Each input is one request to the engine. Call `collect_vectors` once; `close` ends it at any time."""
-
-    def __init__(self, request: VectorRequest, client: EngineClient, metrics: Metrics) -> None:
-        """Submits the requests. Raises EngineError when the engine is gone."""
-        self._metrics = metrics
-        self._start_time = clock.monotonic()
-        self._open_prompt_tokens = {f"{request.id}-{index}": len(each.ids) for index, each in enumerate(request.inputs)}
-        """Prompt tokens of the requests that have not ended."""
-        self._request_ids = list(self._open_prompt_tokens)
-        caller = request.authorized_caller
-        requests = [
+    def engine_requests(self) -> list[EngineCoreRequest]:
+        """One for each input, in their order."""
+        caller = self.authorized_caller
+        return [
             EngineCoreRequest(
-                id=id,
+                id=f"{self.id}-{index}",
                 prompt_ids=each.ids,
                 params=each.params,
                 spans=each.spans,
@@ -75,10 +60,26 @@ class VectorGeneration:
                 adapter=caller.adapter,
                 weight=caller.weight,
             )
-            for id, each in zip(self._request_ids, request.inputs, strict=True)
+            for index, each in enumerate(self.inputs)
         ]
-        self._stream = client.submit(requests, request.answer_id)
-        self._deadlines = Deadlines(self._stream, timeout=request.timeout, queue_timeout=request.queue_timeout)
+
+
+VectorBodyWriter = Callable[[VectorRequest, str, Sequence[np.ndarray]], bytes]
+"""Writes an answer as JSON. It is given the request, the version of the weights that computed the last vector, and the
+vectors in float32, one for each of the request's inputs."""
+
+
+class VectorGeneration:
+    """Each input is one request to the engine. Call `collect_vectors` once; `close` ends it at any time."""
+
+    def __init__(self, request: VectorRequest, outputs: OutputSource, metrics: Metrics) -> None:
+        """`outputs`: of `request.engine_requests()`."""
+        self._metrics = metrics
+        self._start_time = clock.monotonic()
+        self._open_prompt_tokens = {f"{request.id}-{index}": len(each.ids) for index, each in enumerate(request.inputs)}
+        """Prompt tokens of the requests that have not ended."""
+        self._request_ids = list(self._open_prompt_tokens)
+        self._outputs = outputs
 
     async def collect_vectors(self) -> list[np.ndarray] | None:
         """The vectors in the order of the inputs; None where some were cut short.
@@ -87,8 +88,7 @@ class VectorGeneration:
         """
         vectors_by_id: dict[str, np.ndarray] = {}
         try:
-            async for outputs in self._stream:
-                self._deadlines.stop_queue_timer()
+            async for outputs in self._outputs:
                 for output in outputs:
                     self._record_end_or_raise(output)
                     if output.vector is not None:
@@ -96,18 +96,20 @@ class VectorGeneration:
         except EngineError:
             self._record_end_of_open_requests("error")
             raise
+        except (Timeout, QueueTimeout) as error:
+            self._record_end_of_open_requests(error.param or "timeout")
+            raise
         finally:
             self.close()
         return [vectors_by_id[id] for id in self._request_ids] if len(vectors_by_id) == len(self._request_ids) else None
 
     @property
     def weights_version(self) -> str:
-        return self._stream.weights_version
+        return self._outputs.weights_version
 
     def close(self) -> None:
-        self._deadlines.cancel_timers()
-        self._stream.close()
-        self._record_end_of_open_requests(self._deadlines.expired_param or "abort")
+        self._outputs.close()
+        self._record_end_of_open_requests("abort")
 
     def _record_end_or_raise(self, output: EngineCoreOutput) -> None:
         """Raises EngineError for what the engine failed."""

@@ -77,6 +77,6 @@ async def begin_generation(
 ) -> RunningGeneration[Generation]:
     """A generation that is admitted, submitted and then journaled, before its first event is sent. The caller must
     close it."""
-    running = generate(request, resolved, admit(request, resolved))
+    running = generate(request, resolved, admit(request, resolved), durable)
     await durable.journal(resolved, running)
     return running

@@ -1,11 +1,19 @@
-"""Sixth station: the engine computes what the request asks for."""
+"""Sixth station: the engine computes what the request asks for.
+
+A generation reads engine outputs and nothing else. What more happens to these outputs wraps them, in this order: an
+earlier attempt's tokens and the journal (`DurableRequest.submit`), deadlines, the recorder of receipts.
+"""
 
 from __future__ import annotations
 
 from starlette.requests import Request
 
+from quire.engine.client.output_source import OutputSource
+from quire.engine.receipts.receipt_recorder import ReceiptRecorder
 from quire.server.access.admission import AdmissionTicket
+from quire.server.durability.durable_request import DurableRequest
 from quire.server.generation.beam_search_generation import BeamSearchGeneration
+from quire.server.generation.deadlines import with_deadlines
 from quire.server.generation.generation import Generation
 from quire.server.generation.resolved_request import GenerationRequest
 from quire.server.generation.running_generation import RunningGeneration
@@ -14,26 +22,57 @@ from quire.server.generation.vector_generation import VectorGeneration, VectorRe
 from quire.server.runtime.model_runtime import ModelRuntime, get_runtime
 
 
-def submit_generation(resolved: GenerationRequest, runtime: ModelRuntime) -> Generation:
-    """The generation that a request asks for, submitted to the engine. Raises EngineError if the engine is gone."""
-    common = resolved, runtime.model.tokenizer, runtime.client, runtime.metrics, runtime.loop_work_pacer
+def submit_generation(
+    resolved: GenerationRequest, runtime: ModelRuntime, durable: DurableRequest
+) -> RunningGeneration[Generation]:
+    """Submit a request to the engine. The caller must close what it returns. Raises EngineError if the engine is
+    gone."""
     if resolved.beam_search:
-        return BeamSearchGeneration(*common, context_length=runtime.model.context_length)
-    return SamplingGeneration(*common)
+        search = BeamSearchGeneration(
+            resolved,
+            runtime.model.tokenizer,
+            runtime.client,
+            runtime.metrics,
+            runtime.loop_work_pacer,
+            context_length=runtime.model.context_length,
+        )
+        return RunningGeneration(search)
+    requests = resolved.engine_requests()
+    recorder: ReceiptRecorder | None = None
+    outputs: OutputSource = durable.submit(runtime.client, resolved, requests)
+    try:
+        outputs = with_deadlines(outputs, resolved)
+        if resolved.authorized_caller.record_receipt:
+            outputs = recorder = ReceiptRecorder(outputs, requests)
+        timeline = runtime.client.history.find_timeline(requests[0].id) if resolved.include_metrics else None
+        generation = SamplingGeneration(
+            resolved,
+            runtime.model.tokenizer,
+            requests,
+            outputs,
+            runtime.metrics,
+            runtime.loop_work_pacer,
+            timeline,
+        )
+    except BaseException:
+        outputs.close()
+        raise
+    return RunningGeneration(generation, recorder)
 
 
-def generate(request: Request, resolved: GenerationRequest, ticket: AdmissionTicket) -> RunningGeneration[Generation]:
+def generate(
+    request: Request, resolved: GenerationRequest, ticket: AdmissionTicket, durable: DurableRequest
+) -> RunningGeneration[Generation]:
     """Start a generation, which the caller must close. Settles the ticket at its end. Raises EngineError if the engine
     is gone."""
     runtime = get_runtime(request)
     try:
-        generation = submit_generation(resolved, runtime)
+        running = submit_generation(resolved, runtime, durable)
     except Exception:
         ticket.settle_usage(0)
         raise
-    running = RunningGeneration(generation)
-    running.call_at_end(lambda: ticket.settle_usage(generation.usage.total_tokens))
-    running.call_at_end(lambda: runtime.receipt_writer.log_answer(resolved, generation))
+    running.call_at_end(lambda: ticket.settle_usage(running.generation.usage.total_tokens))
+    running.call_at_end(lambda: runtime.receipt_writer.log_answer(resolved, running))
     return running
 
 
@@ -43,7 +82,8 @@ def compute_vectors(
     """The same for vectors."""
     runtime = get_runtime(request)
     try:
-        generation = VectorGeneration(resolved, runtime.client, runtime.metrics)
+        outputs = with_deadlines(runtime.client.submit(resolved.engine_requests(), resolved.answer_id), resolved)
+        generation = VectorGeneration(resolved, outputs, runtime.metrics)
     except Exception:
         ticket.settle_usage(0)
         raise

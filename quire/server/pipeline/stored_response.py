@@ -115,7 +115,7 @@ async def answer_in_background(request: Request, recorder: ResponseRecorder, dur
             lease.release_lease()
 
     answer = RunningAnswer(writer, close, [] if resolved.stream else None, can_restart=durable.can_restart)
-    events = stream_events(running.generation, writer, runtime, do_nothing)
+    events = stream_events(running, writer, runtime, do_nothing)
     server.background.start_answer((recorder.owner, resolved.answer_id), answer, events, finish_response)
     if resolved.stream and not durable.is_restart:
         return EventStream(

@@ -85,7 +85,7 @@ async def _write_whole(
         best = generation.select_best(choices)
         writer.weights_version = generation.weights_version
         if resolved.authorized_caller.include_receipt:
-            writer.receipt = await runtime.receipt_writer.encode_answer_receipt(resolved, generation)
+            writer.receipt = await runtime.receipt_writer.encode_answer_receipt(resolved, running)
         if resolved.logprobs or resolved.prompt_logprobs is not None:
             body = await runtime.loop_work_pacer.run_in_thread(writer.response_body, best, generation.usage)
         else:
@@ -120,15 +120,15 @@ def _write_stream(
         WEIGHTS_VERSION_HEADER: generation.weights_version,
         **durable.stream_headers(resolved),
     }
-    writer = durable.number_events(writer, generation)
+    writer = durable.number_events(writer, resolved)
     transport: BatchingTransport | None = request.scope.get(TRANSPORT_SCOPE_KEY)
     close = running.close
     if reader_grace:
         transport = None
-        events = stream_events(generation, writer, runtime, on_written)
+        events = stream_events(running, writer, runtime, on_written)
         events, close = durable.keep_streaming_without_reader(writer, running, events, reader_grace)
     else:
-        events = stream_events(generation, writer, runtime, on_written, transport)
+        events = stream_events(running, writer, runtime, on_written, transport)
     return EventStream(
         events,
         close,
@@ -142,7 +142,7 @@ def _write_stream(
 
 
 async def stream_events(
-    generation: Generation,
+    running: RunningGeneration[Generation],
     writer: AnswerWriter,
     runtime: ModelRuntime,
     on_written: EndCallback,
@@ -150,6 +150,7 @@ async def stream_events(
 ) -> AsyncGenerator[bytes]:
     """The events of a stream, one chunk for each step. If `transport` is given, steps that arrive while the stream
     waits are written to it directly, except the first and the last."""
+    generation = running.generation
     resolved = generation.request
     if resolved.continuous_usage:
         writer.set_usage(generation.usage)
@@ -172,7 +173,7 @@ async def stream_events(
         if generation.is_complete:
             writer.weights_version = generation.weights_version
             if resolved.authorized_caller.include_receipt:
-                writer.receipt = await runtime.receipt_writer.encode_answer_receipt(resolved, generation)
+                writer.receipt = await runtime.receipt_writer.encode_answer_receipt(resolved, running)
             last = writer.last_events(generation.usage)
             await on_written()
             if last:

@@ -28,7 +28,7 @@ class Client(EngineClient):
 
 
 class Reader:
-    """Reads a stream from a task, with a shortcut: both say which tokens they got."""
+    """Reads a stream from a task, with a sink: both say which tokens they got."""
 
     def __init__(self, stream: OutputStream) -> None:
         self.read: list[list[int]] = []
@@ -36,15 +36,16 @@ class Reader:
         self.ready = True
         self.error: Exception | None = None
         self.stream = stream
-        stream.shortcut = self._take
+        stream.sink = self
         self.task = asyncio.create_task(self._run())
 
-    def _take(self, outputs: list[EngineCoreOutput]) -> bool:
+    def can_take_outputs(self) -> bool:
+        return self.ready
+
+    def take_outputs(self, outputs: list[EngineCoreOutput]) -> None:
         if self.error is not None:
             raise self.error
-        if self.ready:
-            self.taken.append([token for output in outputs for token in output.new_ids])
-        return self.ready
+        self.taken.append([token for output in outputs for token in output.new_ids])
 
     async def _run(self) -> None:
         async for outputs in self.stream:
@@ -56,7 +57,7 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-async def test_the_shortcut_takes_what_came_in_a_turn_and_the_reader_the_end() -> None:
+async def test_the_sink_takes_what_came_in_a_turn_and_the_reader_the_end() -> None:
     client = Client()
     reader = Reader(client.submit([request("a", PROMPT), request("b", PROMPT)]))
     await turns()
@@ -72,7 +73,7 @@ async def test_the_shortcut_takes_what_came_in_a_turn_and_the_reader_the_end() -
     assert (reader.taken[2:], reader.read) == ([], [[4]])
 
 
-async def test_what_the_shortcut_refuses_is_the_readers_in_order() -> None:
+async def test_what_the_sink_refuses_is_the_readers_in_order() -> None:
     client = Client()
     reader = Reader(client.submit([request("a", PROMPT)]))
     await turns()
@@ -87,7 +88,7 @@ async def test_what_the_shortcut_refuses_is_the_readers_in_order() -> None:
     assert (reader.taken, reader.read) == ([[2]], [[1], [3]])
 
 
-async def test_an_error_of_the_shortcut_is_the_readers_alone() -> None:
+async def test_an_error_of_the_sink_is_the_readers_alone() -> None:
     client = Client()
     broken, whole = Reader(client.submit([request("a", PROMPT)])), Reader(client.submit([request("b", PROMPT)]))
     await turns()

@@ -10,6 +10,7 @@ import pytest
 from quire.engine.common.errors import Overloaded
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import TokenLogprob
+from quire.server.durability.durable_request import DurableRequest
 from quire.server.generation import output_parts as folds
 from quire.server.generation.choice_state import AnswerToken, ChoiceDelta
 from quire.server.generation.generation import Generation
@@ -24,12 +25,20 @@ PROMPTS = [Prompt([97], "a"), Prompt([98, 99], "bc")]
 both_ways = pytest.mark.parametrize("beam_search", [False, True])
 
 
+class NoDurability(DurableRequest):
+    def __init__(self) -> None:
+        pass
+
+    async def identify(self, resolved: GenerationRequest, fresh: AnswerIdentity) -> AnswerIdentity:
+        return fresh
+
+
 def generation(api: Api, *, max_tokens: int, **fields: Any) -> Generation:
     """Three choices for each of two prompts."""
     params = SamplingParams(n=3, max_tokens=max_tokens)
     named = {"identity": AnswerIdentity(id="cmpl-1"), "caller": Caller(), "model": "m"}
     request = GenerationRequest(prompts=PROMPTS, params=params, num_returned=3, **named, **fields)
-    return submit_generation(request, api.runtime)
+    return submit_generation(request, api.runtime, NoDurability()).generation
 
 
 async def metrics(api: Api) -> dict[str, float]:
