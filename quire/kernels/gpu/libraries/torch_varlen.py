@@ -1,6 +1,6 @@
-"""The backend on PyTorch's own build of flash-attn 2, torch.nn.attention.varlen: what serves where flash-attn is not
-installed. It takes block tables and a number of splits from torch 2.13 on (2.12 has the arguments, but its flash-attn 2
-refuses them), and has no softcap."""
+"""PyTorch's own flash-attn 2, torch.nn.attention.varlen, if flash-attn is not installed. It takes block tables and a
+number of splits from torch 2.13 on (2.12 has the arguments, but its flash-attn 2 rejects them), and has no softcap.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +47,11 @@ class TorchVarlenBackend(FlashPagedBackend):
     ) -> Tensor:
         """Raises NotImplementedError for a softcap.
 
-        Keys are never split among thread blocks: paged and split, PyTorch leaves rows unwritten
-        (https://github.com/pytorch/pytorch/issues/194167). One query per sequence fills few thread blocks then, and
-        a causal window keeps flash-attn from packing the query heads of a group, so such steps are Triton's. Not where
-        deterministic: a token must have the same bits in a step of its own as in a chunk of its prompt.
+        Keys are never split: with pages and splits PyTorch leaves rows unwritten
+        (https://github.com/pytorch/pytorch/issues/194167). Steps with one query per sequence then fill few thread
+        blocks, and a causal window keeps flash-attn from packing query heads of a group, so Triton computes them. A
+        deterministic backend does not use Triton here, because a token needs the same bits in a decode as in a prefill
+        chunk.
         """
         if softmax.softcap is not None:
             raise NotImplementedError(_NO_SOFTCAP)
@@ -61,7 +62,7 @@ class TorchVarlenBackend(FlashPagedBackend):
         window = softmax.window if self.deterministic else softmax.window_if_limiting(metadata.max_context_len)
         plain = (
             metadata.is_full_prefill and not self.deterministic
-        )  # then a faster kernel takes copies of the keys in a row
+        )  # contiguous copies of keys allow a faster kernel
         return self._library(
             q,
             gather_step_kv(k_cache, metadata) if plain else k_cache,
@@ -71,7 +72,7 @@ class TorchVarlenBackend(FlashPagedBackend):
             metadata.max_query_len,
             metadata.max_context_len,
             scale=softmax.scale,
-            # (left, right): -1 is unlimited, and a window counts the query itself, PyTorch the keys to its left.
+            # (left, right), -1: unlimited. Our window includes the query; PyTorch's left counts only earlier keys.
             window_size=(-1 if window is None else window - 1, 0),
             enable_gqa=q.shape[1] != k_cache.shape[2],
             seqused_k=None if plain else metadata.context_lens,
