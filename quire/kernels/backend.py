@@ -127,26 +127,17 @@ class AttentionMetadata:
     belong to no sequence.
     """
     state_slots: Tensor | None = None  # [S] int64: where recurrent state is kept; None: there is none
-    state_and_verified_counts: StateAndVerifiedCounts | None = (
-        None  # None: no draft tokens in this step or the last
-    )
-    rope_position_override: Tensor | None = (
-        None  # [T] int64; None: `positions`
-    )
-    mrope_positions: Tensor | None = (
-        None  # [T, 3] int64: time, row and column in an image; None: all three are equal
-    )
+    state_and_verified_counts: StateAndVerifiedCounts | None = None  # None: no draft tokens in this step or the last
+    rope_position_override: Tensor | None = None  # [T] int64; None: `positions`
+    mrope_positions: Tensor | None = None  # [T, 3] int64: time, row and column in an image; None: all three are equal
     bidirectional_spans: BidirectionalSpans | None = None  # None: attention is causal
     per_layer_inputs: Tensor | None = None  # [T, W], input of layers besides the residual stream
     recurrence_metadata: RecurrenceMetadata | None = None  # None: the same sequences as attention has
-    decode_prefill_parts: tuple[
-        AttentionMetadata, ...
-    ] = ()  # of a mixed batch: kernels/gpu/prefill_decode_split.py
+    decode_prefill_parts: tuple[AttentionMetadata, ...] = ()  # of a mixed batch: kernels/gpu/prefill_decode_split.py
     query_key_lens: tuple[tuple[int, int], ...] = ()  # (queries, keys) of each sequence; (): unknown on the host
 
     def with_block_tables(self, tables: Sequence[Tensor], slot_mappings: Sequence[Tensor]) -> AttentionMetadata:
-        """Return a copy with these block tables and slot mappings per KV cache group. The first ones must be its own.
-        """
+        """Return a copy with these block tables and slot mappings per KV cache group. The first ones must be its own."""
         if len(tables) == 1:
             return self
         pairs = list(zip(tables, slot_mappings, strict=True))
@@ -274,8 +265,7 @@ class Operations(ABC):
     def rope_and_store_latent_kv(
         self, q: Tensor, kv: Tensor, latent: LatentNormRopeParams, cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """Norm, rotate and store kv [T, L + R] (kernels/latent_params.py). Returns q [T, H, any + R], rotated in place.
-        """
+        """Norm, rotate and store kv [T, L + R] (kernels/latent_params.py). Returns q [T, H, any + R], rotated in place."""
 
     @abstractmethod
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: ConvStates, metadata: AttentionMetadata) -> Tensor:
@@ -326,9 +316,7 @@ class Backend(Operations):
     """Slots below 0 (tokens of other ranks) store nothing; otherwise such tokens are written to a scratch block."""
     keeps_weights_quantized: bool
     """Quantized weights stay packed; otherwise they are dequantized at load."""
-    cuda_graph_support: (
-        CudaGraphSupport  # "decodes": one token per sequence, no MoE and no recurrent state
-    )
+    cuda_graph_support: CudaGraphSupport  # "decodes": one token per sequence, no MoE and no recurrent state
 
     def make_context_parallel_backend(self, ranks: int) -> Backend | None:
         """Return this backend for ranks that each hold an equal part of every block; None if unsupported."""
@@ -351,8 +339,7 @@ class Backend(Operations):
         return None
 
     def unsupported_attention_reason(self, *, sinks: bool, latents: bool, chunks: bool) -> str | None:
-        """Return why AttentionParams' sinks, value_dim or has_chunked_window are unsupported if asked for; else None.
-        """
+        """Return why AttentionParams' sinks, value_dim or has_chunked_window are unsupported if asked for; else None."""
         return None
 
     @abstractmethod

@@ -1,5 +1,4 @@
-"""Collectives among ranks, the processes that each hold a part of every layer; part of kernels/backend.py's interface.
-"""
+"""Collectives among ranks, the processes that each hold a part of every layer; part of kernels/backend.py's interface."""
 
 from __future__ import annotations
 

@@ -164,8 +164,7 @@ def _attend_key_range(
     KV_WIDTH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Attention over keys begin, a multiple of BLOCK_N, to end. Without a window all rows see the keys before `full`.
-    """
+    """Attention over keys begin, a multiple of BLOCK_N, to end. Without a window all rows see the keys before `full`."""
     peak = tl.full([q.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q.shape[0]], tl.float32)
     acc = tl.zeros([q.shape[0], D_PAD], tl.float32)

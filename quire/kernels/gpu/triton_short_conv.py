@@ -22,8 +22,7 @@ _MAX_CHANNELS = 512
 
 @triton.jit
 def _load_step_column(bcx, token, i, channels, wanted, GATED: tl.constexpr):
-    """The column of a token of bcx [T, 3 * channels], rounded to its dtype, or of x [T, channels]; 0 unless `wanted`.
-    """
+    """The column of a token of bcx [T, 3 * channels], rounded to its dtype, or of x [T, channels]; 0 unless `wanted`."""
     if not GATED:
         return tl.load(bcx + token * channels + i, mask=wanted, other=0.0)
     at = bcx + token * 3 * channels + i

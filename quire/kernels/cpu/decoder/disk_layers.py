@@ -35,8 +35,7 @@ class _PendingRead(NamedTuple):
 
 class DiskLayerStreamer(LayerStreamer):
     def __init__(self, arena: MappedWeightArena, choice: LayerSelector, slots: int) -> None:
-        """choice is called once all layers are in the file. The caller sets `backend`, which must pack into the arena.
-        """
+        """choice is called once all layers are in the file. The caller sets `backend`, which must pack into the arena."""
         super().__init__(choice, slots)
         self._arena = arena
         self._buffers: dict[int, list[RelocatableWeights]] = {}

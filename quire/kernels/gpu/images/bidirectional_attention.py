@@ -59,8 +59,7 @@ def attend_bidirectional(
 
 
 def _zero_unseen_kv(keys_or_values: Tensor, seen: Tensor) -> Tensor:
-    """Zero what no query sees in [S, K, L, D]: pages before a window may hold NaN, which a weight of 0 does not cancel.
-    """
+    """Zero what no query sees in [S, K, L, D]: pages before a window may hold NaN, which a weight of 0 does not cancel."""
     return keys_or_values.masked_fill(~seen.any(0)[:, None], 0)
 
 

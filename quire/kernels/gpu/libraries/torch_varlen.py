@@ -60,9 +60,7 @@ class TorchVarlenBackend(FlashPagedBackend):
             return fallback.paged_attention(q, k_cache, v_cache, metadata, softmax)
         assert self._library is not None
         window = softmax.window if self.deterministic else softmax.window_if_limiting(metadata.max_context_len)
-        plain = (
-            metadata.is_full_prefill and not self.deterministic
-        )  # contiguous copies of keys allow a faster kernel
+        plain = metadata.is_full_prefill and not self.deterministic  # contiguous copies of keys allow a faster kernel
         return self._library(
             q,
             gather_step_kv(k_cache, metadata) if plain else k_cache,

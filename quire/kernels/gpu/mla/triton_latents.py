@@ -56,8 +56,7 @@ def _latent_softmax_step(
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax over keys begin to begin + BLOCK_N, limited by `end`. page: from _load_page_ids.
-    """
+    """One step of the online softmax over keys begin to begin + BLOCK_N, limited by `end`. page: from _load_page_ids."""
     cache, scales, stride = pages
     to_base2, value_scale, rank = rules
     d, r, key = tl.arange(0, L_PAD), tl.arange(0, R_PAD), begin + tl.arange(0, BLOCK_N)
