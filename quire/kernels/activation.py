@@ -1,7 +1,6 @@
-"""Activations with position-independent bits: a number gives the same bits wherever it is in x.
-
-PyTorch's own do not on CPUs: other instructions compute the remainder after the last whole vector, of x or of a
-thread's part, so a row's bits would depend on other rows. Its exp, erf and tanh are safe (2.13).
+"""Activations that give a number the same bits wherever it is in x. PyTorch's own do not on CPUs: they compute the
+remainder after the last whole vector, of x or of a thread's part, with other instructions. Its exp, erf and tanh are
+safe (2.13).
 """
 
 from __future__ import annotations

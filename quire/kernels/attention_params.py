@@ -48,7 +48,7 @@ class AttentionParams:
         return (self.window or 0) * (-1 if self.has_chunked_window else 1)
 
     def window_if_limiting(self, longest: int) -> int | None:
-        """The window, or None if it hides no key in contexts of up to `longest`, as kernels are faster without. Not for
-        deterministic backends, because `longest` depends on the batch.
+        """The window, or None if it hides no key in contexts of up to `longest`, which is faster. Not for deterministic
+        backends, because `longest` depends on the batch.
         """
         return None if self.window is None or self.window >= longest else self.window

@@ -1,5 +1,5 @@
-"""The interface of all backends and its types. `ReferenceBackend` (kernels/reference.py) implements all of it in plain
-PyTorch and is the judge in tests; others override what they compute faster. kernels/backend_selection.py chooses one.
+"""The backends' interface. `ReferenceBackend` (kernels/reference.py) implements all of it and is the judge in tests;
+other backends override what they compute faster.
 """
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ class QuantizedEmbedding:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Layout of one step: T tokens, ragged over S sequences. All tensors are on the model's device.
+    """Layout of one step: T tokens, ragged over S sequences, as tensors on the model's device.
 
-    Sequence s owns the step's tokens query_start[s] to query_start[s + 1], which are the last of its context_lens[s]
-    tokens. The KV of all of these is in the blocks of block_table[s], in order.
+    Sequence s owns tokens query_start[s] to query_start[s + 1], the last of its context_lens[s] tokens. The KV of all
+    of these is in the blocks of block_table[s], in order.
     """
 
     query_start: Tensor  # [S + 1] int32, cumulative
@@ -123,9 +123,7 @@ class AttentionMetadata:
     linear_context: LinearContext = NO_ADAPTERS
     is_full_prefill: bool = False  # all keys are this step's: whole prompts, nothing cached
     other_groups: tuple[AttentionMetadata, ...] = ()
-    """The same for KV cache groups 1 and up, with their block tables and slots. Table entries before a sliding window
-    belong to no sequence.
-    """
+    """The same for KV cache groups 1 and up. Block table entries before a sliding window belong to no sequence."""
     state_slots: Tensor | None = None  # [S] int64: where recurrent state is kept; None: there is none
     state_and_verified_counts: StateAndVerifiedCounts | None = None  # None: no draft tokens in this step or the last
     rope_position_override: Tensor | None = None  # [T] int64; None: `positions`
@@ -137,7 +135,7 @@ class AttentionMetadata:
     query_key_lens: tuple[tuple[int, int], ...] = ()  # (queries, keys) of each sequence; (): unknown on the host
 
     def with_block_tables(self, tables: Sequence[Tensor], slot_mappings: Sequence[Tensor]) -> AttentionMetadata:
-        """Return a copy with these block tables and slot mappings per KV cache group. The first ones must be its own."""
+        """A copy with these block tables and slot mappings per KV cache group; the first must be its own."""
         if len(tables) == 1:
             return self
         pairs = list(zip(tables, slot_mappings, strict=True))
@@ -170,8 +168,8 @@ class BidirectionalSpans:
 
 
 class Operations(ABC):
-    """Operations of decoder layers, for T tokens, H query heads, K key-value heads, D head_dim. A backend computes each
-    at once, or records it to run a list of them later (`Backend.record_layers`).
+    """Operations of decoder layers, for T tokens, H query heads, K key-value heads, D head_dim. A backend computes them
+    at once, or records them for later (`Backend.record_layers`).
     """
 
     @abstractmethod
@@ -234,20 +232,20 @@ class Operations(ABC):
     def rope_and_store_kv(
         self, qkv: Tensor, rope: QKNormRopeParams, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """Split qkv [T, (H + 2K) * D], norm and rotate q and k, store k and v, return q [T, H, D]. K follows from the
-        caches' shape. `QKNormRopeParams.projections` may leave out K or 2K heads. May overwrite qkv.
+        """Split qkv [T, (H + 2K) * D], norm and rotate q and k, store k and v, return q [T, H, D]. K is the caches'.
+        `QKNormRopeParams.projections` may leave out K or 2K heads. May overwrite qkv.
         """
 
     @abstractmethod
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        """Causal attention of q [T, H, D] over paged KV. Returns [T, H, D], or [T, H, AttentionParams.value_dim].
+        """Causal attention of q [T, H, D] over paged KV: [T, H, D], or [T, H, AttentionParams.value_dim].
 
-        The query at position p sees keys from AttentionParams.first_visible_key(p), or 0, to p. With quantized KV, keys
-        and values are the rounded ones, this step's included. H is a multiple of K; query head h reads head h // (H /
-        K). Scores and sums are float32. A row depends on its own query and keys alone: batch, chunks and block ids
-        change no bit, except on a GPU backend that was not made deterministic.
+        Position p sees keys from AttentionParams.first_visible_key(p), or 0, to p. Quantized KV is used as rounded,
+        this step's included. H is a multiple of K; query head h reads head h // (H / K). Scores and sums are float32.
+        No bit of a row depends on the batch, chunks or block ids, except on a GPU backend that was not made
+        deterministic.
         """
 
     def context_parallel_attention(
@@ -255,9 +253,9 @@ class Operations(ABC):
     ) -> Tensor:
         """paged_attention of ranks that divide every sequence's tokens (`Backend.make_context_parallel_backend`).
 
-        q [T, H / ranks, D] holds this rank's heads; the caches hold all K heads of its tokens. `softmax.relative_bias`
-        is of all heads, `softmax.sinks` of this rank's. A row's bits depend on the number of ranks; the CPU kernels
-        give those of one process. Raises RankEnded.
+        q [T, H / ranks, D] holds this rank's heads, the caches all K heads of its tokens. `softmax.relative_bias`
+        covers all heads, `softmax.sinks` this rank's. Bits depend on the number of ranks; the CPU kernels give those of
+        one process. Raises RankEnded.
         """
         raise NotImplementedError
 
@@ -265,13 +263,15 @@ class Operations(ABC):
     def rope_and_store_latent_kv(
         self, q: Tensor, kv: Tensor, latent: LatentNormRopeParams, cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """Norm, rotate and store kv [T, L + R] (kernels/latent_params.py). Returns q [T, H, any + R], rotated in place."""
+        """Norm, rotate and store kv [T, L + R] (kernels/latent_params.py). Returns rotated q [T, H, any + R]. May
+        overwrite q.
+        """
 
     @abstractmethod
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: ConvStates, metadata: AttentionMetadata) -> Tensor:
-        """Short convolution (kernels/recurrent/short_conv.py) of bcx [T, 3 * channels] or, without gates, x [T,
-        channels]. Returns [T, channels] and stores the columns of all T tokens. A sequence may start from what an
-        earlier one of the step stores in a block.
+        """Short convolution (kernels/recurrent/short_conv.py) of bcx [T, 3 * channels], or x [T, channels] without
+        gates. Returns [T, channels] and stores all columns. A sequence may start from what an earlier one of the step
+        stores in a block.
         """
 
     @abstractmethod
@@ -284,8 +284,8 @@ class Operations(ABC):
         states: RecurrentStates,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Recurrence (kernels/recurrent/recurrence.py) over inputs [T, rule.input_dim], gates z [T, heads * value] and
-        head_inputs [T, rule.head_inputs_dim]. Returns [T, heads * value] and stores the states of all sequences.
+        """Recurrence over inputs [T, rule.input_dim], gates z [T, heads * value] and head_inputs [T,
+        rule.head_inputs_dim]. Returns [T, heads * value] and stores the states.
         """
 
     @abstractmethod
@@ -330,16 +330,16 @@ class Backend(Operations):
     def unsupported_reason(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
     ) -> str | None:
-        """Return why this backend cannot serve such a model on the device, in one line with a remedy; None if it can.
-        Other methods may be called only after None. softcap: the model caps its attention scores.
+        """Return why this backend cannot serve the model on the device, in one line with a remedy, or None. Other
+        methods may be called only after None. softcap: the model caps its attention scores.
         """
 
     def unsupported_kv_dtype_reason(self, kv_dtype: torch.dtype) -> str | None:
-        """Return why KV blocks cannot hold this quantized dtype, in one line with a remedy; None if they can."""
+        """Return why KV blocks cannot hold this quantized dtype, in one line with a remedy, or None."""
         return None
 
     def unsupported_attention_reason(self, *, sinks: bool, latents: bool, chunks: bool) -> str | None:
-        """Return why AttentionParams' sinks, value_dim or has_chunked_window are unsupported if asked for; else None."""
+        """Return why AttentionParams' sinks, value_dim or has_chunked_window are unsupported, if asked for, or None."""
         return None
 
     @abstractmethod
@@ -350,11 +350,9 @@ class Backend(Operations):
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
         """Shape of one layer's key cache, and of its value cache; the first axis is the block.
 
-        dtype is that of q, k and v, or one of QUANTIZED_KV_DTYPES. The layout inside a block is the backend's:
-        block_size * K
-        * D elements, or block_size * K * (D + num_scale_elements) if quantized. Blocks of more than 16 tokens are
-        [tokens, ...], so that their first tokens can be copied. All methods recognize quantization by the caches'
-        dtype.
+        dtype is that of q, k and v, or one of QUANTIZED_KV_DTYPES; methods recognize these by the caches' dtype. A
+        block's layout is the backend's: block_size * K * D elements, or block_size * K * (D + num_scale_elements) if
+        quantized. Blocks of more than 16 tokens are [tokens, ...], so that their first tokens can be copied.
         """
 
     @abstractmethod
@@ -381,9 +379,8 @@ class Backend(Operations):
     def pack_quantized(
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool = False
     ) -> Linear:
-        """Fuse weights with the same input into one linear for x of this dtype. Outputs are concatenated; the arguments
-        may be dropped afterwards. If x is rounded to integers, each row is rounded by itself. wide: the result is
-        float32.
+        """Fuse weights with the same input into one linear for x of this dtype; they may be dropped afterwards. If x is
+        rounded to integers, each row is rounded by itself. wide: the result is float32.
         """
 
     @abstractmethod
@@ -402,26 +399,24 @@ class Backend(Operations):
 
     @abstractmethod
     def fit_int4(self, groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Quantize weights [n, 32] to 4 bits as kernels/int4_fit.py does.
+        """Quantize weights [n, 32] to 4 bits as kernels/int4_fit.py does: codes [n, 16] uint8 as in GroupedWeight,
+        float32 scales [n] and offsets [n], weight = scale * (code - 8) + offset.
 
-        Returns codes [n, 16] uint8 as in GroupedWeight, scales [n] and offsets [n] float32: a weight is scale * (code -
-        8) + offset. With zero_points, whole zero points from 0 to 15 replace offsets, a weight is scale * (code -
-        zero), and scales have bfloat16's 8 bits.
+        With zero_points, weight = scale * (code - zero) with whole zeros from 0 to 15, and scales have bfloat16's 8
+        bits.
         """
 
     def record_layers(
         self, layers: Sequence[LayerFunction], hidden: int, dtype: torch.dtype, *, starts: bool, groups: int
     ) -> RecordedLayers | None:
-        """Return consecutive layers as one call with the bits of their single operations; None if unsupported.
-
-        hidden and dtype are the residual stream's. starts: the stream begins in the first of the layers. groups: number
-        of block tables in their metadata.
+        """Return consecutive layers as one call with the same bits; None if unsupported. hidden and dtype are the
+        residual stream's, which begins in the first layer if `starts`. groups: block tables in the metadata.
         """
         return None
 
     def create_rank_memory(self, count: int, row_bytes: int) -> int | None:
         """Return the descriptor of memory shared by `count` processes of one machine, which each must inherit; None if
-        unsupported. row_bytes: the longest row that they will gather.
+        unsupported. row_bytes: longest row to gather.
         """
         return None
 
@@ -439,8 +434,8 @@ class Backend(Operations):
     def sample_tokens(self, logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:
         """Sample a token per row of logits [R, vocab] float32: [R] int64.
 
-        filters [R, 4] float64 are temperature (above 0), top_k (1 to vocab), top_p and min_p. Top-k, then top-p of what
-        it left (Holtzman et al., 2020), then min-p keep all logits at or above a threshold, so equal logits are kept or
-        dropped together. The result is the first kept token, in vocabulary order, at which the cumulative probability
-        exceeds u times the total of the kept ones. u [R] float64 is in [0, 1).
+        filters [R, 4] float64 are temperature (above 0), top_k (1 to vocab), top_p and min_p. Top-k, then top-p of the
+        rest (Holtzman et al., 2020), then min-p keep logits from a threshold up, so equal ones stay together. The
+        result is the first kept token, in vocabulary order, at which the cumulative probability exceeds u times the
+        kept total. u [R] float64 is in [0, 1).
         """

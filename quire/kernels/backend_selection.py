@@ -136,13 +136,11 @@ def select_backend(
     activation_bits: str = "auto",
     trials: Sequence[BackendTrial] = (),
 ) -> tuple[Backend, str]:
-    """Return a backend for a model on a device, and one line on the choice.
+    """Return a backend for a model on a device, and one line on the choice. trials: the backend must pass the first; if
+    no fast one does, the next decides.
 
-    deterministic: see `ReferenceBackend`. activation_bits: see kernels/cpu/quantized_linear.py. trials: the backend
-    must pass the first; if no fast backend does, the next one decides.
-
-    Raises ValueError with the reason for a name not in BACKENDS, for a named backend that cannot serve the model or
-    fails the first trial, and if no backend passes any.
+    Raises ValueError with the reason for an unknown name, for a named backend that cannot serve the model or fails the
+    first trial, and if no backend passes any.
     """
     candidates = _CandidateBackends(device, dtype, head_dim, attention, deterministic, activation_bits)
     attempts: Sequence[BackendTrial | None] = trials or (None,)
@@ -166,8 +164,8 @@ def select_backend(
 
 
 def make_disk_experts(backend: Backend, folder: Path, memory: int) -> DiskExperts | None:
-    """Return experts packed and computed as by this backend, but in a file of the folder; None if unsupported. memory:
-    bytes for the most used ones. Raises OSError if no file can be created.
+    """Experts packed and computed as by this backend, but in a file of the folder; None if unsupported. memory: bytes
+    for the most used ones. Raises OSError if no file can be created.
     """
     if not isinstance(backend, CpuBackend):
         return None
@@ -178,9 +176,7 @@ def make_disk_experts(backend: Backend, folder: Path, memory: int) -> DiskExpert
 
 
 def make_disk_layer_streamer(backend: Backend, folder: Path, choice: LayerSelector, slots: int) -> LayerStreamer | None:
-    """Return a streamer of layers from a file of the folder; None if unsupported. Raises OSError if no file can be
-    created.
-    """
+    """A streamer of layers from a file of the folder; None if unsupported. Raises OSError if no file can be created."""
     if not isinstance(backend, CpuBackend):
         return None
     arena = MappedWeightArena(folder)

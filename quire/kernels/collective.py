@@ -1,4 +1,4 @@
-"""Collectives among ranks, the processes that each hold a part of every layer; part of kernels/backend.py's interface."""
+"""Collectives among ranks, processes that each hold a part of every layer."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class RankEnded(Exception):
 
 
 class Collective(ABC):
-    """One rank's view of the group. All ranks call the same methods in the same order, with the same number of rows. No
-    row's bits depend on other rows. Methods raise RankEnded. Those that are not abstract exist only for ranks that meet
-    at a store.
+    """One rank's view of the group. All ranks call the same methods in the same order, with equally many rows. No row's
+    bits depend on other rows. Methods raise RankEnded; those with NotImplementedError exist only for ranks that meet at
+    a store.
     """
 
     rank: int
@@ -45,9 +45,7 @@ class Collective(ABC):
         raise NotImplementedError
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """x [ranks, ...] holds one item for each rank. Returns the items for this rank in rank order, of the same
-        shape.
-        """
+        """x [ranks, ...] holds an item for each rank. Returns the items for this rank, in rank order."""
         raise NotImplementedError
 
     def all_ranks_succeeded(self, succeeded: bool, device: device) -> bool:

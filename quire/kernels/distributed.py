@@ -58,10 +58,10 @@ class DistributedCollective(Collective):
         keeps nobody waiting. The group need not be known to torch.distributed; its timeout bounds waits.
 
         in_order: add in float32 and rank order. Otherwise an all-reduce adds, which is faster with more than two ranks.
-        NCCL gives all ranks the same bits, but its order depends on the size of x and the place in x
+        NCCL gives all ranks the same bits, but its order depends on x's size and the place in x
         (https://github.com/NVIDIA/nccl/issues/157), or is undefined (NVLS, issue 1497).
 
-        make_small_all_reduce: called once all have joined; returns a faster way to sum few numbers, or None.
+        make_small_all_reduce: called once all have joined; may return None.
         """
         self.rank, self.world_size = rank, count
         self._join, self._make_small_all_reduce = join, make_small_all_reduce
@@ -179,8 +179,8 @@ def join_ranks(
     address: str = "127.0.0.1",
     one_shot: bool = False,
 ) -> DistributedCollective:
-    """store: at the first rank; where all ranks find each other. address: of this machine, for the other ranks.
-    one_shot: sum few numbers on GPUs of one machine with our own kernel, if possible.
+    """store: at the first rank. address: of this machine, for other ranks. one_shot: sum few numbers on GPUs of one
+    machine with our own kernel, if possible.
     """
 
     def create_group() -> ProcessGroup:

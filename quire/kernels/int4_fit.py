@@ -1,10 +1,8 @@
-"""Search for the scale and offset of 4-bit weight groups in plain PyTorch: the judge of
-kernels/cpu/quantization/fit.cpp.
+"""Search for scales and offsets of 4-bit weight groups in plain PyTorch: the judge of kernels/cpu/quantization/fit.cpp.
 
-Round-to-nearest would spread 15 steps over a group's range. This also tries somewhat smaller steps, which clip the
-ends, fits scale and offset to the codes of each by least squares, and takes the best. Results are rounded to half
-floats, as kernels keep them. Zero points, which checkpoints use instead of offsets, are tried around the nearest one,
-with bfloat16 scales.
+In addition to round-to-nearest this tries somewhat smaller steps, which clip the ends, fits scale and offset to the
+codes of each by least squares, and takes the best, rounded to half floats. Zero points, which checkpoints use instead
+of offsets, are tried around the nearest one, with bfloat16 scales.
 """
 
 from __future__ import annotations
@@ -18,9 +16,7 @@ GROUP_SIZE = 32
 _RANGE_FACTORS = tuple(1 - 0.03 * step for step in range(11))
 """Fractions of a group's range that the 15 steps cover."""
 _GROUPS_PER_BATCH, _GPU_GROUPS_PER_BATCH = 1 << 9, 1 << 18
-"""On a CPU small enough to stay in the caches and wake no PyTorch threads; elsewhere large enough that the host does
-not hold up the device.
-"""
+"""On a CPU few enough to stay in the caches and wake no PyTorch threads; elsewhere enough to keep the device busy."""
 _MIN_SCALE = 2.0**-100
 """Used with zero points."""
 

@@ -1,11 +1,10 @@
-"""8-bit keys and values in plain PyTorch, and the layout of a page of them.
+"""8-bit keys and values in plain PyTorch.
 
 `torch.int8`: every head of every token has a bfloat16 scale. `torch.float8_e4m3fn`: codes alone; a layer may have one
-scale for keys and one for values (`KVScales`), as calibrated checkpoints do. Either way a token's codes depend on its
-own key and value alone.
+scale for keys and one for values, as calibrated checkpoints do. A token's codes depend on its own key and value alone.
 
-Scales lie in the page after its codes, so that they move with it. A page of the reference and of Triton is [tokens, K,
-D] codes, then [tokens, K] scales; kernels/cpu/kv_codes.h defines the CPU's.
+Scales lie in the page after its codes, so that they move with it: [tokens, K, D] codes, then [tokens, K] scales in the
+reference and Triton; kernels/cpu/kv_codes.h defines the CPU's page.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a token keeps under MLA (DeepSeek-V2, 2024), in plain PyTorch.
 
-A token keeps one latent, from which keys and values of all heads derive, and one rotated key shared by all heads. They
-are stored as one key of one head, L + R numbers; the value is the first L. Queries are brought into latent space
-(absorbed) before attention and its output is brought out after, so a context's latents are never expanded.
+A token keeps one latent, from which keys and values of all heads derive, and one rotated key for all heads. They are
+stored as one key of one head, L + R numbers; the value is the first L. Queries are absorbed into latent space before
+attention, and its output is brought out after.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""The reference backend: every kernel in plain PyTorch, on any device. It judges the other backends and serves where
-nothing was compiled. kernels/backend.py documents signatures and shapes.
-
-Results do not depend on the batch, because rows never share a reduction (see also
-kernels/attention/reference_attention.py).
+"""Every kernel in plain PyTorch, on any device: the judge of other backends, and the fallback if nothing was compiled.
+kernels/backend.py documents signatures and shapes. Rows never share a reduction, so results do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -361,8 +358,8 @@ def _can_pack_onednn(device: torch.device, dtype: torch.dtype) -> bool:
 def _pack_onednn(weight: Tensor, bias: Tensor | None) -> Linear:
     """oneDNN with the weight in its own blocked layout: up to twice as fast as F.linear at 1 to 16 rows.
 
-    A row has the same bits for any number of rows from 2 up (measured for float32 and bfloat16; F.linear fails this in
-    float32). A single row takes another path, so it is doubled.
+    A row has the same bits for 2 or more rows (measured for float32 and bfloat16; F.linear fails this in float32). One
+    row takes another path, so it is doubled.
     """
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     multiply = torch.ops.mkldnn._linear_pointwise

@@ -1,5 +1,4 @@
-"""Process group of CPU ranks without shared memory: a socket per pair of ranks, with the part of torch.distributed's
-ProcessGroup interface that distributed.py uses.
+"""Process group of CPU ranks without shared memory: a socket per pair of ranks.
 
 PyTorch's gloo passes each call from thread to thread. Between two processes on a busy machine with two cores it takes a
 median of 330 microseconds to gather 2 to 8 KB and 8 ms for 1.2 MB, this 150 microseconds and 2.6 ms. gloo's `send` and

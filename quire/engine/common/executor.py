@@ -46,7 +46,7 @@ class BlockMover(Protocol):
         """The engine's loop calls it before these blocks are written."""
 
     def read_block(self, block: int) -> memoryview:
-        """Copy a block as the batches launched so far leave it. No batch launched before this returns may write to it."""
+        """Copy a block as the batches launched so far leave it. No batch launched before this returns may write it."""
 
     def write_block(self, block: int, content: bytes | memoryview) -> None:
         """No batch launched before this returns may use the block."""

@@ -203,8 +203,8 @@ class LLM(LLMBase):
         """Call a method or function on every rank, between two steps.
 
         Args:
-            method: `describe`, `parameters`, or a function of a RankWorker (engine/worker/ranks/rank_rpc.py) and the arguments.
-                Ranks in other processes import it by name.
+            method: `describe`, `parameters`, or a function of a RankWorker (engine/worker/ranks/rank_rpc.py) and the
+                arguments. Ranks in other processes import it by name.
             timeout: Seconds for all ranks together.
 
         Returns:
@@ -255,12 +255,12 @@ class LLM(LLMBase):
         """Switch to other weights of the same shape, and wake a sleeping model. Returns their version.
 
         Args:
-            tensors: All tensors by checkpoint name, such as a PyTorch model's `state_dict()` or its items. They are copied,
-                cast, quantized and packed like those in files.
+            tensors: All tensors by checkpoint name, such as a PyTorch model's `state_dict()` or its items. They are
+                copied, cast, quantized and packed like those in files.
 
         Raises:
-            ModelError: Tensors are missing, unknown or of another shape. After this, or an error of the iterator, the previous
-                weights are restored if a file has them; otherwise the model sleeps until tensors are given.
+            ModelError: Tensors are missing, unknown or of another shape. After this, or an error of the iterator, the
+                previous weights are restored if a file has them; otherwise the model sleeps until tensors are given.
         """
         engine_core = self._client.engine_core
         if not isinstance(engine_core, InProcessClient):

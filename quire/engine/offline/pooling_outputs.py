@@ -87,7 +87,7 @@ async def pool_prompts(
     done: Callable[[], None],
     pooling: PoolingConfig,
 ) -> list[PoolingRequestOutput]:
-    """prompts: (text or None, token ids) each. `done` is called after each. Raises EngineError if the engine fails one."""
+    """prompts: (text or None, token ids) each. `done` is called after each. Raises EngineError."""
     if not prompts:
         return []
     name = random_source.token_hex(8)

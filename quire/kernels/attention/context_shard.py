@@ -8,9 +8,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ContextShard:
-    """The tokens that a rank keeps under decode context parallelism. A block holds `tokens_per_page` tokens of each
-    rank, in rank order. So a rank's tokens, numbered by themselves, lie in pages of `tokens_per_page` under the same
-    block table.
+    """A rank's tokens under decode context parallelism. A block holds `tokens_per_page` tokens of each rank, in rank
+    order. So a rank's tokens, numbered by themselves, lie in pages of that size under the same block table.
     """
 
     rank: int

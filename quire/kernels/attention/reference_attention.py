@@ -1,7 +1,5 @@
-"""Attention in plain PyTorch: an online softmax over tiles of keys; ranks can merge its partial sums.
-
-Keys are reduced in tiles of one size from the first on, and each product of a tile has a fixed shape, whatever the
-number of rows. So a row's sums do not depend on the batch.
+"""Attention in plain PyTorch: an online softmax with partial sums that ranks can merge. Tiles of keys, and the shape of
+each product, are fixed, so a row's sums do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -42,9 +40,7 @@ class PartialSoftmax(NamedTuple):
 
 
 def merge_shard_attention(parts: Tensor, sinks: Tensor | None) -> Tensor:
-    """Merge the ranks' packed partial softmaxes [ranks, T, H, V + 2] in rank order into [T, H, V]. Rows are
-    independent; every row has seen a key on some rank.
-    """
+    """Merge packed partial softmaxes [ranks, T, H, V + 2] in rank order: [T, H, V]. Each row must have seen a key."""
     (first, *others) = parts[..., :-2]
     all_peaks = parts[..., -2].contiguous() / LOG2E
     totals = parts[..., -1]

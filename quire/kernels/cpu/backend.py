@@ -1,8 +1,6 @@
-"""The CPU backend: `Backend`'s methods in C++ for float32 and bfloat16.
-
-build.py builds the sources next to this file, native_library.py loads them. Other dtypes fall back to the reference,
-except for KV, which has a layout of its own: they raise TypeError. A call costs a few microseconds of Python; keep it
-so and create no tensor that is not returned.
+"""The CPU backend: C++ kernels for float32 and bfloat16. Other dtypes fall back to the reference, or raise TypeError
+for KV, which has a layout of its own. A call costs a few microseconds of Python; keep it so and create no tensor that
+is not returned.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Compiles the C++ kernels, `*.cpp` below this folder, into `<set>.so`, one library per instruction set.
+"""Compiles the C++ kernels below this folder into `<set>.so`, one library per instruction set.
 
 `python build.py` builds the plain set and the best that this machine has; `python build.py all` builds all, for wheels
-and slow tests. Plain g++ (or $CXX, through ccache if there is one) suffices: no headers of Python or PyTorch are used,
-so one wheel serves every version of them, and native_library.py chooses the library at run time. Imports only the
-standard library, so that it runs inside pip's build.
+and slow tests. It calls g++ (or $CXX, through ccache if there is one) without headers of Python or PyTorch, so one
+wheel serves every version of them. Imports only the standard library, to run inside pip's build.
 """
 
 from __future__ import annotations
@@ -76,8 +75,8 @@ def isas_to_build(cxx: list[str]) -> list[str]:
 
 
 def build_libraries_returning_errors(cxx: list[str], isas: Collection[str], target: Path = HERE) -> dict[str, str]:
-    """Compile outdated libraries; return compiler output by instruction set that failed, since the compiler may be too
-    old for one. Deletes outdated libraries of other sets. A concurrent build waits, and finds its work done.
+    """Compile outdated libraries; return compiler output by failed instruction set, as the compiler may be too old for
+    one. Deletes outdated libraries of other sets. A concurrent build waits.
     """
     with _build_lock():
         return _build_stale_libraries(cxx, isas, target)

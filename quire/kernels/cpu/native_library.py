@@ -193,7 +193,7 @@ _HUGE_PAGE_BYTES, _CHUNK_BYTES = 2 << 20, 32 << 20
 
 class WeightArena:
     """Memory for weights, on huge pages if available: with 4 KB pages, page table walks cost up to a third of the speed
-    at which weights stream through. Tensors are pieces of large mappings; a mapping lives as long as one of its pieces.
+    of streaming weights. Tensors are pieces of large mappings, which live as long as one of them.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,5 @@
-"""Triton kernel variants, which Triton compiles for seconds at their first launch. `dry_run_for_variants` lists the
-variants that a function would launch. Another process may compile them (`KernelVariant.compile_variant`); this one then
-finds them in Triton's cache folder.
+"""Triton kernel variants, which compile for seconds at their first launch. `dry_run_for_variants` lists those that a
+function would launch; another process may compile them (`KernelVariant.compile_variant`) into Triton's cache folder.
 """
 
 from __future__ import annotations
@@ -84,8 +83,8 @@ def set_compile_target(target: GPUTarget) -> None:
 
 
 def dry_run_for_variants(function: Callable[[], None]) -> list[KernelVariant]:
-    """Variants that `function` would launch and that this process has not compiled. Nothing is launched meanwhile, so
-    kernels write no results. No other thread may launch kernels.
+    """Variants that `function` would launch and that this process has not compiled. Kernels are not launched and write
+    no results. No other thread may launch kernels meanwhile.
     """
     variants: dict[KernelVariant, None] = {}
     run, hook = JITFunction.run, knobs.runtime.jit_cache_hook

@@ -1,7 +1,5 @@
-"""PyTorch devices other than CPUs, NVIDIA and AMD GPUs: mps (Apple) and xpu (Intel).
-
-They have no kernels of their own; PyTorch computes in the backends sdpa and reference. Every device that is neither cpu
-nor cuda counts as one, so that PyTorch's PrivateUse1 can stand in for it in tests.
+"""PyTorch devices other than CPUs, NVIDIA and AMD GPUs, which PyTorch computes in the backends sdpa and reference.
+Every device that is neither cpu nor cuda counts as one, so that PyTorch's PrivateUse1 can stand in for it in tests.
 """
 
 from __future__ import annotations
@@ -45,8 +43,8 @@ def empty_device_caches() -> None:
 
 
 def replacement_dtype_or_none(name: str, device: torch.device) -> str | None:
-    """The dtype that --dtype auto uses in place of a checkpoint's on this device; None: unchanged. Not all Apple chips
-    compute bfloat16, and none computes it faster than float16.
+    """The dtype that --dtype auto uses in place of a checkpoint's; None: unchanged. Not all Apple chips compute
+    bfloat16, and none computes it faster than float16.
     """
     if device.type == "mps":
         return "float16" if name != "float16" else None

@@ -1,5 +1,5 @@
-"""Attention of a mixed batch in two calls. Decodes and prefills suit different kernels, and in one call the grid, sized
-for the longest prompt, would consist mostly of empty blocks.
+"""Attention of a mixed batch in two calls. Decodes and prefills suit different kernels, and one grid, sized for the
+longest prompt, would consist mostly of empty blocks.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class PrefillDecodeSplit:
     def metadata_with_parts(
         self, metadata: AttentionMetadata, query_start: Tensor, key_start: Tensor, block_size: int
     ) -> AttentionMetadata:
-        """Return a copy with both parts, also in its other groups. query_start and key_start are this split's, on the
-        device. The parts hold only what attention needs.
+        """A copy with both parts, also in its other groups. query_start and key_start are this split's, on the device.
+        The parts hold only what attention needs.
         """
         first, behind = slice(self.num_decodes), slice(self.num_decodes, None)
         pages = [-(-longest // block_size) for longest in self.max_context_lens]
@@ -83,7 +83,7 @@ class PrefillDecodeSplit:
 
 
 class PagedAttentionBackend(TorchBackend):
-    """Pages of [token, KV head, head_dim]. A mixed batch is two attention calls; torch's attention computes lookahead."""
+    """Pages of [token, KV head, head_dim]. A mixed batch is two attention calls. torch's attention computes lookahead."""
 
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams

@@ -8,8 +8,8 @@ from quire.kernels.reference import ReferenceBackend
 
 
 class TorchBackend(ReferenceBackend):
-    """The reference backend on a GPU, with Triton where PyTorch's operations do not suffice. Triton is imported only
-    when needed: that takes a second, and some platforms lack it.
+    """The reference backend on a GPU, with Triton where PyTorch does not suffice. Triton's import takes a second, and
+    some platforms lack it, so it is imported only when needed.
     """
 
     def is_batch_invariant(self, device: torch.device, dtype: torch.dtype) -> bool:

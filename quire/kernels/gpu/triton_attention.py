@@ -1,16 +1,15 @@
-"""Triton kernels of paged attention; triton_paged_attention.py launches them.
+"""Triton kernels of paged attention.
 
-FlashAttention's tiling (Dao, 2023) over a paged KV cache, with the query heads of a KV head packed into a tile's rows:
+FlashAttention's tiling (Dao, 2023) over a paged KV cache. The query heads of a KV head are packed into a tile's rows:
 row r is token r // GROUP, head r % GROUP. The online softmax runs in base 2.
 
-All that bits depend on is explicit: every multiply-add that a compiler might fuse in only some kernels is a tl.fma, a
-tile that needs no mask computes what it would with one, and keys that a row does not see leave its sums bit for bit
-unchanged. So with fixed splits a row has the same bits from a decode (splits stored, then reduced) and from a prefill
-(splits merged in registers).
+All that bits depend on is explicit: a multiply-add that a compiler might fuse in only some kernels is a tl.fma, masks
+change no bits, and keys that a row does not see leave its sums unchanged. So with fixed splits a row has the same bits
+from a decode (splits stored, then reduced) and from a prefill (splits merged in registers).
 
-With RANKS (kernels/attention/context_shard.py) keys are this rank's, numbered by themselves, and PAGE is its share of a
-page; positions are still those in the sequence. A row's result is then unfinished: D weighted values, the maximum in
-base 2 and the sum, for merge_ranks.
+With RANKS (kernels/attention/context_shard.py) keys are this rank's, numbered by themselves, PAGE is its share of a
+page, and positions are those in the sequence. A row's result is then D weighted values, the maximum in base 2 and the
+sum, for merge_ranks.
 """
 
 from __future__ import annotations
@@ -164,7 +163,7 @@ def _attend_key_range(
     KV_WIDTH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Attention over keys begin, a multiple of BLOCK_N, to end. Without a window all rows see the keys before `full`."""
+    """Attention over keys begin, a multiple of BLOCK_N, to end. Without a window all rows see keys before `full`."""
     peak = tl.full([q.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q.shape[0]], tl.float32)
     acc = tl.zeros([q.shape[0], D_PAD], tl.float32)

@@ -1,10 +1,3 @@
-"""Paged attention for pages of any size on any GPU that Triton compiles for.
-
-The host never waits, and grids follow from shapes and the metadata's two maxima, so a decode replayed from a CUDA graph
-stays correct as its contexts grow. Tile sizes come from a table, not from autotuning: the first launch of a variant
-compiles for seconds (cached on disk), later ones do not.
-"""
-
 from __future__ import annotations
 
 import torch
@@ -32,8 +25,12 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TritonBackend(TritonLinearBackend):
-    """Pages are [page, token, KV head, head_dim], like flash-attn's larger ones; for quantized KV see
-    kernels/kv_quantization.py.
+    """Paged attention for any block size on any GPU that Triton compiles for. Pages are [page, token, KV head,
+    head_dim]; for quantized KV see kernels/kv_quantization.py.
+
+    The host never waits, and grids follow from shapes and the metadata's two maxima, so a decode replayed from a CUDA
+    graph stays correct as contexts grow. Tile sizes come from a table, not from autotuning: only the first launch of a
+    variant compiles, for seconds (cached on disk).
     """
 
     name = "triton"

@@ -1,8 +1,6 @@
-"""Triton kernels for all between matrix products and attention; kernels/reference.py is the judge.
-
-Caches are [pages, page size, K, D] with any page size. Arithmetic and norm weights are float32, rounded once, at the
-end. Rows share nothing, so no bit depends on the batch. For 8-bit norms and gates see
-kernels/gpu/quantization/triton_rounded.py.
+"""Triton kernels for all between matrix products and attention; kernels/reference.py is the judge. Caches are [pages,
+page size, K, D]. Arithmetic and norm weights are float32, rounded once, at the end. Rows share nothing, so no bit
+depends on the batch.
 """
 
 from __future__ import annotations

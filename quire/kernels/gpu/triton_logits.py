@@ -1,5 +1,5 @@
-"""Triton kernels that change logits in place before sampling, without making the host wait. The judge is
-HostLogitsProcessor in engine/worker/sampling/sampler.py.
+"""Triton kernels that change logits in place without making the host wait. The judge is HostLogitsProcessor in
+engine/worker/sampling/sampler.py.
 
 `tokens` [slots, max tokens] int32 are every slot's token ids. `slot` and `position`, [R], are a row's slot and its
 number of tokens so far.
@@ -50,7 +50,7 @@ def apply_penalties(logits, counts, rows, repetitions, presences, frequencies, v
 
 @triton.jit(do_not_specialize=["number"])
 def add_at(logits, rows, tokens, values, number, vocab):
-    """logits[rows[i], tokens[i]] += values[i] for tokens in the vocabulary; pairs must be distinct. Grid: blocks of i."""
+    """logits[rows[i], tokens[i]] += values[i] for tokens in the vocabulary; pairs are distinct. Grid: blocks of i."""
     i = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
     token = tl.load(tokens + i, mask=i < number, other=-1)
     inside = (token >= 0) & (token < vocab)

@@ -40,9 +40,9 @@ def paged_attention(
 ) -> Tensor:
     """`Backend.paged_attention` for a step without parts; pages [P, page size, K, D] of any power-of-two size.
 
-    fixed: batch-invariant, with splits at fixed positions and one tile size. Otherwise splits fill the GPU and depend
-    on the number of rows. shard: this rank's tokens; the result is then `PartialSoftmax.to_packed_tensor` [T, H, D +
-    2], without sinks.
+    fixed: batch-invariant, with fixed splits and one tile size; otherwise splits fill the GPU and depend on the number
+    of rows. shard: this rank's tokens; the result is then `PartialSoftmax.to_packed_tensor` [T, H, D + 2], without
+    sinks.
     """
     q = q.contiguous()
     window = softmax.window if fixed else softmax.window_if_limiting(metadata.max_context_len)
@@ -109,8 +109,8 @@ def choose_attention_tiles(
     size.
 
     Chosen by ptxas's reports for sm_90 to spill no registers; all fit in a consumer GPU's 99 KB of shared memory. A
-    block table lookup before a load takes a pipeline stage, hence five. hopper: wgmma needs at least 64 rows; other
-    GPUs spill with 64 rows of 256 numbers.
+    block table lookup takes a pipeline stage, hence five. hopper: wgmma needs 64 rows, with which other GPUs spill at
+    256 numbers.
     """
     rows, wide = next_power_of_2(group * max_query_len), padded_dim > 128
     if dtype == torch.float32:  # full precision uses no tensor cores

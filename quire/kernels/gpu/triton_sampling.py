@@ -1,10 +1,9 @@
 """Triton kernels that sample tokens without making the host wait and without sorting. The judge is
 engine/worker/sampling/sampler.py: the same logits, parameters, seed and position give the same token.
 
-A token's weight is exp(scaled logit - largest), in fixed point. Sums are exact in any order, so neither chunks nor
-batches change a sample. A filter keeps all tokens from a threshold weight up: the largest for which enough is kept,
-found by bisection over float32 bits, which order as values do. It searches the candidates that a histogram by powers of
-two leaves or, in a flat distribution, the whole vocabulary.
+A token's weight is exp(scaled logit - largest), in fixed point, so sums are exact in any order, and neither chunks nor
+batches change a sample. A filter keeps tokens from a threshold weight up, found by bisection over float32 bits: among
+the candidates that a histogram by powers of two leaves or, in a flat distribution, in the whole vocabulary.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Short convolutions in Triton; kernels/recurrent/short_conv.py is the judge and defines where columns lie.
-
-The first kernel stores columns in blocks, because a row may start from what another stores there. The second makes all
-sums from the step's columns and the slots' old ones. The third updates the slots. Tokens share nothing else, so no bit
-depends on the batch.
+"""Short convolutions in Triton; kernels/recurrent/short_conv.py is the judge. Columns are stored in blocks first,
+because a row may start from what another stores there; slots are updated last, after their old columns were read.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ _MAX_CHANNELS = 512
 
 @triton.jit
 def _load_step_column(bcx, token, i, channels, wanted, GATED: tl.constexpr):
-    """The column of a token of bcx [T, 3 * channels], rounded to its dtype, or of x [T, channels]; 0 unless `wanted`."""
+    """Column of a token of bcx [T, 3 * channels], rounded to its dtype, or of x [T, channels]; 0 unless `wanted`."""
     if not GATED:
         return tl.load(bcx + token * channels + i, mask=wanted, other=0.0)
     at = bcx + token * 3 * channels + i
@@ -72,9 +69,9 @@ def _conv_kernel(
     WIDTH: tl.constexpr, KEPT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, GATED: tl.constexpr,
     BIASED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out [T, channels]. PIECES: per block; 0: blocks hold no columns. An earlier column is read from the step only if
-    that token belongs to the same slot, because rows of one sequence may follow each other, as drafts in a CUDA graph
-    do. Grid: T, blocks of channels.
+    """out [T, channels]. PIECES: per block; 0: blocks hold no columns. An earlier column is the step's own only if that
+    token has the same slot, as a sequence's rows may follow each other (drafts in a CUDA graph). Grid: T, blocks of
+    channels.
     """
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < channels

@@ -25,7 +25,7 @@ _CONV_WIDTH = 4
 class RecurrenceProbe(BackendProbe):
     """Tries a recurrence after a convolution: prompts, drafts in a mixed step, their acceptance, and a decode graph.
     The judge also rounds the convolution's output and the result to the model's dtype: in a state space of 128 numbers
-    other inputs to the sums change some results by more than a useful tolerance.
+    unrounded inputs change some results by more than a useful tolerance.
     """
 
     rule: Any

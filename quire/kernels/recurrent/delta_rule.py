@@ -1,12 +1,11 @@
-"""The gated delta rule (Yang et al., 2024) as in Qwen's models, in plain PyTorch: the judge of the compiled kernels.
+"""The gated delta rule (Yang et al., 2024) as in Qwen's models, in plain PyTorch.
 
 Each value head of a sequence has a matrix S [key, value]. q and k of its key head are normalized to length 1, and q is
 divided by sqrt(key). With decay = exp(rate * softplus(a + dt_bias)) and beta = sigmoid(b) of the head:
 
     S = decay * S;  S = S + k (beta * (v - k S))^T;  result = q S
 
-Results go through a per-head RMSNorm and are multiplied by SiLU of the token's gate z. S and the arithmetic are float32
-whatever the input dtype. For the order of tokens and draft tokens see recurrence.py.
+Results go through a per-head RMSNorm and are multiplied by SiLU of the gate z. S and the arithmetic are float32.
 """
 
 from __future__ import annotations

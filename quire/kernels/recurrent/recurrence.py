@@ -1,9 +1,7 @@
-"""Recurrent states that are one matrix per head, in plain PyTorch: what the delta rule (delta_rule.py) and selective
-state spaces (state_space.py) share.
+"""Recurrent states that are one matrix per head, in plain PyTorch, the judge of the compiled kernels.
 
 Tokens are computed one by one, so no bit depends on how a sequence was cut into steps. A slot keeps the matrices after
-the last verified token, and the inputs of draft tokens. A later step applies the accepted ones before its own tokens,
-with the same arithmetic.
+the last verified token, and the inputs of draft tokens. A later step applies the accepted ones before its own tokens.
 """
 
 from __future__ import annotations

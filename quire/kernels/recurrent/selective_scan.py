@@ -1,13 +1,12 @@
-"""Mamba's selective scans (Gu and Dao, 2023) in plain PyTorch: the judge of the compiled kernels.
+"""Mamba's selective scans (Gu and Dao, 2023) in plain PyTorch.
 
 Each channel of a sequence has a state S [key]. A token gives x and dt per channel, and b and c [key] for all channels,
 which some families normalize first (RMSNorm). With step = softplus(dt + dt_bias):
 
     S = exp(rate * step) * S + b (step * x);  y = c S + skip * x
 
-y is multiplied by SiLU of the token's gate z. S and the arithmetic are float32. Here a fixed number of channels is a
-head with one matrix [key, value]; threads and ranks divide heads. For the order of tokens and draft tokens see
-recurrence.py. For Mamba 2, with one rate and step per head, see state_space.py.
+y is multiplied by SiLU of the gate z. S and the arithmetic are float32. Here a fixed number of channels is a head with
+one matrix [key, value]; threads and ranks divide heads.
 """
 
 from __future__ import annotations

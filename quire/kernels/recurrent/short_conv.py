@@ -5,8 +5,8 @@ weighted sum of the last `width` columns. Without gates, as before delta nets (Y
 the result is SiLU of the sum. Columns before the sequence are 0.
 
 A column's place follows from its position alone, so no bit depends on how a sequence was cut into steps. The last
-columns of every piece of some tokens lie in the piece's block, for prefix cache hits; all others lie in the sequence's
-slot. If another state of the sequence is too large for blocks, so that hits restore a whole slot, all lie in the slot.
+columns of every piece of some tokens lie in its block, for prefix cache hits; all others, or all if another state is
+too large for blocks, lie in the sequence's slot.
 """
 
 from __future__ import annotations

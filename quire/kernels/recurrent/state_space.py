@@ -1,13 +1,12 @@
-"""Mamba 2's selective state spaces (Dao and Gu, 2024) in plain PyTorch: the judge of the compiled kernels.
+"""Mamba 2's selective state spaces (Dao and Gu, 2024) in plain PyTorch.
 
 Each head of a sequence has a matrix S [key, value]. A token gives x [value] and dt per head, and b and c [key] per
 group of heads. With step = softplus(dt + dt_bias), clamped to dt_limits:
 
     S = exp(rate * step) * S + b (step * x)^T;  y = c S + skip * x
 
-y is rounded to the input dtype, multiplied by SiLU of the token's gate z, and normalized: an RMSNorm over the heads of
-a group, before or after the gate, or none. S and the arithmetic are float32. For the order of tokens and draft tokens
-see recurrence.py.
+y is rounded to the input dtype, multiplied by SiLU of the gate z, and normalized: an RMSNorm over the heads of a group,
+before or after the gate, or none. S and the arithmetic are float32.
 """
 
 from __future__ import annotations

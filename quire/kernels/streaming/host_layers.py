@@ -1,9 +1,8 @@
-"""Layers of a GPU's model in host memory (--cpu-offload-gb). Each is one piece of pinned memory that a side stream
-copies to the layer's slot on the GPU while earlier layers are computed.
+"""Layers of a GPU's model in pinned host memory (--cpu-offload-gb). A side stream copies each to its slot on the GPU
+while earlier layers are computed.
 
-A pass copies all that it needs, from its first layer on, and leaves no copy in flight. So it may be captured into a
-CUDA graph, copies included, and any other pass may follow. A slot is overwritten after the event that its layer was
-computed; a layer is computed after the event that its copy has arrived.
+A pass copies all that it needs and leaves no copy in flight, so a CUDA graph may hold it, copies included. A slot is
+overwritten after the event that its layer was computed; a layer is computed after the event that its copy has arrived.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Base of layer streaming. Streamed layers take turns in a few memory slots, each of the largest layer's size, and the
-next ones are read while a layer is computed. A layer always has the same slot, so its linears find their weights at
-fixed addresses. All other layers stay resident. The bytes are those that were packed, so results keep their bits.
+"""Base of layer streaming. Streamed layers take turns in a few memory slots of the largest layer's size. A layer always
+has the same slot, so its linears find their weights at fixed addresses. The bytes are those that were packed, so
+results keep their bits.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Layers on disk: their packed weights are in a MappedWeightArena's file, and a thread reads the next layer while this
-one is computed. Reads bypass the page cache if the file system allows: it would hold nothing useful of a larger file
-that is read from beginning to end repeatedly.
+"""Layers in a MappedWeightArena's file: a thread reads the next layer while this one is computed. Reads bypass the page
+cache if possible, which is useless for a larger file that is read from beginning to end repeatedly.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class _PendingRead(NamedTuple):
 
 class DiskLayerStreamer(LayerStreamer):
     def __init__(self, arena: MappedWeightArena, choice: LayerSelector, slots: int) -> None:
-        """choice is called once all layers are in the file. The caller sets `backend`, which must pack into the arena."""
+        """choice is called once all layers are in the file. The caller must set a `backend` that packs into `arena`."""
         super().__init__(choice, slots)
         self._arena = arena
         self._buffers: dict[int, list[RelocatableWeights]] = {}

@@ -1,6 +1,4 @@
-"""Maps each operation of a layer to a kernel and its arguments. `ImmediateCalls` calls kernels at once; the recorder
-(layer_recorder.py) records the same calls.
-"""
+"""Maps each operation of a layer to a kernel and its arguments."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ class StepInputs(NamedTuple):
 
 class KernelCalls(ABC):
     """Operations of kernels/backend.py on contiguous tensors, or placeholders of them. x is [T, ...] in a kernel dtype.
-    Operations raise TypeError or ValueError for other arguments that kernels do not support.
+    Raises TypeError or ValueError for arguments that kernels do not support.
     """
 
     @abstractmethod

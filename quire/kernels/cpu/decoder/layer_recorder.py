@@ -1,5 +1,5 @@
-"""Several layers in one call, like a CUDA graph: records the kernels that their operations would call, with the
-pointers, once; recorded.cpp runs the list.
+"""Several layers in one call, like a CUDA graph: records kernel calls with their pointers once; recorded.cpp runs the
+list.
 """
 
 from __future__ import annotations

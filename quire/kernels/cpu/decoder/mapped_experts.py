@@ -1,6 +1,5 @@
-"""Weights, and experts, in a mapped file (MappedWeightArena): the OS reads what is multiplied and drops it when memory
-is short. The most used experts are copied to memory that it cannot drop. The same kernels read the same bytes, so
-results have the same bits as in memory. For layers of dense models see disk_layers.py.
+"""Weights and experts in a mapped file (MappedWeightArena): the OS reads what is multiplied and drops it when memory is
+short, except the most used experts, which are copied to pinned slots. Bits are those of weights in memory.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ class MappedWeightArena(native_library.WeightArena):
         return piece
 
     def _map_chunk(self, size: int) -> None:
-        """Add a page after the chunk for the kernels' read-ahead. Space is reserved on disk: a hole that a full disk
+        """Each chunk ends with a page for the kernels' read-ahead. Space is reserved on disk: a hole that a full disk
         cannot fill would kill the process.
         """
         self._flush_chunks(self._chunks[-1:])

@@ -33,12 +33,12 @@ class CpuLinearBackend(ReferenceBackend):
             self.library = loaded_library
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
-        """Uses our kernel (linear.cpp), which is batch-invariant.
+        """Uses our batch-invariant kernel (linear.cpp).
 
         Against oneDNN with packed weights on one Zen 4 core: 1.5 to 3 times as fast for one row, 1.1 for 32, equal from
-        128 up, in both dtypes. Without bf16 instructions oneDNN takes 3 times as long for bfloat16 on AVX-512, and on
-        AVX2 it cannot pack it. In float32 on AVX2 oneDNN is faster for more than a few rows, so it is used there except
-        for routers, which a compiled MoE calls.
+        128 up, in both dtypes. On AVX-512 without bf16 oneDNN takes 3 times as long for bfloat16, and on AVX2 it cannot
+        pack it. In float32 on AVX2 oneDNN is faster for more than a few rows, and is used except for routers, which a
+        compiled MoE calls.
         """
         router = wide and weight.dtype in self.library.linear and len(weight) <= _MAX_EXPERTS
         if not (router or self.prefers_native_linear(weight.dtype)) or weight.shape[1] * weight.element_size() % 4:

@@ -1,8 +1,8 @@
-"""Triton kernels of grouped_moe.py. None needs a number on the host, so CUDA graphs can hold them; none uses atomics,
+"""Triton kernels of grouped_moe.py. CUDA graphs can hold them, as none needs a number on the host. None uses atomics,
 so every sum has one order.
 
-Row t * top_k + j is token t with its j-th expert. Sorted rows of one expert are consecutive; starts [experts + 1] are
-their boundaries.
+Row t * top_k + j is token t with its j-th expert. Sorted rows of an expert lie between consecutive starts [experts +
+1].
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ def multiply_experts(
     FACTORED: tl.constexpr, BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     LINES: tl.constexpr,
 ):  # fmt: skip
-    """Multiply each row by its expert's weight [outs, inner]. OF_TOKENS: x [tokens, inner] to out [rows, outs] in
-    sorted order; otherwise x is in sorted order and out in row order. Grid: tiles times output tiles. codes, scales,
-    factors and bias only give types.
+    """Multiply rows by their expert's weight [outs, inner]. OF_TOKENS: x [tokens, inner] to out [rows, outs] in sorted
+    order; otherwise x is sorted and out in row order. Grid: tiles times output tiles. codes, scales, factors, bias only
+    give types.
     """
     tile = tl.program_id(0) % tiles
     expert, begin, end = _locate_expert_tile(starts, tile, EXPERTS, EXPERTS_PAD, BLOCK_M)

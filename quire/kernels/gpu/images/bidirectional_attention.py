@@ -30,8 +30,8 @@ def attend_bidirectional(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
 ) -> Tensor:
     """`Operations.paged_attention` for queries that see all keys of their sequence. With a window, which reaches back
-    from each query, they must be the sequence's last ones. Consecutive sequences of one shape are one call. The host
-    waits for the device only if metadata.query_key_lens is empty.
+    from each query, they must be the sequence's last. Consecutive sequences of one shape are one call. The host waits
+    for the device only if metadata.query_key_lens is empty.
     """
     out = torch.empty_like(q)
     row = 0
@@ -59,7 +59,9 @@ def attend_bidirectional(
 
 
 def _zero_unseen_kv(keys_or_values: Tensor, seen: Tensor) -> Tensor:
-    """Zero what no query sees in [S, K, L, D]: pages before a window may hold NaN, which a weight of 0 does not cancel."""
+    """Zero unseen keys or values in [S, K, L, D]: pages before a window may hold NaN, which a weight of 0 does not
+    cancel.
+    """
     return keys_or_values.masked_fill(~seen.any(0)[:, None], 0)
 
 

@@ -1,7 +1,6 @@
-"""flash-attn 2 (Dao, 2023): https://github.com/Dao-AILab/flash-attention, versions 2.8 to 2.8.3.
-
-Later sources read the longest context on the host in every paged decode, which no CUDA graph can hold, and choose other
-splits by default. INSTALL disables build isolation because flash-attn's build imports torch.
+"""flash-attn 2 (Dao, 2023): https://github.com/Dao-AILab/flash-attention, versions 2.8 to 2.8.3. Later sources read the
+longest context on the host in every paged decode, which no CUDA graph can hold, and choose other splits by default.
+INSTALL disables build isolation because flash-attn's build imports torch.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ class Flash2Backend(FlashLibraryBackend):
     def attend_batch_part(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        """Steps with one query per sequence use the split-KV decode kernel, others the ragged one. That reads pages, or
-        for full prefills contiguous copies of the keys, for which it has a faster kernel.
+        """Steps with one query per sequence use the split-KV decode kernel, others the ragged one, over pages or, for
+        full prefills, contiguous copies of the keys, which is faster.
 
-        The decode kernel splits a sequence's keys to fill the GPU. A deterministic backend allows one split; then keys
-        are reduced in one order, since both functions run the same kernel over tiles aligned to position 0.
+        A deterministic backend allows one split. Keys are then reduced in one order, since both functions run the same
+        kernel over tiles aligned to position 0.
         """
         window = softmax.window if self.deterministic else softmax.window_if_limiting(metadata.max_context_len)
         options = {

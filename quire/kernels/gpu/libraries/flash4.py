@@ -51,8 +51,8 @@ class Flash4Backend(FlashLibraryBackend):
     def attend_batch_part(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        """On Hopper, where flash-attn 4 does not split keys, Triton computes steps with one query per sequence. Without
-        explicit counts it would choose splits for the whole cache.
+        """On Hopper, where flash-attn 4 does not split keys, Triton computes decodes. Without explicit counts it would
+        choose splits for the whole cache.
         """
         one_each = metadata.max_query_len == 1
         fallback = self._ops_for(q)

@@ -1,6 +1,6 @@
 """torch's scaled_dot_product_attention over KV gathered from pages, for GPUs without a paged kernel, such as those
-before compute capability 8.0. The rest is plain PyTorch. Gathering reads and writes each key and value once more, so a
-decode takes about three times the memory's time.
+before compute capability 8.0. Gathering reads and writes each key and value once more: a decode takes about three times
+the memory's time.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""PyTorch's own flash-attn 2, torch.nn.attention.varlen, if flash-attn is not installed. It takes block tables and a
-number of splits from torch 2.13 on (2.12 has the arguments, but its flash-attn 2 rejects them), and has no softcap.
+"""PyTorch's own flash-attn 2, torch.nn.attention.varlen. It takes block tables and a number of splits from torch 2.13
+on (2.12 has the arguments, but rejects them), and has no softcap.
 """
 
 from __future__ import annotations
@@ -48,10 +48,9 @@ class TorchVarlenBackend(FlashPagedBackend):
         """Raises NotImplementedError for a softcap.
 
         Keys are never split: with pages and splits PyTorch leaves rows unwritten
-        (https://github.com/pytorch/pytorch/issues/194167). Steps with one query per sequence then fill few thread
-        blocks, and a causal window keeps flash-attn from packing query heads of a group, so Triton computes them. A
-        deterministic backend does not use Triton here, because a token needs the same bits in a decode as in a prefill
-        chunk.
+        (https://github.com/pytorch/pytorch/issues/194167). Without splits decodes fill few thread blocks, and a causal
+        window keeps flash-attn from packing a group's query heads, so Triton computes decodes. Not if deterministic: a
+        token needs the same bits in a decode and in a prefill chunk.
         """
         if softmax.softcap is not None:
             raise NotImplementedError(_NO_SOFTCAP)

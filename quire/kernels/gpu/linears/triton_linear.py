@@ -1,9 +1,8 @@
 """Batch-invariant matrix products for --deterministic on a GPU.
 
 Libraries choose tiles, and splits of the inner dimension, by the number of rows, so a row's bits depend on the batch
-(He and Thinking Machines, "Defeating Nondeterminism in LLM Inference", 2025). Here a weight has one tiling for any
-number of rows and no splits: an output is one sum in order. This costs speed: tiles are too small for many rows, and
-one row without splits fills few of the GPU's processors.
+(He and Thinking Machines, "Defeating Nondeterminism in LLM Inference", 2025). Here a weight has one tiling and no
+splits, which is slower: tiles are too small for many rows, and one row fills few of the GPU's processors.
 """
 
 from __future__ import annotations

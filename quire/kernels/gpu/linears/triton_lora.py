@@ -1,9 +1,9 @@
 """LoRA (Hu et al., 2021) for many adapters in one batch, in Triton.
 
-As in Punica (Chen et al., 2023) and S-LoRA (Sheng et al., 2023) one kernel shrinks inputs to the rank and a second one
-expands them. Rows are sorted by adapter, so a tile holds few adapters; each has its own program, which masks other
-rows. Tile sizes and inner splits are fixed, so a row's bits depend on the row and its adapter alone. Tables have fixed
-addresses and grids follow from shapes, so CUDA graphs can hold the kernels.
+As in Punica (Chen et al., 2023) and S-LoRA (Sheng et al., 2023) one kernel shrinks inputs to the rank, another expands
+them. Rows are sorted by adapter; each adapter of a tile has a program, which masks other rows. Tiles and inner splits
+are fixed, so a row's bits depend on the row and its adapter alone. Tables have fixed addresses and grids follow from
+shapes, for CUDA graphs.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _expand_kernel(
 ):  # fmt: skip
     """Add middle @ up to out [rows, outs]. up [slots, RANKS * outs] holds [RANKS, outs of the part] part by part.
     places [blocks, 4]: part, its first output, its end, the block's first output. Grid: tiles * max adapters per tile,
-    output blocks.
+    blocks.
     """
     row, mine, slot = _tile_rows_of_adapter(
         adapters, order, rows, tl.program_id(0) // most, tl.program_id(0) % most, BLOCK_M

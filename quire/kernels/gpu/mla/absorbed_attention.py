@@ -28,8 +28,8 @@ from quire.kernels.gpu.triton_launch_sizes import (
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
 
 _MIN_SPLIT, _MAX_SPLITS = 64, 128
-"""Keys of an even split, and the maximum of splits. All heads read the same latents, so few tiles must fill the GPU:
-one program per multiprocessor, because a tile of many rows takes all of its shared memory.
+"""Keys of an even split, and number of splits. All heads read the same latents, so few tiles must fill the GPU, with
+one program per multiprocessor, as a tile of many rows takes all shared memory.
 """
 _REDUCE_SHAPES = ((32, 512, 8), (_MAX_SPLITS, 64, 4))
 """(maximum of splits, numbers of a row per program, warps)."""
@@ -105,9 +105,9 @@ def attend_absorbed(
 
 
 def choose_absorbed_tiles(rows: int, dtype: torch.dtype, *, coded: bool, fixed: bool, hopper: bool) -> AttentionTiles:
-    """Tiles for `rows` rows of a sequence: heads times queries. fixed: one size for all steps of a model; rows are then
-    its heads. coded: pages are quantized, which takes registers. Measured on an H100 with 16-bit pages. Tiles of 64
-    rows are for wgmma; without hopper all tiles fit in a consumer GPU's 99 KB of shared memory.
+    """rows: heads times queries of a sequence. fixed: one size for all steps of a model; rows are then its heads.
+    coded: pages are quantized, which takes registers. Measured on an H100 with 16-bit pages. Without hopper, which has
+    wgmma's tiles of 64 rows, all fit in a consumer GPU's 99 KB of shared memory.
     """
     if dtype == torch.float32:  # full precision uses no tensor cores
         return AttentionTiles(16, 16, 4, 1)

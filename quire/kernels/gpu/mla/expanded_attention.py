@@ -1,5 +1,5 @@
 """MLA of whole prompts in expanded form, with keys and values of all heads. It multiplies less than the absorbed form
-but rounds differently, so it serves only if a row's bits may depend on the prompt's chunks.
+but rounds differently, so a row's bits depend on the prompt's chunks.
 """
 
 from __future__ import annotations

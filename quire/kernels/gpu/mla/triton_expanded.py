@@ -1,5 +1,5 @@
 """Triton kernel of expanded_attention.py. Like triton_attention.py's, but keys and values are the step's own,
-contiguous per head, and R numbers of a key, equal for all heads, are read from its latent. Not batch-invariant.
+contiguous per head, with R numbers of a key from its latent, equal for all heads. Not batch-invariant.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Triton kernels of absorbed_attention.py.
-
-Like triton_attention.py's, but a page has one key for all heads: L numbers, which are the value too, and R rotated
-ones. A tile of keys is read once for both products. A tile's rows are queries and heads in q's order, so it need not be
-a multiple of the head count.
+"""Triton kernels of absorbed_attention.py. Like triton_attention.py's, but a page has one key for all heads: L numbers,
+which are the value too, and R rotated ones. A tile's rows are queries and heads in q's order, so it need not be a
+multiple of the head count.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ def _latent_softmax_step(
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax over keys begin to begin + BLOCK_N, limited by `end`. page: from _load_page_ids."""
+    """One step of the online softmax over keys begin to begin + BLOCK_N, up to `end`. page: from _load_page_ids."""
     cache, scales, stride = pages
     to_base2, value_scale, rank = rules
     d, r, key = tl.arange(0, L_PAD), tl.arange(0, R_PAD), begin + tl.arange(0, BLOCK_N)
@@ -94,9 +92,8 @@ def _attend_key_range(
 ):  # fmt: skip
     """Attention over keys begin, a multiple of BLOCK_N, to end.
 
-    Page ids are loaded one tile ahead, so that latents are copied during the previous tile; Triton does this only if an
-    address does not depend on a load of the same iteration. All tiles are masked: a second, unmasked loop would cost
-    registers and instruction fetches.
+    Page ids are loaded one tile ahead: Triton prefetches latents only if their address does not depend on a load of the
+    same iteration. All tiles are masked, as an unmasked loop would cost registers and instruction fetches.
     """
     peak = tl.full([q_low.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q_low.shape[0]], tl.float32)
@@ -214,9 +211,9 @@ def attend_latent_splits(
     HELD: tl.constexpr, RANKS: tl.constexpr, LOOPED: tl.constexpr,
 ):  # fmt: skip
     """Parts of the softmax for triton_attention.py's reduce_even_splits or reduce_fixed_splits, stored as by its
-    attend_splits. SPLIT: keys per split, counted from position 0; 0: a tile's keys are split evenly. Splits may be
-    empty. LOOPED: a program may have several splits; otherwise it has no loop, which would take registers. Grid: tiles,
-    programs that share a tile's splits.
+    attend_splits. SPLIT: keys per split, counted from position 0; 0: a tile's keys are split evenly, maybe into empty
+    splits. LOOPED: a program may have several splits; a loop for one would take registers. Grid: tiles, programs per
+    tile.
     """
     seq, q_low, q_turned, position, row, real, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, rank, HEADS, L, L_PAD, R, R_PAD, PAGE, BLOCK_M, ONE_TOKEN, RANKS

@@ -228,7 +228,7 @@ class MatmulTiles(NamedTuple):
 
 def choose_matmul_tiles(rows: int, dtype: torch.dtype, *, fixed: bool, part: PackedWeight | None = None) -> MatmulTiles:
     """Small tiles for few rows, whose time is reading weights. fixed: one size for all rows. dtype: of the operands.
-    part: the weight if it is decoded before it is multiplied. Measured on an H100.
+    part: the weight if it is decoded first. Measured on an H100.
     """
     if dtype == torch.float32:  # full precision uses no tensor cores
         return MatmulTiles(32, 64, 4, 2)

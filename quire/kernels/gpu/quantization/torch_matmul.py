@@ -1,7 +1,6 @@
-"""Products for many rows: PyTorch's float8 (torch._scaled_mm), int8 by PyTorch (torch._int_mm) or Triton, and 16-bit
-products of weights dequantized piece by piece. A trial on the GPU shows which of them work.
-
-Their tiles depend on the number of rows, so they are not for --deterministic.
+"""Products for many rows: float8 by PyTorch (torch._scaled_mm), int8 by PyTorch (torch._int_mm) or Triton, and 16-bit
+products of weights dequantized piece by piece. Trials on the GPU show which work. Their tiles depend on the number of
+rows, so they are not for --deterministic.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
 """Products with quantized weights, which are decoded in registers.
 
-`multiply_weight_only` takes x as it is: codes become numbers of its dtype, exactly, for the tensor cores. Scales and
-offsets join the float32 sums once per step of the inner dimension, which lies in one group.
-`multiply_block_scaled_codes` takes x in 8 bits from triton_rounded.py, with a scale per 128 inputs of a row, and the
-tensor cores multiply codes. Products are weights by x, not x by weights, so that 64 outputs fill a tensor core's rows
-even if x has few.
+`multiply_weight_only` decodes to x's dtype, exactly, for the tensor cores; scales and offsets join the float32 sums
+once per step of the inner dimension, which lies in one group. `multiply_block_scaled_codes` multiplies codes by 8-bit x
+from triton_rounded.py, with a scale per 128 inputs of a row. Products are weights by x, so that 64 outputs fill a
+tensor core's rows even if x has few.
 
 Few rows fill a GPU only with a split inner dimension: `multiply_split_k` sums the parts, `reduce_split_k` adds them in
 order. With NESTED, `multiply_weight_only` makes the same sums in the same order, so with one tile size a row has the
 same bits in every batch. There are no atomics.
 
-Integers are not converted by the GPU's own instruction, which runs at an eighth of the rate of additions: a code's bits
-become bits of a float, and an addition removes the excess.
+Integers become floats by their bits and one addition: the GPU's own conversion has an eighth of the rate.
 """
 
 from __future__ import annotations
@@ -94,7 +92,7 @@ def _offset_bytes_to_float32(code, less: tl.constexpr):
 @triton.jit
 def weight_row_pointers(codes, n, outs, stride, LINES: tl.constexpr, STEP: tl.constexpr):
     """Pointers to the codes of outputs n: for every LINES outputs, STEP words of each lie side by side, then the next.
-    Outputs past the last LINES get valid pointers, because an invalid read may fault.
+    Outputs past the last LINES get valid pointers, as other reads may fault.
     """
     wide = n.to(tl.int64)
     side = wide // LINES
@@ -132,10 +130,9 @@ def accumulate_output_tile(  # noqa: PLR0912
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """Sums [BLOCK_N, BLOCK_M] of outputs n, with codes at lines [BLOCK_N, 1], for rows at x_rows [1, BLOCK_M], over
-    words first to end of lines of `stride` words. In words with several codes, the lowest codes of BLOCK_K words are
-    consecutive inputs, then the next ones. If LINES is not 1, lines consist of whole steps.
-
-    Scales are read one step ahead: Triton prefetches only operands of tensor cores.
+    words first to end of lines of `stride` words. The lowest codes of BLOCK_K words are consecutive inputs, then the
+    next codes. If LINES is not 1, lines consist of whole steps. Scales are read one step ahead: Triton prefetches only
+    dot operands.
     """
     parts: tl.constexpr = _codes_per_word(KIND, lines.dtype.element_ty.primitive_bitwidth)
     dtype: tl.constexpr = x_rows.dtype.element_ty

@@ -1,8 +1,6 @@
 """x in 8 bits, int8 or float8, with a scale per row or per block of a row; rounded alone, or by the norm or gate that
-makes it.
-
-The fused kernels round the value of x's dtype that they would have stored, with the same operations, so both ways give
-the same bits. A row's maximum needs no order, and the sums of a norm use the code of the norm kernel.
+makes it. Fused kernels round the value that they would have stored, with the same operations, so both give the same
+bits.
 """
 
 from __future__ import annotations
@@ -104,9 +102,8 @@ def norm_rounded(
 ):  # fmt: skip
     """A norm's output in codes, with a scale per block or per row. WHOLE: also unrounded, to out. Grid: rows.
 
-    Codes are stored from blocks in both cases. Stored in the layout of the sum, 16 bytes per thread, they would make
-    the compiler give each thread 16 numbers of a row instead of the 8 of the norm kernel, and change the order of the
-    norm's sum.
+    Codes are always stored from blocks. Stored in the layout of the sum, 16 bytes per thread, the compiler would give
+    each thread 16 numbers of a row instead of the norm kernel's 8, and change the order of the norm's sum.
     """
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, ROW)
     at, inside = row * SIZE + i, i < SIZE

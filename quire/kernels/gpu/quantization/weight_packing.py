@@ -141,8 +141,8 @@ def pack_float8(weight: Float8Weight, *, native: bool) -> PackedWeight | None:
 
 
 def interleave_output_rows(part: PackedWeight) -> PackedWeight:
-    """Order words so that a program, which multiplies LINES outputs, reads contiguous steps: for few rows the time is
-    that of reading weights. Outputs are padded with zeros. Byte codes and weights for PyTorch's products are unchanged.
+    """Order words so that a program, which multiplies LINES outputs, reads contiguous steps: reading weights is the
+    time of few rows. Outputs are zero-padded. Byte codes and weights for PyTorch's products are unchanged.
     """
     if part.codes_per_word == 1 or part.rounds_activations or part.interleaved_outputs > 1:
         return part
@@ -177,8 +177,8 @@ def _table_values_as_two_int64(values: tuple[int, ...] | None) -> tuple[int, int
 
 
 def _pack_nibbles(codes: Tensor, step: int) -> Tensor:
-    """Words [out, words] from 4-bit codes [out, in / 2] (even input in the low half). `step` inputs are the lowest 4
-    bits of `step` words, the next inputs the bits above, and so on. Inputs are padded with zeros.
+    """Words [out, words] from 4-bit codes [out, in / 2] (even input in the low half): `step` inputs are the lowest 4
+    bits of `step` words, the next inputs the bits above. Inputs are zero-padded.
     """
     each = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
     each = F.pad(each, (0, -each.shape[1] % (_NIBBLES_PER_WORD * step))).unflatten(1, (-1, _NIBBLES_PER_WORD, step))

@@ -1,5 +1,5 @@
-"""Trial of each quantized format on the GPU before the first such weight is packed, for few, some and many rows.
-Nothing else shows what another compiler or GPU makes of the kernels.
+"""Trial of each quantized format on the GPU before the first such weight is packed. Nothing else shows what another
+compiler or GPU makes of the kernels.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Small sums over the GPUs of one machine that reach each other's memory, by the kernel of triton_sum.py. The time of a
-decode step's sum is that of launches, and this launches once.
+"""Small sums over GPUs of one machine that reach each other's memory, with one launch (triton_sum.py): launches are the
+time of a decode step's sum.
 
-Memory is shared as torch.multiprocessing shares GPU tensors (CUDA IPC). PyTorch's symmetric memory does not serve: its
-rendezvous changes from version to version, its sums never end without all ranks, and its barriers and signals end the
-CUDA context when they time out.
+Memory is shared as torch.multiprocessing does (CUDA IPC). PyTorch's symmetric memory does not serve: its rendezvous
+changes between versions, its sums never end without all ranks, and its barriers and signals end the CUDA context when
+they time out.
 """
 
 from __future__ import annotations
@@ -138,9 +138,8 @@ def connect_one_shot(
     storages: Any = torch.UntypedStorage,
     trial: Callable[[OneShotAllReduce, int, int, torch.device], None] = verify_all_reduce,
 ) -> OneShotAllReduce | None:
-    """Called by all ranks, with the same result: None, which is logged, if a GPU does not reach another's memory or the
-    trial fails. Raises RuntimeError if another rank does not come. storages: PyTorch's class with the functions that
-    share GPU memory between processes.
+    """Called by all ranks, with the same result: None, and a log entry, if a GPU does not reach another's memory or the
+    trial fails. Raises RuntimeError if another rank does not come. storages: PyTorch's class that shares GPU memory.
     """
 
     def exchange_answers(what: str, own: bytes) -> list[bytes]:

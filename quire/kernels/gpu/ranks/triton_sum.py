@@ -1,16 +1,15 @@
 """Sum over ranks in one kernel: each rank writes its numbers to its own memory, which all can read, signals the others,
-waits for all signals, and adds all numbers in float32 and rank order.
+waits for their signals, and adds all numbers in float32 and rank order.
 
-Each program owns a part of the numbers, with a place in that memory, and waits only for the same program of other
-ranks. It counts its sums and signals by writing the count to the other rank's memory. Two places alternate: a rank
-writes to one again once all ranks have signaled the following sum, which they start after reading the one before. The
-count is in memory, not an argument, so a CUDA graph can hold the kernel.
+Each program owns a part of the numbers and waits only for the same program of other ranks. It signals by writing its
+count of sums to the other rank's memory. Two places alternate: a rank reuses one once all ranks have signaled the next
+sum, which they start after reading this one. The count is in memory, not an argument, for CUDA graphs.
 
 Stores become visible by a system-scope release after a barrier of the program's threads; readers poll with acquires and
 have a barrier before they read.
 
-Nothing waits forever: a program sometimes polls a stop flag in host memory, and counts its polls. A program that gives
-up sets a flag; then no later program of its rank signals, so that no other rank adds invalid numbers.
+Nothing waits forever: programs poll a stop flag in host memory, and count polls. After one gives up, its rank's
+programs never signal again, so that no other rank adds invalid numbers.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ def sum_over_ranks(
 ):  # fmt: skip
     """out [size] = sum of the ranks' x [size]. Grid: programs of PART numbers.
 
-    addresses [RANKS] int64: each rank's memory, which starts with HEAD bytes of counts [PROGRAMS, RANKS] int64 written
-    by the ranks, then two places of PART times 4 bytes per program. counts [PROGRAMS + 1] int64: sums of each program,
-    and whether one gave up. words [2] int32 in host memory: stop flag, and given-up flag.
+    addresses [RANKS] int64: each rank's memory: HEAD bytes of counts [PROGRAMS, RANKS] int64 that the ranks write, then
+    two places of PART times 4 bytes per program. counts [PROGRAMS + 1] int64: sums of each program, and whether one
+    gave up. words [2] int32 in host memory: stop flag, given-up flag.
     """
     program, i = tl.program_id(0), tl.arange(0, PART)
     if tl.load(counts + PROGRAMS) == 0:

@@ -1,5 +1,5 @@
-"""Launches of triton_chunks.py for long prompts. Grids follow from shapes and the device decides which sequences are
-long, so CUDA graphs can hold them.
+"""Launches triton_chunks.py for long prompts. Grids follow from shapes and the device finds long sequences, for CUDA
+graphs.
 """
 
 from __future__ import annotations

@@ -1,20 +1,18 @@
-"""Delta rules and state spaces in Triton by chunks of 64 tokens, with matrix products. The sums, and so the bits,
-differ from those token by token, and a prompt's bits depend on how it was cut.
+"""Delta rules and state spaces in Triton by chunks of 64 tokens, with matrix products. Bits differ from those token by
+token, and depend on how a prompt was cut.
 
-G_i is the sum of log decays up to token i of a chunk, S the matrix before the chunk, and token i adds k_i d_i^T, before
-decay by later tokens:
+G_i is the sum of log decays up to token i of a chunk, S the matrix before the chunk, and token i adds k_i d_i^T:
 
     readout       exp(G_i) q_i S + sum over j <= i of exp(G_i - G_j) (q_i k_j) d_j
     next matrix   exp(G) S + sum over j of exp(G - G_j) k_j d_j^T
 
 For state spaces d_j is the step times x. For the delta rule d = (1 + A)^-1 beta (v - exp(G) k S), with A_ij = beta_i
-exp(G_i - G_j) (k_i k_j) for j < i (Yang et al., 2024: Gated Delta Networks). `prepare_*` and `invert_delta_systems`
-compute what does not need S for all chunks at once; `advance_chunks` then goes through a sequence's chunks with some
-columns of a head's matrix.
+exp(G_i - G_j) (k_i k_j) for j < i (Yang et al., 2024: Gated Delta Networks). What does not need S is computed for all
+chunks at once, then `advance_chunks` goes through a sequence's chunks.
 
 Inputs are bfloat16, so their products are exact in float32. A float32 operand is the sum of two bfloat16
-(`split_into_bfloat16_pair`), 16 of 24 bits: products are about 100 times as exact as bfloat16's, at twice the price, or
-three times if both operands are float32. Matrices are float32 and stay in registers.
+(`split_into_bfloat16_pair`), 16 of 24 bits: about 100 times as exact as bfloat16 at twice the price, or three times if
+both operands are float32. Matrices are float32 and stay in registers.
 """
 
 from __future__ import annotations
@@ -215,7 +213,7 @@ def prepare_state_space_chunks(
         step = tl.where(inside, step, 0.0)
         decays = tl.load(rate + head) * step
         sums = tl.cumsum(decays, 0)
-        total = tl.sum(tl.where(at == _SIZE - 1, sums, 0.0), 0)  # not a sum of its own, which would round otherwise
+        total = tl.sum(tl.where(at == _SIZE - 1, sums, 0.0), 0)  # a separate sum would round differently
         past = at[:, None] >= at[None, :]
         between = tl.exp(tl.where(past, sums[:, None] - sums[None, :], 0.0)) * step[None, :]
         to = tiles + (number.to(tl.int64) * HEADS + head) * (2 * _SIZE * _SIZE)

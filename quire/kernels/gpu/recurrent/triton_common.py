@@ -1,9 +1,8 @@
 """Shared parts of the recurrence kernels.
 
-A program has some columns of one head's matrix of one sequence, which share nothing with other columns, and computes
-the sequence's tokens one by one. It is one warp, so that sums over a column stay within it. Decodes, prompts and drafts
-use one kernel with one loop body, so a token's bits depend on the matrix before it and its inputs alone. If they may
-depend on more, triton_chunks.py computes long prompts.
+A program has some columns of one head's matrix of a sequence, which are independent of others, and computes the tokens
+one by one. It is one warp, so that sums over a column stay within it. Decodes, prompts and drafts use one loop body, so
+a token's bits depend on the matrix before it and its inputs alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`Operations.run_recurrence` in Triton. The host never waits and grids follow from shapes, so CUDA graphs can hold it.
+"""`Operations.run_recurrence` in Triton. The host never waits and grids follow from shapes, for CUDA graphs.
 
-Tokens are computed one by one. Long prompts of delta rules and state spaces are computed by chunks of 64 if bits may
-depend on how a prompt was cut; the device decides which sequences these are.
+Long prompts of delta rules and state spaces are computed by chunks of 64 tokens if bits may depend on how a prompt was
+cut; the device finds these sequences.
 """
 
 from __future__ import annotations
