@@ -10,10 +10,7 @@ from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """How a query weighs the keys of its sequence."""
-
     scale: float
-    """Factor of the scores."""
     window: int | None = None
     """Keys that a query sees, including itself; None: all."""
     softcap: float | None = None

@@ -65,8 +65,6 @@ class LoraDelta:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSlotSpec:
-    """Shape of a linear, and its number and size of adapter slots."""
-
     num_slots: int
     """Slots are 1 to num_slots; slot 0 means no adapter."""
     in_features: int

@@ -72,8 +72,6 @@ BackendTrial = Callable[[Backend], str | None]
 
 @dataclass(frozen=True, slots=True)
 class AttentionRequirements:
-    """What a model's attention and KV cache require of a backend."""
-
     softcap: bool = False
     sinks: bool = False
     latents: bool = False
@@ -86,8 +84,6 @@ class AttentionRequirements:
 
 @dataclass(frozen=True, slots=True)
 class _CandidateBackends:
-    """Backends by name, created when they are tried."""
-
     device: device
     dtype: dtype
     head_dim: int
@@ -96,7 +92,6 @@ class _CandidateBackends:
     activation_bits: str
 
     def make_backend_or_reason(self, name: str, trial: BackendTrial | None) -> tuple[Backend | None, str]:
-        """The backend, or None and why it cannot serve."""
         try:
             backend = self._make_backend(name)
         except ModuleNotFoundError as error:

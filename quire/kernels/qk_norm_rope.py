@@ -1,5 +1,3 @@
-"""Norm and RoPE of query and key heads before attention."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -14,12 +12,12 @@ from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
 NORM_KINDS = ("heads", "whole", "centred", "after")
 """The index is the number in kernels/cpu/rope.cpp."""
 PROJECTION_KINDS = ("queries", "keys", "all")
-"""Indexed alike."""
+"""The index is the number in kernels/cpu/rope.cpp."""
 
 
 @dataclass(frozen=True, slots=True)
 class QKNormRopeParams:
-    """Norms, where there are (float32) weights, and RoPE (Su et al., 2021)."""
+    """RoPE (Su et al., 2021) and optional norms, with float32 weights."""
 
     head_dim: int
     cos_sin: Tensor | None

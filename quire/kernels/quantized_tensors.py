@@ -170,7 +170,7 @@ class ActivationRounding(ABC):
 
 
 class RoundedInputLinear:
-    """A linear of which some part reads RoundedActivations."""
+    """A linear that reads RoundedActivations in at least one of its parts."""
 
     def input_roundings(self, rows: int) -> tuple[ActivationRounding | None, ...]:
         """How each part reads x of `rows` rows; None: unrounded."""

@@ -290,12 +290,10 @@ class EngineConfig(BaseModel):
 
     @property
     def world_size(self) -> int:
-        """Processes of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def local_world_size(self) -> int:
-        """Processes of one engine on one machine."""
         return self.world_size // self.nnodes
 
     @property

@@ -13,8 +13,6 @@ from quire.engine.common.types import Adapter
 
 
 class PendingOutput(Protocol):
-    """A step in flight."""
-
     def result(self) -> ModelRunnerOutput:
         """Wait for the step's output. Call it once per step, in launch order."""
 

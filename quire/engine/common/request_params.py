@@ -1,4 +1,4 @@
-"""Sampling and pooling parameters of a request, and the table of sampling fields."""
+"""Sampling and pooling parameters, and the table of sampling fields."""
 
 from __future__ import annotations
 
@@ -121,9 +121,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ] = 0.0
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
-    """Only these are ever sampled."""
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    """The output never contains these sequences."""
     max_tokens: Annotated[
         int | None,
         SamplingField(
@@ -258,7 +256,6 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Requests a vector of the prompt instead of tokens."""
 
     task: PoolingTask = "embed"
-    """An embedding, or the scores of the model's labels."""
     dimensions: int | None = None
     """Keep only the first numbers of an embedding (Kusupati et al., 2022, "Matryoshka Representation Learning"); None:
     all.

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_TOKENS = 2**31 - 1
-"""Largest value of a token count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,6 @@ class EncoderChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     end_progress: int
     """Progress after this chunk, in units of Image.encoder_cost."""
     total_cost: int
-    """Image.encoder_cost."""
 
     @property
     def is_last(self) -> bool:
@@ -133,7 +132,6 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     block_copies: list[BlockCopy] = []
     """Done in order, before anything is computed."""
     preempted_ids: list[str] = []
-    """Preempted to make room for this step."""
     loaded_blocks: list[BlockLoadRecord] = []
     """Since the previous step."""
     adapter_loads: list[tuple[str, float]] = []

@@ -23,7 +23,7 @@ class Adapter(msgspec.Struct, frozen=True, array_like=True, weakref=True):
 
     name: str
     digest: str
-    """Of its content."""
+    """Of the content."""
     folder: str
     """Its files must not change while a request needs them."""
 
@@ -35,7 +35,6 @@ class MediaSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Index of its first token in the prompt."""
     count: int
     digest: bytes
-    """Of the content."""
     kind: Literal["image"] = "image"
     is_bidirectional: bool = False
     """Its tokens also see later ones of the span, so no step may end within it."""
@@ -190,7 +189,6 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     vector: bytes | None = None
     """Result of pooling, with finish_reason "stop": float32, little-endian."""
     cause: ErrorCause = "engine"
-    """Of the error."""
     prefix: PrefixMissReport | None = None
     """With the first output, if the prefix cache was searched."""
 
@@ -233,7 +231,6 @@ class EngineInfo(msgspec.Struct, frozen=True):
     no_images: str = NO_IMAGES_REASON
     """Why requests may not contain images; "" if they may."""
     step_tokens: int = 0
-    """Most tokens per step."""
     content: str = ""
     code: str = ""
     """Digests of the model's files, wherever they are (see model_sample_digest), and of the code that computes."""

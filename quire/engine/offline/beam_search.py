@@ -45,7 +45,6 @@ async def _generate_next_tokens(
     beams: Sequence[Beam],
     num_logprobs: int,
 ) -> list[EngineCoreOutput]:
-    """Generate a token with alternatives for every beam."""
     params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=num_logprobs, ignore_eos=True)
     requests = [
         EngineCoreRequest(

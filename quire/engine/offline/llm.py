@@ -357,8 +357,8 @@ class LLM(LLMBase):
         use_tqdm: bool = True,
         lora_request: LoRARequest | None = None,
     ) -> list[PoolingRequestOutput]:
-        """Similarity of one text to each of several, or of texts pair by pair: `[0].outputs.score`. Arguments and
-        errors as `embed`.
+        """How well one text fits each of several, or texts fit pair by pair: `[0].outputs.score`. Arguments and errors
+        as `embed`.
         """
         firsts, seconds = ([each] if isinstance(each, str) else list(each) for each in (text_1, text_2))
         if len(firsts) not in (1, len(seconds)):

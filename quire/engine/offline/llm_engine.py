@@ -51,13 +51,11 @@ class CacheConfig:
 class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
-    """Per step."""
     max_model_len: int
     long_prefill_token_threshold: int
     """Most tokens of one prompt per step; 0: no limit."""
     policy: Literal["priority", "fcfs"]
     enable_chunked_prefill: bool = True
-    """Always on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,6 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Gauge(Metric):
-    """Current value."""
-
     value: float
 
 

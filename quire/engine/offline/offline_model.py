@@ -58,8 +58,6 @@ class EncodedPrompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GenerationTask:
-    """A prompt and its generation parameters."""
-
     id: str
     prompt: EncodedPrompt
     params: request_params.SamplingParams
@@ -260,8 +258,6 @@ _VLLM_ALTERNATIVES = {
 
 
 class LLMBase:
-    """Base of `LLM` and `AsyncLLM`."""
-
     if not TYPE_CHECKING:  # hides it from type checkers, which would accept every name
 
         def __getattr__(self, name: str) -> object:

@@ -66,8 +66,6 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt with its n answers."""
-
     request_id: str
     prompt: str | None
     """None if it was given as token ids."""
@@ -117,8 +115,6 @@ def logprobs_by_token(logprob: TokenLogprob, tokenizer: Tokenizer, *, listed: bo
 
 
 class CompletionBuilder:
-    """Builds one CompletionOutput from engine outputs."""
-
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -129,7 +125,6 @@ class CompletionBuilder:
         detokenize: bool,
     ) -> None:
         self.completion = CompletionOutput(index)
-        """All so far."""
         self._tokenizer = tokenizer
         self._detokenize = detokenize
         self._has_listed_logprobs = bool(params.logprob_token_ids)
@@ -168,7 +163,6 @@ class CompletionBuilder:
         return new
 
     def copy_completion(self) -> CompletionOutput:
-        """A copy that later outputs do not change."""
         completion = copy.copy(self.completion)
         completion.token_ids = list(completion.token_ids)
         completion.logprobs = None if completion.logprobs is None else list(completion.logprobs)
@@ -176,7 +170,6 @@ class CompletionBuilder:
 
 
 def make_request_metrics(timeline: Timeline) -> RequestMetrics:
-    """For an ended request."""
     ended = timeline.submitted_at if timeline.ended_at is None else timeline.ended_at
     first = ended if timeline.first_token_at is None else timeline.first_token_at
     start_times = [began for phase, began, _ in timeline.phase_intervals(ended) if phase != "queued"]

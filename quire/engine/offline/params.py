@@ -54,11 +54,8 @@ class RequestOutputKind(Enum):
     """What AsyncLLM.generate yields."""
 
     CUMULATIVE = 0
-    """Everything so far, each time."""
     DELTA = 1
-    """What is new since the last time."""
     FINAL_ONLY = 2
-    """The whole answer, once."""
 
 
 def with_unknown_field_suggestions(kind: type[_T]) -> type[_T]:
@@ -88,11 +85,9 @@ class StructuredOutputsParams:
     regex: str | None = None
     """Rust syntax."""
     choice: Sequence[str] | None = None
-    """One of these texts."""
     grammar: str | None = None
     """llguidance's Lark, or GBNF."""
     json_object: bool | None = None
-    """Any JSON object."""
     disable_fallback: bool = False
     """No effect, like the next field: there is one backend, and it allows at most one space."""
     disable_any_whitespace: bool = False
@@ -133,9 +128,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
-    """Only these are ever sampled."""
     bad_words: Sequence[str] | None = None
-    """The answer never contains them."""
     max_tokens: int | None = 16
     """None: up to the context length."""
     min_tokens: int = 0

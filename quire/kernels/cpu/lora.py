@@ -14,8 +14,6 @@ from quire.kernels.cpu import native_library
 
 @dataclass(frozen=True, slots=True)
 class PackedLinearAdapter:
-    """One adapter's deltas for one linear."""
-
     native: native_library.LoraAdapter
     buffers: tuple[object, ...]
     """Memory that `native` points to."""

@@ -27,7 +27,6 @@ def upload_arrays(arrays: Sequence[np.ndarray], device: torch.device) -> list[Te
 
 
 def copy_into(array: np.ndarray, target: Tensor) -> None:
-    """Copy to an existing device tensor."""
     if target.device.type == "cpu":
         target.copy_(torch.from_numpy(array))
         return

@@ -83,7 +83,9 @@ class PrefillDecodeSplit:
 
 
 class PagedAttentionBackend(TorchBackend):
-    """Pages of [token, KV head, head_dim]. A mixed batch is two attention calls. torch's attention computes lookahead."""
+    """Pages are [token, KV head, head_dim]. Mixed batches are two attention calls; torch's attention computes
+    lookahead.
+    """
 
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams

@@ -24,8 +24,8 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _find_tile_sequence(query_start, num_seqs, tile, BLOCK_Q: tl.constexpr):
-    """The tile's sequence, and its index there. Sequence s starts at tile query_start[s] // BLOCK_Q + s, which leaves
-    room for its tokens and needs no host.
+    """The tile's sequence, and its index there. Sequence s starts at tile query_start[s] // BLOCK_Q + s: enough room,
+    known without the host.
     """
     low, high = num_seqs * 0, num_seqs
     while high - low > 1:

@@ -14,7 +14,7 @@ from quire.kernels.gpu.triton_launch_sizes import cdiv, next_power_of_2
 from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 
 _MAX_CHANNELS = 512
-"""Per program."""
+"""Channels per program."""
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _page_column_pointer(
 
 
 _STEP_POINTERS = ["rows", "positions", "slots", "contexts", "table"]
-"""Not aligned."""
+"""Pointers without alignment."""
 
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_STEP_POINTERS)

@@ -35,7 +35,6 @@ class EncoderProbe(BackendProbe):
     heads: int
     head_dim: int
     has_window: bool = False
-    """Also try bidirectional attention within a window."""
 
     def find_mismatch(self, backend: Backend) -> str | None:
         lengths = (2 * backend.block_size + 5, 3)

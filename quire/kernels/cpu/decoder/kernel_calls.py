@@ -81,8 +81,8 @@ class KernelCalls(ABC):
 
     @abstractmethod
     def call_kernel(self, kernel: str, result: Any, *arguments: Any, error_message: str = "") -> Any:
-        """Call a kernel with tensors, structures, numbers and finally the number of threads; return `result`.
-        error_message: of the IndexError if the kernel reports failure.
+        """Call a kernel with tensors, structures, numbers and finally the number of threads; return `result`. A kernel
+        that reports failure raises IndexError with error_message, or RankEnded.
         """
 
     def rms_norm(self, x: Any, weight: Tensor, eps: float) -> Any:
@@ -117,7 +117,6 @@ class KernelCalls(ABC):
         return self.call_gated("gelu_mul", gate_up)
 
     def call_gated(self, kernel: str, gate_up: Any, *rules: float) -> Any:
-        """Call a kernel whose input is gate and up, concatenated."""
         out = self.empty_half_width(gate_up)
         return self.call_kernel(kernel, out, gate_up, out, *self.rows_and_width(out), *rules)
 

@@ -25,7 +25,7 @@ _CHUNK_BYTES = 64 << 20
 _MAX_MOVED_BYTES = 64 << 20
 """Maximum copied at a rebalance."""
 _REPLACEMENT_FACTOR = 1.25
-"""An expert replaces a pinned one that is used this many times less."""
+"""An expert replaces a pinned one if it is used more than this many times as often."""
 _PROCESS_IO_FILE = Path("/proc/self/io")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -59,7 +59,6 @@ class _FileExtent(NamedTuple):
     address: int
     """Page-aligned."""
     offset: int
-    """In the file."""
     size: int
     """Bytes."""
 
@@ -107,7 +106,6 @@ class MappedWeightArena(native_library.WeightArena):
             os.posix_fadvise(self._file.fileno(), offset, len(chunk), os.POSIX_FADV_DONTNEED)
 
     def flush_and_drop_pages(self) -> None:
-        """Write everything to disk and drop it from memory."""
         self._flush_chunks(self._chunks)
 
     def reopen_for_direct_io(self) -> ReopenedFile:
@@ -234,7 +232,6 @@ class MappedDiskExperts(DiskExperts):
         self._slot_of[expert], self._tables.pinned[expert] = slot, 1
 
     def _reclaim_expert_slot(self, expert: int) -> int:
-        """Unpin an expert and return its slot."""
         for held in self._experts[expert]:
             set_weights_pointer(held, held.weights)
         self._tables.pinned[expert] = 0

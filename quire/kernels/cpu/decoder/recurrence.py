@@ -1,5 +1,3 @@
-"""Arguments of delta_rule.cpp, selective_scan.cpp and state_space.cpp."""
-
 from __future__ import annotations
 
 from typing import NamedTuple

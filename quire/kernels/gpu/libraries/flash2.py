@@ -73,7 +73,6 @@ class Flash2Backend(FlashLibraryBackend):
 
 
 def _import_flash2() -> ModuleType | str:
-    """Return the module, or why it is unusable."""
     module = import_library("flash_attn", "flash-attn", INSTALL)
     if isinstance(module, str):
         return module

@@ -79,7 +79,6 @@ class Flash4Backend(FlashLibraryBackend):
 
 
 def _import_flash4() -> Callable[..., tuple[Tensor, Tensor | None]] | str:
-    """Return its function, or why it is unusable."""
     os.environ.setdefault(_CACHE_VARIABLE, "1")
     module = import_library("flash_attn.cute", "flash-attn 4", INSTALL)
     return module if isinstance(module, str) else cast(Callable[..., Any], module.flash_attn_varlen_func)

@@ -16,8 +16,8 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def find_tile_sequence(query_start, num_seqs, tile, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The tile's sequence, and its index there. Sequence s starts at tile query_start[s] * HEADS // BLOCK_M + s, which
-    leaves room for its rows and needs no host.
+    """The tile's sequence, and its index there. Sequence s starts at tile query_start[s] * HEADS // BLOCK_M + s: enough
+    room, known without the host.
     """
     low, high = num_seqs * 0, num_seqs
     while high - low > 1:

@@ -25,7 +25,7 @@ _BLOCKS_PER_PROGRAM = 8
 _ROW_BLOCK = 4096
 """Inputs of a row that a program reads at once."""
 _GATE_BLOCK = 2048
-"""The same for gates."""
+"""Inputs of a gate that a program reads at once."""
 _TRIAL_SHAPE = (17, 4096)
 """Rows and inputs."""
 

@@ -140,7 +140,6 @@ class TritonQuantizedLinear(RoundedInputLinear):
     def _multiply_rounded(
         self, number: int, x: RoundedActivations, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None
     ) -> Tensor:
-        """_multiply_part for rounded x."""
         part, product = self.parts[number], self._matmuls[number]
         if product is not None:
             product_out = torch_matmul.multiply_rounded(part, product, x, bias)
@@ -152,7 +151,6 @@ class TritonQuantizedLinear(RoundedInputLinear):
 
 
 def _activation_rounding(part: PackedWeight, product: torch_matmul.TorchMatmulKind | None) -> EightBitRounding | None:
-    """How x is rounded for many rows."""
     if not part.rounds_activations:
         return None
     integers = part.kernel_form[0] == kernels.INTEGERS
@@ -218,8 +216,6 @@ def can_multiply_float8(codes: Tensor) -> bool:
 
 
 class MatmulTiles(NamedTuple):
-    """Tile rows and outputs, and compile options."""
-
     block_m: int
     block_n: int
     num_warps: int

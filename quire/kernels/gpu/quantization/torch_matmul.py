@@ -45,8 +45,6 @@ scaled_mm = torch._scaled_mm
 
 
 class TorchMatmulKind(StrEnum):
-    """Operands, and scales of x."""
-
     FLOAT8_ROW_SCALED = "8-bit floats, a scale for each row"
     FLOAT8_BLOCK_SCALED = "8-bit floats, scales for 128 inputs"
     INT8 = "8-bit integers"

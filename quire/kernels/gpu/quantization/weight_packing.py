@@ -187,7 +187,7 @@ def _pack_nibbles(codes: Tensor, step: int) -> Tensor:
 
 
 def _choose_byte_pair_step(steps: Sequence[int], inner: int) -> int:
-    """The longest step that pairs up in the inputs, or else the longest."""
+    """The longest step with inner % (2 * step) == 0, or else the longest."""
     return next((each for each in steps if inner % (2 * each) == 0), steps[0])
 
 

@@ -22,8 +22,6 @@ _MAX_INTEGER_ERROR, _MAX_FLOAT_ERROR = 0.02, 0.04
 
 
 class QuantizedFormat(NamedTuple):
-    """What distinguishes formats for the kernels."""
-
     bits: int
     """Integer bits; 0: float8."""
     code_values: tuple[int, ...] | None

@@ -90,7 +90,6 @@ class OneShotAllReduce:
 
 
 def counter_bytes(ranks: int) -> int:
-    """Size of the counts before the numbers."""
     return cdiv(NUM_PROGRAMS * ranks * 8, 4096) * 4096
 
 

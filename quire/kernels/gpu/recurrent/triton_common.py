@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 SEQUENCE_POINTERS = ["query_start", "contexts", "seen", "known", "slots"]
-"""Not aligned."""
+"""Pointers without alignment."""
 
 
 @triton.jit
