@@ -26,7 +26,7 @@ from quire.kernels.routing import MoE, MoEComponents
 CachePair = tuple[Tensor, Tensor]
 CudaGraphSupport = Literal["steps", "decodes", "nothing"]  # operations that a CUDA graph can hold
 LayerCache = tuple[Tensor, ...]
-"""What a layer keeps of sequences. The first axis is the KV block, or the sequence's slot."""
+"""A layer's cache tensors. The first axis is the KV block, or the sequence's slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,8 +301,8 @@ class Operations(ABC):
 
 LayerFunction = Callable[[Operations, Tensor, Tensor | None, AttentionMetadata], tuple[Tensor, Tensor]]
 RecordedLayers = Callable[[Tensor, Tensor | None, AttentionMetadata, range], tuple[Tensor, Tensor]]
-"""One layer, and a range of consecutive ones. x [T, hidden] is the previous layer's output, not yet added to `residual`
-(None: x is the embeddings). The result has the same form. May overwrite both inputs.
+"""LayerFunction runs one layer, RecordedLayers a range of them. x [T, hidden] is the previous layer's output, not yet
+added to `residual` (None: x is the embeddings). The result has the same form. May overwrite both inputs.
 """
 
 

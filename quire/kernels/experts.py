@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 class ReferenceMoE:
     """Expert by expert: each multiplies the rows that chose it. So a row's sum has one order, whatever other rows
-    chose.
+    chose. The router input defaults to x.
     """
 
     def __init__(self, backend: Backend, experts: MoEComponents) -> None:

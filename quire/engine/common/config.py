@@ -298,7 +298,7 @@ class EngineConfig(BaseModel):
 
     @property
     def max_running_requests(self) -> int:
-        """Of all engines together."""
+        """Total of all engines."""
         return self.max_num_seqs * self.data_parallel_size
 
     @property

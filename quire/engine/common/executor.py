@@ -36,7 +36,7 @@ class BlockMover(Protocol):
     """
 
     block_bytes: int
-    """Of a block in all layers together."""
+    """Size of a block over all layers."""
     layout: str
     """Identifies the bytes of a block: shapes, dtypes, order, and what computed them."""
 

@@ -13,11 +13,11 @@ from quire.engine.common.sampling_field import MAX_TOKENS, NamedSamplingField, S
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
-"""Over all stop strings: held-back text is compared with each."""
+"""Total of all stop strings: held-back text is compared with each."""
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """What the whole text of an answer must match; engine/text/grammar_compiler.py compiles it."""
+    """Constraint on the whole text of an answer; engine/text/grammar_compiler.py compiles it."""
 
     kind: Literal["json", "regex", "lark"]
     text: str
@@ -231,11 +231,11 @@ SAMPLING_FIELDS = _list_sampling_fields()
 """In the order of SamplingParams."""
 BOUNDED_SAMPLING_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.minimum is not None)
 MODEL_DEFAULT_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.has_model_default)
-"""Those that generation_config.json may set."""
+"""Fields that generation_config.json may set."""
 SETTING_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.setting_label)
-"""Those of the page's settings and of presets."""
+"""Fields of the page's settings and of presets."""
 COPIED_SAMPLING_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.is_copied)
-"""Those that a request body has under the same name, passed on unchanged."""
+"""Fields that a request body has under the same name, passed on unchanged."""
 
 
 def find_sampling_field(name: str) -> NamedSamplingField | None:

@@ -95,7 +95,7 @@ class DrafterCatchUp(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class DraftToken(NamedTuple):
     token_id: int
     probability: float
-    """By the draft model."""
+    """According to the draft model."""
 
 
 class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -174,11 +174,11 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
     """What a step computed, by request id."""
 
     token_ids: dict[str, list[int]]
-    """Per request that samples: one token, plus one per accepted draft."""
+    """One token per request that samples, plus one per accepted draft."""
     logprobs: dict[str, list[TokenLogprob]] = {}
     """One per token, if requested."""
     prompt_logprobs: dict[str, list[TokenLogprob]] = {}
-    """For each prompt token of the chunk, the log probability of the next token."""
+    """Log probability of the next token for each prompt token of the chunk."""
     errors: dict[str, RequestFailure] = {}
     """These requests end."""
     vectors: dict[str, bytes] = {}

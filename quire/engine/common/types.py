@@ -13,7 +13,7 @@ from quire.engine.common.request_params import PoolingParams, SamplingParams, Ta
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 ErrorCause = Literal["engine", "grammar", "constraints", "busy"]
-"""The engine; a grammar that cannot be followed; constraints that leave no token; overload."""
+"""busy: too much at a time; constraints: no token is left; grammar: it cannot be followed."""
 DEFAULT_KEEP_SECONDS = 600.0
 """How long blocks stay pinned for a conversation's next turn."""
 
@@ -23,13 +23,15 @@ class Adapter(msgspec.Struct, frozen=True, array_like=True, weakref=True):
 
     name: str
     digest: str
-    """Of the content."""
+    """Hash of the content."""
     folder: str
     """Its files must not change while a request needs them."""
 
 
 class MediaSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Prompt tokens in whose place the model reads features of an image, or of part of one."""
+    """Prompt tokens in whose place the model reads features of an image, or of part of one. `digest` identifies the
+    image.
+    """
 
     start: int
     """Index of its first token in the prompt."""
@@ -46,7 +48,7 @@ class Image(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Content of a span, resized for the model, not yet normalized."""
 
     digest: bytes
-    """Of all other fields but encoder_cost."""
+    """Hash of all other fields but encoder_cost."""
     height: int
     width: int
     pixels: bytes
@@ -94,7 +96,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
     @property
     def encoder_inputs(self) -> tuple[tuple[MediaSpan, ...], tuple[Image, ...], str]:
-        """What the device needs to make features; the salt keeps their cache apart."""
+        """Inputs of the encoder cache, which the salt separates."""
         return self.spans, self.images, self.cache_salt
 
     @property
@@ -163,7 +165,7 @@ class PrefixMissReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     turn: int
     """Number within the conversation, from 1."""
     own_load: bool = False
-    """For evictions: what the tenant had computed since would have filled the cache alone."""
+    """True if what the tenant had computed since would have filled the cache alone, for evictions."""
     nearest: PrefixDivergence | None = None
 
     @property
@@ -225,7 +227,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Most blocks of a full context. This and stats count per KV cache group; num_blocks counts over all `page_groups`.
     """
     state_bytes: int = 0
-    """What layers keep of sequences outside KV blocks, in all slots."""
+    """Size of recurrent state in all slots, which KV blocks do not include."""
     kv_cache_dtype: str = "auto"
     """The setting's name of the dtype; auto: `dtype`."""
     no_images: str = NO_IMAGES_REASON

@@ -39,7 +39,7 @@ class CacheConfig:
     block_size: int
     """Tokens."""
     num_gpu_blocks: int
-    """On any device."""
+    """Blocks on any device."""
     enable_prefix_caching: bool
     num_cpu_blocks: int
     """Blocks of earlier prompts that fit in host memory (kv_offload_memory)."""
@@ -88,7 +88,8 @@ _OutputQueue = queue.SimpleQueue[tuple[_OpenRequestHandle, RequestOrPoolingOutpu
 
 
 class LLMEngine:
-    """vLLM's LLMEngine: `add_request`, then `step` as long as `has_unfinished_requests`.
+    """vLLM's LLMEngine: `add_request`, then `step` as long as `has_unfinished_requests`. Its creation raises what LLM's
+    does.
 
     The engine computes on a thread of its own, so a step returns all that has come since the last one, which may be
     several tokens of a request. Use it from one thread. It ignores requests of an LLM's own methods.

@@ -39,7 +39,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     """Stop string or id of stop_token_ids that ended it."""
     weights_versions: Versions = field(default_factory=list)
-    """Of a finished, whole answer: weight versions, each with the number of tokens it computed."""
+    """Weight versions of a finished, whole answer, each with the number of tokens it computed."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None

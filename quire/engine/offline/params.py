@@ -78,7 +78,7 @@ def with_unknown_field_suggestions(kind: type[_T]) -> type[_T]:
 @with_unknown_field_suggestions
 @dataclass
 class StructuredOutputsParams:
-    """What the whole text of an answer must match: exactly one of the first five."""
+    """Constraint on the whole text of an answer: exactly one of the first five."""
 
     json: str | Mapping[str, Any] | None = None
     """JSON schema, as an object or text."""

@@ -14,7 +14,7 @@ _PILLOW_KEYS = {"image": "image", "image_pil": "image_pil"}
 
 
 def message_images(messages: Sequence[Mapping[str, Any]]) -> list[RequestImage]:
-    """In order. Raises InvalidRequest, naming the field."""
+    """Raises InvalidRequest, naming the field."""
     images = []
     for index, message in enumerate(messages):
         content = message.get("content")
@@ -36,7 +36,7 @@ def message_images(messages: Sequence[Mapping[str, Any]]) -> list[RequestImage]:
 
 
 def multi_modal_images(data: Any, name: str) -> list[RequestImage]:
-    """From vLLM's multi_modal_data. Raises InvalidRequest."""
+    """Raises InvalidRequest."""
     if not isinstance(data, Mapping) or set(data) - {"image"}:
         raise InvalidRequest(f"{name}: multi_modal_data may have image alone", param="prompts")
     image_data = data.get("image")

@@ -157,8 +157,8 @@ class CpuBackend(CpuLinearBackend):
         return self._calls.rms_norm(x.contiguous(), weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """In place, like the other operations that may overwrite their arguments: returns x and residual themselves if
-        contiguous.
+        """Returns x and residual themselves if they are contiguous; other operations that may overwrite an argument do
+        the same.
         """
         if not _share_kernel_dtype(x, residual) or weight.dtype != torch.float32:
             return super().add_rms_norm(x, residual, weight, eps)

@@ -21,14 +21,14 @@ from quire.kernels.recurrent.recurrence import RecurrenceMetadata, StateAndVerif
 
 @dataclass(frozen=True, slots=True)
 class PrefillDecodeSplit:
-    """Where a step's decodes end, and offsets of the sequences after them."""
+    """The end of a step's decodes, and offsets of the sequences after them."""
 
     num_decodes: int
     """Leading sequences with one query each; at least 1, and fewer than all."""
     query_start: np.ndarray  # [prompts + 1] int32
     key_start: np.ndarray  # [prompts + 1] int32
     max_context_lens: tuple[int, int]
-    """Of decodes, and of the rest."""
+    """Longest context of the decodes, and of the rest."""
     is_full_prefill: bool
     """All keys of the rest are this step's own."""
 

@@ -37,7 +37,7 @@ def _native_routing(rule: Routing, correction: Tensor | None, factors: Tensor | 
 
 
 class CompiledMoE:
-    """MoE in experts.cpp; its linears are compiled and have no adapter slots."""
+    """MoE in experts.cpp; its linears are compiled and have no adapter slots. The router input defaults to x."""
 
     def __init__(
         self,

@@ -99,7 +99,9 @@ class ExpertLinearGroup:
 
 
 class GroupedMoE:
-    """A row's sums depend on the row alone and have one order; with fixed tiles its bits do, too."""
+    """A row's sums depend on the row alone and have one order; with fixed tiles its bits do, too. The router input
+    defaults to x.
+    """
 
     def __init__(
         self, backend: Backend, experts: MoEComponents, gate_up: ExpertLinearGroup, down: ExpertLinearGroup

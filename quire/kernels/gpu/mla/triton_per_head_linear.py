@@ -19,7 +19,9 @@ _FIXED_TILE_ROWS, _MAX_DECODE_ROWS = 64, 16
 """Rows per tile: batch-invariant, and in decodes."""
 _OUTPUTS_PER_TILE, _INNER_STEP = 64, 64
 _MIN_EXPANDED_TOKENS = 16
-"""Of the longest prompt, to expand latents, which never multiplies more than absorbing but launches more kernels."""
+"""Latents are expanded if the longest prompt has this many tokens. Expanding never multiplies more than absorbing, but
+launches more kernels.
+"""
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -45,7 +45,7 @@ _COLUMN_BLOCK = 1024
 _PROGRAMS_PER_PROCESSOR = 4
 """Per multiprocessor, to hide memory latency."""
 _MIN_STEPS = 4
-"""Per part of a split inner dimension."""
+"""Steps in a part of a split inner dimension."""
 
 
 class TritonQuantizedLinear(RoundedInputLinear):
