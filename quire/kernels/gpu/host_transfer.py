@@ -12,8 +12,8 @@ _ALIGNMENT = 16
 
 
 def upload_arrays(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Copy arrays to the device in one piece, from pinned memory with CUDA. On the CPU the tensors share the arrays'
-    memory.
+    """Copy arrays to the device in one piece, from pinned memory with CUDA; PyTorch keeps that until the copy is done.
+    On the CPU the tensors share the arrays' memory.
     """
     if device.type == "cpu":
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
