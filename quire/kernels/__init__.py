@@ -1,4 +1,4 @@
-"""Tensors in, tensors out. This package knows no request. Importing it loads neither torch nor compiled code."""
+"""Kernels on tensors; nothing here knows requests. Importing the package loads neither torch nor compiled code."""
 
-# server and engine refuse to be imported without `quire.` before their names. This package does not: transformers tries
-# to import `kernels`, another project's package, and finds this folder by that name where a program runs at the root.
+# quire.server and quire.engine refuse to be imported under a bare name. This package does not: transformers tries
+# `import kernels`, which is another project's package and finds this folder if a program runs at the repository root.

@@ -1,4 +1,7 @@
-"""What is done to each number between matrices: by gates, by MLPs without a gate; and a factor."""
+"""Activations that give a number the same bits wherever it is in x. PyTorch's own do not on CPUs: they compute the
+remainder after the last whole vector, of x or of a thread's part, with other instructions. Its exp, erf and tanh are
+safe (2.13).
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,6 @@ from quire.kernels.parameters.activation import Activation
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """This and the functions below give a number the same bits wherever it stands in x. PyTorch's own do not on CPUs:
-    what is left over behind the last whole vector, of x or of a thread's part of it, they compute by other
-    instructions, so that a row's bits would depend on the rows beside it. Its exp, erf and tanh do (2.13)."""
     if x.device.type != "cpu":
         return torch.sigmoid(x)
     return torch.exp(-_to_at_least_float32(x)).add_(1).reciprocal_().to(x.dtype)
@@ -47,7 +47,6 @@ def _to_at_least_float32(x: Tensor) -> Tensor:
 
 
 def apply_activation(x: Tensor, activation: Activation) -> Tensor:
-    """Of each number in x ([..., width])."""
     match activation.kind:
         case "gelu":
             return gelu(x)

@@ -1,6 +1,6 @@
-"""The contract that every backend keeps: its methods, and the types they take. `Reference` (kernels/reference.py)
-computes all of it in plain PyTorch and is the judge in tests; the other backends override what they compute faster.
-kernels/backend_selection.py chooses one."""
+"""The backends' interface. `ReferenceBackend` (kernels/reference.py) implements all of it and is the judge in tests;
+other backends override what they compute faster.
+"""
 
 from __future__ import annotations
 
@@ -24,25 +24,24 @@ from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 from quire.kernels.routing import MoE, MoEComponents
 
 CachePair = tuple[Tensor, Tensor]
-CudaGraphSupport = Literal["steps", "decodes", "nothing"]  # what a CUDA graph can hold: what does not look at the host
+CudaGraphSupport = Literal["steps", "decodes", "nothing"]  # operations that a CUDA graph can hold
 LayerCache = tuple[Tensor, ...]
-"""What a layer keeps of sequences, as its part asked for it: by page, then by the sequence's slot (the first axis)."""
+"""A layer's cache tensors. The first axis is the KV block, or the sequence's slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearContext:
-    """What a linear must know of the rows that it multiplies."""
+    """LoRA adapters of a linear's input rows."""
 
-    adapter_slots: Tensor | None = None  # [rows] int64: the slot of each row's adapter; None: no row has one
-    row_order: Tensor | None = None  # [rows] int64, on a GPU: the rows' numbers, those of an adapter side by side
+    adapter_slots: Tensor | None = None  # [rows] int64; None: no row has an adapter
+    row_order: Tensor | None = None  # [rows] int64, GPU only: row indices sorted by adapter
 
     @classmethod
     def from_adapter_slots(cls, adapter_slots: Tensor) -> LinearContext:
-        """Of the rows that have these adapters. It makes no host wait, and a CUDA graph can hold it."""
+        """Does not synchronize with the host; a CUDA graph can hold it."""
         return cls(adapter_slots, torch.argsort(adapter_slots, stable=True) if adapter_slots.is_cuda else None)
 
     def select_rows(self, rows: Tensor) -> LinearContext:
-        """The context of these rows alone."""
         return self if self.adapter_slots is None else self.from_adapter_slots(self.adapter_slots[rows])
 
 
@@ -53,99 +52,88 @@ Linear = Callable[[Tensor, LinearContext], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LoraDelta:
-    """What an adapter (LoRA: Hu et al., 2021) adds to some outputs of a linear: x @ down.T @ up.T."""
+    """A LoRA adapter's addition to some outputs of a linear (Hu et al., 2021): x @ down.T @ up.T."""
 
     first_output: int
-    """The first of these outputs, which are those of one of the joined linears; no two deltas are of the same."""
+    """Index of the first affected output. The outputs are those of one of the fused linears; no two deltas share one.
+    """
     down: Tensor
-    """[rank, in_features] of the model's dtype."""
+    """[rank, in_features] in the model's dtype."""
     up: Tensor
-    """[outs, rank] of the same, times the adapter's scale."""
+    """[outs, rank] in the model's dtype, already multiplied by the adapter's scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSlotSpec:
-    """How many adapters a linear has room for at once, the linear's shape, and a Delta's largest rank."""
-
     num_slots: int
-    """Slots 1 to this; slot 0 is no adapter."""
+    """Slots are 1 to num_slots; slot 0 means no adapter."""
     in_features: int
     output_sizes: tuple[int, ...]
-    """Outputs of the linears that are joined in it, in their order; a Delta is of one of them."""
+    """Outputs of each fused linear, in order."""
     max_rank: int
     dtype: torch.dtype
-    """Of its inputs."""
+    """Dtype of the inputs."""
     has_float32_output: bool
-    """Whether its outputs are float32, whatever the dtype."""
+    """Outputs are float32 whatever `dtype` is."""
     device: torch.device
 
 
 class LinearWithLora(ABC):
-    """A linear, and what adapters add to rows: those without have the linear's own bits, and none depends on others."""
+    """A linear plus LoRA deltas. Rows without an adapter keep the linear's exact bits; no row depends on others."""
 
     @abstractmethod
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
-        """As every Linear."""
+        """Same contract as `Linear`."""
 
     @abstractmethod
     def pack_one_adapter(self, deltas: Sequence[LoraDelta]) -> Any:
-        """One adapter's deltas in the form that `put_adapter` takes. May be called by any thread, at any time."""
+        """Pack an adapter's deltas for `put_adapter`. Any thread may call it at any time."""
 
     @abstractmethod
     def put_adapter(self, slot: int, packed: Any) -> None:
-        """Let the rows of this slot have these deltas from the next call on; None: none."""
+        """Use these deltas for the slot's rows from the next call on; None clears the slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedEmbedding:
-    """A quantized embedding."""
-
     embed_tokens: Callable[[Tensor], Tensor]
-    """Token ids [T] to its rows, [T, hidden] in the model's dtype."""
+    """Token ids [T] to [T, hidden] in the model's dtype."""
     lm_head: Linear | None
-    """[R, hidden] to [R, vocab] float32, by the same weight; None: it is not the head as well."""
+    """[R, hidden] to [R, vocab] float32 with the same weight; None: embeddings are not tied."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Where the tokens of one step lie: T tokens, ragged over S sequences. All tensors are on the model's device.
+    """Layout of one step: T tokens, ragged over S sequences, as tensors on the model's device.
 
-    Sequence s owns tokens query_start[s] to query_start[s + 1] of the step; they are the last ones of its
-    context_lens[s] tokens, and the KV of all of these is in the pages that block_table[s] names, in order."""
+    Sequence s owns tokens query_start[s] to query_start[s + 1], the last of its context_lens[s] tokens. The KV of all
+    of these is in the blocks of block_table[s], in order.
+    """
 
-    query_start: Tensor  # [S + 1] int32, cumulative token counts
-    context_lens: Tensor  # [S] int32, keys per sequence, this step's tokens included
+    query_start: Tensor  # [S + 1] int32, cumulative
+    context_lens: Tensor  # [S] int32, keys per sequence, including this step's tokens
     key_start: Tensor  # [S + 1] int32, cumulative context_lens
-    block_table: Tensor  # [S, most pages of a row] int32, padded with any valid page id
-    positions: Tensor  # [T] int64, absolute position of each token
-    slot_mapping: Tensor  # [T] int64, page id * block size + offset: where each token's KV is stored
+    block_table: Tensor  # [S, max blocks] int32, padded with any valid block id
+    positions: Tensor  # [T] int64, absolute
+    slot_mapping: Tensor  # [T] int64, block id * block size + offset
     max_query_len: int
     max_context_len: int
-    linear_context: LinearContext = NO_ADAPTERS  # of the T tokens
-    is_full_prefill: bool = False  # whether all keys are this step's own: whole prompts of which nothing was cached
+    linear_context: LinearContext = NO_ADAPTERS
+    is_full_prefill: bool = False  # all keys are this step's: whole prompts, nothing cached
     other_groups: tuple[AttentionMetadata, ...] = ()
-    """The same with the block tables and slots of the other groups of layers, from the second on, where layers of
-    different windows have pages of their own. What a table names before a window's tokens is of no sequence."""
-    state_slots: Tensor | None = None  # [S] int64: where each sequence keeps what is not in pages; None: no layer does
-    state_and_verified_counts: StateAndVerifiedCounts | None = (
-        None  # None: no token is one, or was one in the step before
-    )
-    rope_position_override: Tensor | None = (
-        None  # [T] int64, the position that each token is rotated by; None: its position
-    )
-    mrope_positions: Tensor | None = (
-        None  # [T, 3] int64, the same by time, row and column of an image; None: all are alike
-    )
-    bidirectional_spans: BidirectionalSpans | None = None  # None: every token sees what is before it, and no more
-    per_layer_inputs: Tensor | None = None  # [T, W], what layers read of tokens beside the stream; None: no layer does
-    recurrence_metadata: RecurrenceMetadata | None = None  # None: of matrices too a sequence is what it is of attention
-    decode_prefill_parts: tuple[
-        AttentionMetadata, ...
-    ] = ()  # of decodes and prompts, these two for attention: kernels/gpu/prefill_decode_split.py
-    query_key_lens: tuple[tuple[int, int], ...] = ()  # (queries, keys) of each sequence; (): the host was not told
+    """The same for KV cache groups 1 and up. Block table entries before a sliding window belong to no sequence."""
+    state_slots: Tensor | None = None  # [S] int64: where recurrent state is kept; None: there is none
+    state_and_verified_counts: StateAndVerifiedCounts | None = None  # None: no draft tokens in this step or the last
+    rope_position_override: Tensor | None = None  # [T] int64; None: `positions`
+    mrope_positions: Tensor | None = None  # [T, 3] int64: time, row and column in an image; None: all three are equal
+    bidirectional_spans: BidirectionalSpans | None = None  # None: attention is causal
+    per_layer_inputs: Tensor | None = None  # [T, W], input of layers besides the residual stream
+    recurrence_metadata: RecurrenceMetadata | None = None  # None: the same sequences as attention has
+    decode_prefill_parts: tuple[AttentionMetadata, ...] = ()  # of a mixed batch: kernels/gpu/prefill_decode_split.py
+    query_key_lens: tuple[tuple[int, int], ...] = ()  # (queries, keys) of each sequence; (): unknown on the host
 
     def with_block_tables(self, tables: Sequence[Tensor], slot_mappings: Sequence[Tensor]) -> AttentionMetadata:
-        """With these block tables and slots, by group, of which the first are its own."""
+        """A copy with these block tables and slot mappings per KV cache group; the first must be its own."""
         if len(tables) == 1:
             return self
         pairs = list(zip(tables, slot_mappings, strict=True))
@@ -158,12 +146,11 @@ class AttentionMetadata:
 
     @property
     def rope_positions(self) -> Tensor:
-        """[T] int64: the position that each token is rotated by."""
+        """[T] int64."""
         return self.positions if self.rope_position_override is None else self.rope_position_override
 
     @property
     def is_text_only(self) -> bool:
-        """Whether all tokens are computed as those of text are."""
         return self.mrope_positions is None and self.bidirectional_spans is None
 
     def group_metadata(self, group: int) -> AttentionMetadata:
@@ -172,32 +159,34 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class BidirectionalSpans:
-    """Tokens that see each other, those behind them too: parts of prompts, each of which ends in this step."""
+    """Spans of prompts within which tokens also see later tokens. Each span ends in this step."""
 
-    token_indices: Tensor  # [P] int64, their places among the step's tokens
-    metadata: AttentionMetadata  # of these P alone, a sequence for each part, which ends where the part does
+    token_indices: Tensor  # [P] int64, indices among the step's tokens
+    metadata: AttentionMetadata  # of these P alone: one sequence per span, ending where the span does
 
 
 class Operations(ABC):
-    """What the parts of a decoder's layers are made of, for T tokens, H query heads, K key-value heads, D head_dim: a
-    backend computes each at once, or notes it, to compute a whole list of them at once later
-    (`Backend.record_layers`)."""
+    """Operations of decoder layers, for T tokens, H query heads, K key-value heads, D head_dim. A backend computes them
+    at once, or records them for later (`Backend.record_layers`).
+    """
 
     @abstractmethod
     def apply_linear(self, linear: Linear, x: Activations, context: LinearContext) -> Tensor:
-        """What a linear gives. x stays."""
+        """Does not change x."""
 
     @abstractmethod
     def run_moe(self, moe: MoE, x: Tensor, router_input: Tensor) -> Tensor:
-        """What a mixture of experts gives. x and routed, which may be the same, stay."""
+        """Does not change x and router_input, which may be the same tensor."""
 
     @abstractmethod
     def all_reduce(self, x: Tensor, group: Collective | None) -> Tensor:
-        """The sum of the ranks' x, where the model has some (None: x). May overwrite x."""
+        """Sum x over the ranks; x itself if there is no group. May overwrite x."""
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich, 2019), in float32, as weights."""
+        """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich, 2019). Arithmetic and weights are
+        float32.
+        """
 
     @abstractmethod
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -205,13 +194,13 @@ class Operations(ABC):
 
     @abstractmethod
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """The same with (x - mean) / sqrt(variance + eps) * weight + bias (Ba et al., 2016)."""
+        """(x - mean) / sqrt(variance + eps) * weight + bias (Ba et al., 2016), float32 as in rms_norm."""
 
     @abstractmethod
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """The same with layer_norm."""
+        """add_rms_norm with layer_norm."""
 
     @abstractmethod
     def add_residual(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -219,11 +208,11 @@ class Operations(ABC):
 
     @abstractmethod
     def add_gated(self, x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
-        """x * sigmoid(gate) + residual for x [T, F] and a gate of each token [T, 1]. May overwrite residual."""
+        """x * sigmoid(gate) + residual for x [T, F] and gate [T, 1]. May overwrite residual."""
 
     @abstractmethod
     def apply_activation(self, x: Tensor, activation: Activation) -> Tensor:
-        """The activation of each number. May overwrite x."""
+        """May overwrite x."""
 
     @abstractmethod
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -231,50 +220,57 @@ class Operations(ABC):
 
     @abstractmethod
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        """The same with GELU in the tanh approximation (Hendrycks and Gimpel, 2016)."""
+        """silu_mul with GELU in the tanh approximation (Hendrycks and Gimpel, 2016)."""
 
     @abstractmethod
     def mul_by_column_slice(self, x: Tensor, per_layer_inputs: Tensor, first: int) -> Tensor:
-        """x [T, F] times the columns of `per_layer_inputs` [T, W] from `first` on. May overwrite x."""
+        """Multiply x [T, F] by columns first to first + F of `per_layer_inputs` [T, W]. May overwrite x."""
 
     @abstractmethod
     def rope_and_store_kv(
         self, qkv: Tensor, rope: QKNormRopeParams, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """Split qkv [T, (H + 2K) * D], norm and rotate q and k, store k and v. Returns q [T, H, D]. K follows from the
-        caches' shape. With `QKNormRopeParams.projections` K or 2K heads are not there. May overwrite qkv."""
+        """Split qkv [T, (H + 2K) * D], norm and rotate q and k, store k and v, return q [T, H, D]. K is the caches'.
+        `QKNormRopeParams.projections` may leave out K or 2K heads. May overwrite qkv.
+        """
 
     @abstractmethod
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        """Causal attention of q [T, H, D] over its sequences' pages, [T, H, D], or [T, H, AttentionParams.value_dim].
-        The query at position p sees keys from AttentionParams.first_visible_key(p), or 0, to p. What is read is what
-        the pages hold: of codes the rounded numbers, of the step's own tokens too. H is a multiple of K; query head h
-        reads key-value head h // (H / K). Scores and sums are float32. A row's result depends on its own query and keys
-        alone: batch, chunks and page ids change no bit of it (but on a GPU, where the backend was not made
-        deterministic)."""
+        """Causal attention of q [T, H, D] over paged KV: [T, H, D], or [T, H, AttentionParams.value_dim].
+
+        Position p sees keys from AttentionParams.first_visible_key(p), or 0, to p. Quantized KV is used as rounded,
+        this step's included. H is a multiple of K; query head h reads head h // (H / K). Scores and sums are float32.
+        No bit of a row depends on the batch, chunks or block ids, except on a GPU backend that was not made
+        deterministic.
+        """
 
     def context_parallel_attention(
         self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: AttentionParams, group: Collective
     ) -> Tensor:
-        """The same of ranks that divide every sequence's tokens (`Backend.make_context_parallel_backend`): q [T, H /
-        ranks, D] of this rank's heads, caches of all K heads for its tokens. `softmax.bias` is of all heads,
-        `softmax.sinks` of this rank's. A row's bits follow from the number of ranks; the CPU's kernels give those of
-        one process. Raises RankEnded."""
+        """paged_attention of ranks that divide every sequence's tokens (`Backend.make_context_parallel_backend`).
+
+        q [T, H / ranks, D] holds this rank's heads, the caches all K heads of its tokens. `softmax.relative_bias`
+        covers all heads, `softmax.sinks` this rank's. Bits depend on the number of ranks; the CPU kernels give those of
+        one process. Raises RankEnded.
+        """
         raise NotImplementedError
 
     @abstractmethod
     def rope_and_store_latent_kv(
         self, q: Tensor, kv: Tensor, latent: LatentNormRopeParams, cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """Norm, rotate, store kv [T, L + R]: kernels/latent_params.py. Returns q [T, H, any + R], turned in
-        place."""
+        """Norm, rotate and store kv [T, L + R] (kernels/latent_params.py). Returns rotated q [T, H, any + R]. May
+        overwrite q.
+        """
 
     @abstractmethod
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: ConvStates, metadata: AttentionMetadata) -> Tensor:
-        """What kernels/recurrent/short_conv.py says of bcx [T, 3 * channels], b, c and x side by side, or of x alone:
-        [T, channels]. Keeps the columns of all T tokens. A row may begin with what an earlier one stores in a page."""
+        """Short convolution (kernels/recurrent/short_conv.py) of bcx [T, 3 * channels], or x [T, channels] without
+        gates. Returns [T, channels] and stores all columns. A sequence may start from what an earlier one of the step
+        stores in a block.
+        """
 
     @abstractmethod
     def run_recurrence(
@@ -286,147 +282,158 @@ class Operations(ABC):
         states: RecurrentStates,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """What kernels/recurrent/recurrence.py says of what tokens give [T, rule.inputs], their gates z [T, heads *
-        value], and numbers of each head [T, rule.beside]: [T, heads * value]. Keeps the states of all sequences."""
+        """Recurrence over inputs [T, rule.input_dim], gates z [T, heads * value] and head_inputs [T,
+        rule.head_inputs_dim]. Returns [T, heads * value] and stores the states.
+        """
 
     @abstractmethod
     def concat_columns(self, x: Tensor, y: Tensor) -> Tensor:
-        """[T, A] and [T, B] side by side: [T, A + B]."""
+        """[T, A] and [T, B] to [T, A + B]."""
 
     @abstractmethod
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """x in this type."""
+        """Convert to dtype."""
 
     @abstractmethod
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x [T, F] * sigmoid(gate), gate [T, G]: each of F / G numbers side by side. May overwrite x."""
+        """x [T, F] * sigmoid(gate) for gate [T, G]; each gate covers F / G consecutive columns. May overwrite x."""
 
 
 LayerFunction = Callable[[Operations, Tensor, Tensor | None, AttentionMetadata], tuple[Tensor, Tensor]]
 RecordedLayers = Callable[[Tensor, Tensor | None, AttentionMetadata, range], tuple[Tensor, Tensor]]
-"""The operations of a layer, and of some consecutive ones. x [T, hidden] is what the layer before gives, not yet added
-to the stream `residual` (None: x is the embeddings); so is what it returns. It may overwrite both."""
+"""LayerFunction runs one layer, RecordedLayers a range of them. x [T, hidden] is the previous layer's output, not yet
+added to `residual` (None: x is the embeddings). The result has the same form. May overwrite both inputs.
+"""
 
 
 class Backend(Operations):
     name: str
     block_size: int
-    """Tokens in a page."""
+    """Tokens per KV block."""
     skips_negative_slots = False
-    """Whether slots below 0, of tokens that other ranks keep, store nothing; else these have a page of nobody's."""
+    """Slots below 0 (tokens of other ranks) store nothing; otherwise such tokens are written to a scratch block."""
     keeps_weights_quantized: bool
-    """Whether quantized weights stay as small as they are; else they are dequantized while they are loaded."""
-    cuda_graph_support: (
-        CudaGraphSupport  # "decodes": of one token each, without mixtures of experts and states of whole sequences
-    )
+    """Quantized weights stay packed; otherwise they are dequantized at load."""
+    cuda_graph_support: CudaGraphSupport  # "decodes": one token per sequence, no MoE and no recurrent state
 
     def make_context_parallel_backend(self, ranks: int) -> Backend | None:
-        """The same for ranks that divide every sequence's tokens, as many of each page for each; None: it cannot."""
+        """Return this backend for ranks that each hold an equal part of every block; None if unsupported."""
         return None
 
     @abstractmethod
     def description(self) -> str:
-        """What computes, for the log: the library and its version, the instruction set."""
+        """Text for the log: the library and its version, the instruction set."""
 
     @abstractmethod
     def unsupported_reason(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
     ) -> str | None:
-        """Why it cannot serve such a model there, in one line that says what would help; None where it can, and only
-        then other methods may be called. softcap: the model caps its attention scores."""
+        """Return why this backend cannot serve the model on the device, in one line with a remedy, or None. Other
+        methods may be called only after None. softcap: the model caps its attention scores.
+        """
 
     def unsupported_kv_dtype_reason(self, kv_dtype: torch.dtype) -> str | None:
-        """Why its pages cannot hold one of QUANTIZED_KV_DTYPES, in one line that says what would help; None where they
-        can."""
+        """Return why KV blocks cannot hold this quantized dtype, in one line with a remedy, or None."""
         return None
 
     def unsupported_attention_reason(self, *, sinks: bool, latents: bool, chunks: bool) -> str | None:
-        """Why its attention takes no AttentionParams.sinks, .values or .chunked, if these are asked for, likewise."""
+        """Return why AttentionParams' sinks, value_dim or has_chunked_window are unsupported, if asked for, or None."""
         return None
 
     @abstractmethod
     def is_batch_invariant(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether a row has the same bits in every batch, as far as tests show it."""
+        """True if tests show that a row has the same bits in every batch."""
 
     @abstractmethod
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-        """Shape of one layer's key cache and of its value cache; the first axis is the page. dtype: what pages hold:
-        that of q, k and v, or one of QUANTIZED_KV_DTYPES. The layout inside a page is the backend's own, of block_size
-        * K * D elements, or for codes block_size * K * (D + num_scale_elements). Pages of more than 16 tokens are
-        [tokens, ...], so that a page's beginning can be copied. All methods tell by the dtype of the caches what these
-        hold."""
+        """Shape of one layer's key cache, and of its value cache; the first axis is the block.
+
+        dtype is that of q, k and v, or one of QUANTIZED_KV_DTYPES; methods recognize these by the caches' dtype. A
+        block's layout is the backend's: block_size * K * D elements, or block_size * K * (D + num_scale_elements) if
+        quantized. Blocks of more than 16 tokens are [tokens, ...], so that their first tokens can be copied.
+        """
 
     @abstractmethod
     def store_kv(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, scales: KVScales = UNIT_KV_SCALES
     ) -> None:
-        """Write k, v [T, K, D] to the pages at slots [T], rounded where the pages hold codes."""
+        """Write k, v [T, K, D] to slots [T], quantized if the caches are."""
 
     @abstractmethod
     def clamp_silu_mul(self, gate_up: Tensor, clamp: ClampedSwiGLU) -> Tensor:
-        """silu_mul as Clamp says it."""
+        """silu_mul with the limits of `ClampedSwiGLU`."""
 
     @abstractmethod
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
-        """x @ weight.T + bias, weight [out, in]; `weight` may be dropped afterwards. wide: the result is float32."""
+        """x @ weight.T + bias for weight [out, in]; `weight` may be dropped afterwards. wide: the result is float32."""
 
     @abstractmethod
     def pack_per_head_linear(self, weights: Sequence[Tensor], passthrough_dim: int) -> Linear:
-        """[T, B * (in + passed)] to [T, B * (out + passed)] by B weights [out, in]:
-        kernels/mla/per_head_linear.py."""
+        """[T, B * (in + passthrough)] to [T, B * (out + passthrough)] with B weights [out, in]
+        (kernels/mla/per_head_linear.py).
+        """
 
     @abstractmethod
     def pack_quantized(
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool = False
     ) -> Linear:
-        """Weights of one input as one linear, their outputs side by side, for x of this dtype; what is given may be
-        dropped afterwards. How x is rounded to integers, if it is, depends on its row alone. wide: as above."""
+        """Fuse weights with the same input into one linear for x of this dtype; they may be dropped afterwards. If x is
+        rounded to integers, each row is rounded by itself. wide: the result is float32.
+        """
 
     @abstractmethod
     def pack_quantized_embedding(
         self, weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool
     ) -> QuantizedEmbedding:
-        """An embedding [vocab, hidden], which may be dropped afterwards; tied: it is the head as well."""
+        """Pack an embedding [vocab, hidden], which may be dropped afterwards. tied: it is the LM head as well."""
 
     @abstractmethod
     def make_moe(self, experts: MoEComponents) -> MoE:
-        """The experts as one call: the weighed sum of what each token's experts give."""
+        """Weighted sum of each token's experts."""
 
     @abstractmethod
     def make_linear_with_lora(self, linear: Linear, slots: AdapterSlotSpec) -> LinearWithLora:
-        """The linear with room for adapters. Raises ValueError where this backend cannot serve any; it says why."""
+        """Raises ValueError with the reason if this backend cannot serve adapters."""
 
     @abstractmethod
     def fit_int4(self, groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Floating-point weights [n, 32] in 4 bits, each group with a scale and an offset, as kernels/int4_fit.py finds
-        them: codes [n, 16] uint8 as in GroupedWeight, scales [n] and offsets [n] float32; a weight is
-        scale * (code - 8) + offset. With zero points, whole ones from 0 to 15 in the offsets' place, it is
-        scale * (code - zero), and scales have the 8 bits of bfloat16."""
+        """Quantize weights [n, 32] to 4 bits as kernels/int4_fit.py does: codes [n, 16] uint8 as in GroupedWeight,
+        float32 scales [n] and offsets [n], weight = scale * (code - 8) + offset.
+
+        With zero_points, weight = scale * (code - zero) with whole zeros from 0 to 15, and scales have bfloat16's 8
+        bits.
+        """
 
     def record_layers(
         self, layers: Sequence[LayerFunction], hidden: int, dtype: torch.dtype, *, starts: bool, groups: int
     ) -> RecordedLayers | None:
-        """Consecutive layers as one call, with the bits of their operations one by one; None where there is no such.
-        hidden, dtype: of the stream. starts: it begins in the first of them. groups: their metadata's block tables."""
+        """Return consecutive layers as one call with the same bits; None if unsupported. hidden and dtype are the
+        residual stream's, which begins in the first layer if `starts`. groups: block tables in the metadata.
+        """
         return None
 
     def create_rank_memory(self, count: int, row_bytes: int) -> int | None:
-        """What so many processes on one machine need to compute together: a descriptor that each must get. row_bytes:
-        of the longest row that they will put side by side. None where the backend has no such way."""
+        """Return the descriptor of memory shared by `count` processes of one machine, which each must inherit; None if
+        unsupported. row_bytes: longest row to gather.
+        """
         return None
 
     @abstractmethod
     def make_collective(self, descriptor: int, rank: int, count: int, parent: int = 0) -> Collective:
-        """One such process' view of all; `descriptor` may then be closed. parent: what it ends with; 0: nothing."""
+        """Return one process's view of the ranks; `descriptor` may be closed afterwards. The process ends with
+        `parent`, unless that is 0.
+        """
 
     @abstractmethod
     def argmax(self, logits: Tensor) -> Tensor:
-        """The first of the largest values of each row, [R, vocab] to [R] int64."""
+        """Index of the first largest value of each row: [R, vocab] to [R] int64."""
 
     @abstractmethod
     def sample_tokens(self, logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:
-        """A token for each row of logits [R, vocab] float32: [R] int64. filters [R, 4] float64: temperature (above 0),
-        top_k (from 1 to vocab), top_p, min_p. Top-k, then top-p of what it left (Holtzman et al., 2020), and min-p keep
-        what is at or above a threshold value, so equal logits are kept or dropped together. The result is the first
-        kept token, in the vocabulary's order, at which the cumulative probability exceeds u times that of all kept
-        tokens. u [R] float64 is from 0 to below 1."""
+        """Sample a token per row of logits [R, vocab] float32: [R] int64.
+
+        filters [R, 4] float64 are temperature (above 0), top_k (1 to vocab), top_p and min_p. Top-k, then top-p of the
+        rest (Holtzman et al., 2020), then min-p keep logits from a threshold up, so equal ones stay together. The
+        result is the first kept token, in vocabulary order, at which the cumulative probability exceeds u times the
+        kept total. u [R] float64 is in [0, 1).
+        """

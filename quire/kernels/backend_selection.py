@@ -1,4 +1,4 @@
-"""Which backend computes: the fastest that can serve the model on the device, unless one is asked for by name."""
+"""Chooses the fastest backend that can serve a model on a device."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ _GPU_BACKENDS = ("flash", "torch_varlen", "triton", "sdpa")
 _PREFERRED = {
     "cpu": ("cpu",),
     "rocm": ("triton", "sdpa"),
-    "cuda 7": ("flash", "torch_varlen", "sdpa"),  # Triton compiles without tensor cores there, and spills kilobytes
+    "cuda 7": ("flash", "torch_varlen", "sdpa"),  # Triton uses no tensor cores there, and spills kilobytes
     "cuda 9": ("flash3", "flash4", *_GPU_BACKENDS),
     "cuda 10": ("flash4", *_GPU_BACKENDS),
 }
-"""By kind of device, and of GPUs the major compute capability, the fastest first; other GPUs have _ON_GPUS, and what
-is neither a CPU nor a GPU of NVIDIA's or AMD's has sdpa. The reference follows everywhere."""
+"""Fastest first, by device and major compute capability. Other GPUs use _GPU_BACKENDS, other devices sdpa. The
+reference is always last.
+"""
 
 
 def _make_triton(*, deterministic: bool = False) -> Backend:
-    from quire.kernels.gpu.triton_backend import TritonBackend  # importing Triton takes a second
+    from quire.kernels.gpu.triton_backend import TritonBackend
 
     return TritonBackend(deterministic=deterministic)
 
@@ -58,7 +59,7 @@ BACKENDS = tuple(_BACKEND_FACTORIES)
 def _preferred_backends(device: device) -> tuple[str, ...]:
     if device.type != "cuda":
         return _PREFERRED.get(device.type, ("sdpa",))
-    if version.hip is not None:  # an MI300's capability is 9.x, too, and PyTorch calls it a CUDA device
+    if version.hip is not None:  # PyTorch calls an MI300 a CUDA device of capability 9.x
         return _PREFERRED["rocm"]
     major, _ = cuda.get_device_capability(device)
     return _PREFERRED.get(f"cuda {major}", _GPU_BACKENDS)
@@ -66,27 +67,23 @@ def _preferred_backends(device: device) -> tuple[str, ...]:
 
 _NO_CONTEXT_PARALLEL = "does not tell what of attention a part of the keys gives, which ranks that divide tokens merge"
 BackendTrial = Callable[[Backend], str | None]
-"""Tries a backend on the device (kernels/probes/backend_probe.py): None, or why it cannot compute there."""
+"""Tries a backend on the device (kernels/probes/backend_probe.py); returns None, or why it cannot compute there."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionRequirements:
-    """What a model's attention, and its pages, ask of a backend."""
-
     softcap: bool = False
     sinks: bool = False
     latents: bool = False
     chunks: bool = False
     kv_dtype: dtype | None = None
-    """What pages hold; None: the model's type."""
+    """None: the model's dtype."""
     ranks: int = 1
-    """That divide every sequence's tokens."""
+    """Ranks of decode context parallelism."""
 
 
 @dataclass(frozen=True, slots=True)
 class _CandidateBackends:
-    """The backends by name, each made when it is tried."""
-
     device: device
     dtype: dtype
     head_dim: int
@@ -95,7 +92,6 @@ class _CandidateBackends:
     activation_bits: str
 
     def make_backend_or_reason(self, name: str, trial: BackendTrial | None) -> tuple[Backend | None, str]:
-        """The backend, or None and why it cannot serve."""
         try:
             backend = self._make_backend(name)
         except ModuleNotFoundError as error:
@@ -135,12 +131,12 @@ def select_backend(
     activation_bits: str = "auto",
     trials: Sequence[BackendTrial] = (),
 ) -> tuple[Backend, str]:
-    """A backend for a model on a device, and one line on why it is this one. deterministic: see `ReferenceBackend`.
-    activation_bits: see kernels/cpu/quantized_linear.py. trials: what it must pass, if anything; where no fast backend
-    passes the first trial, the next one decides.
+    """Return a backend for a model on a device, and one line on the choice. trials: the backend must pass the first; if
+    no fast one does, the next decides.
 
-    Raises ValueError for a name that is not in BACKENDS, for a backend that cannot serve the model or fails the first
-    trial, and where none passes any; it says why."""
+    Raises ValueError with the reason for an unknown name, for a named backend that cannot serve the model or fails the
+    first trial, and if no backend passes any.
+    """
     candidates = _CandidateBackends(device, dtype, head_dim, attention, deterministic, activation_bits)
     attempts: Sequence[BackendTrial | None] = trials or (None,)
     if name != "auto":
@@ -163,8 +159,9 @@ def select_backend(
 
 
 def make_disk_experts(backend: Backend, folder: Path, memory: int) -> DiskExperts | None:
-    """What packs and mixes experts as this backend does, but in a file of the folder; memory: bytes for those that are
-    used most. None where the backend has no such way. Raises OSError where no file can be made there."""
+    """Experts packed and computed as by this backend, but in a file of the folder; None if unsupported. memory: bytes
+    for the most used ones. Raises OSError if no file can be created.
+    """
     if not isinstance(backend, CpuBackend):
         return None
     arena = MappedWeightArena(folder)
@@ -174,7 +171,7 @@ def make_disk_experts(backend: Backend, folder: Path, memory: int) -> DiskExpert
 
 
 def make_disk_layer_streamer(backend: Backend, folder: Path, choice: LayerSelector, slots: int) -> LayerStreamer | None:
-    """What packs layers into a file of the folder, and reads them from there. Likewise."""
+    """A streamer of layers from a file of the folder; None if unsupported. Raises OSError if no file can be created."""
     if not isinstance(backend, CpuBackend):
         return None
     arena = MappedWeightArena(folder)

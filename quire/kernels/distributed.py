@@ -1,5 +1,6 @@
-"""What ranks compute together over a group of torch.distributed's interface: NCCL's between GPUs, one of ours between
-CPUs (sockets.py)."""
+"""Collectives over torch.distributed's ProcessGroup interface: NCCL between GPUs, our own group between CPUs
+(socket_group.py).
+"""
 
 from __future__ import annotations
 
@@ -18,30 +19,31 @@ from quire.kernels.collective import Collective, RankEnded
 from quire.kernels.socket_group import SocketGroup
 
 ProcessGroup = Any
-"""A dist.ProcessGroup, or what it consists of, whose methods PyTorch's stubs lack."""
+"""A dist.ProcessGroup, or a compatible class; PyTorch's stubs lack its methods."""
 _TIMEOUT = timedelta(minutes=10)
-"""How long one waits for the others. That one has ended is noticed otherwise, and earlier."""
+"""Bound on waiting for other ranks. The end of a rank is noticed earlier in other ways."""
 
 
 class SmallAllReduce(Protocol):
-    """Sums of few numbers by another way than the group's, in float32 and in the order of the ranks."""
+    """Sums of few numbers outside the group, in float32 and rank order."""
 
     def can_reduce(self, x: Tensor) -> bool:
-        """The same on all ranks."""
+        """The same answer on all ranks."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """As `Collective.all_reduce`; x stays."""
+        """As `Collective.all_reduce`, but x stays unchanged."""
 
     def raise_if_failed(self) -> None:
-        """As `Collective.raise_if_failed`."""
+        """See `Collective.raise_if_failed`."""
 
     def stop_waiting(self) -> None:
-        """Let none wait any longer."""
+        """Wake all waiting ranks."""
 
 
 class DistributedCollective(Collective):
-    """`gather_columns` gives all ranks the whole. On GPUs a CUDA graph can hold every call, and none waits for the
-    host."""
+    """`gather_columns` returns the result on all ranks. On GPUs a CUDA graph can hold every call, and the host never
+    waits.
+    """
 
     def __init__(
         self,
@@ -52,12 +54,15 @@ class DistributedCollective(Collective):
         in_order: bool,
         make_small_all_reduce: Callable[[], SmallAllReduce | None] | None = None,
     ) -> None:
-        """`join`: makes the group of `count` processes, at the first call of a method, so that a rank that fails before
-        keeps nobody waiting. It need not be known to torch.distributed; its timeout bounds how long one waits for
-        another. `in_order`: numbers are added in float32, in the order of the ranks. Else an all-reduce adds them,
-        which is faster with more than two ranks; NCCL gives all ranks the same bits, but chooses an order by the size
-        of x, and a place's order by where in x it is (https://github.com/NVIDIA/nccl/issues/157), or none (NVLS, issue
-        1497). `make_small_all_reduce`: finds, once all have joined, what sums few numbers instead, if anything does."""
+        """join: creates the group of `count` processes at the first call of a method, so that a rank that fails earlier
+        keeps nobody waiting. The group need not be known to torch.distributed; its timeout bounds waits.
+
+        in_order: add in float32 and rank order. Otherwise an all-reduce adds, which is faster with more than two ranks.
+        NCCL gives all ranks the same bits, but its order depends on x's size and the place in x
+        (https://github.com/NVIDIA/nccl/issues/157), or is undefined (NVLS, issue 1497).
+
+        make_small_all_reduce: called once all have joined; may return None.
+        """
         self.rank, self.world_size = rank, count
         self._join, self._make_small_all_reduce = join, make_small_all_reduce
         self._group: ProcessGroup = None
@@ -88,7 +93,7 @@ class DistributedCollective(Collective):
     def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         if x.dtype != torch.float32 or x.shape[1] != widths[self.rank]:
             raise TypeError(f"{list(x.shape)} of {x.dtype} is not rank {self.rank}'s part of {widths}")
-        even = pad(x, (0, max(widths) - x.shape[1])).contiguous()  # all parts of a gather have one size
+        even = pad(x, (0, max(widths) - x.shape[1])).contiguous()  # a gather's parts have one size
         parts = list(self.all_gather(even)) if even.numel() else [even] * self.world_size
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
 
@@ -122,11 +127,11 @@ class DistributedCollective(Collective):
             self._is_suspended = False
 
     def send_tensor(self, x: Tensor, rank: int) -> None:
-        """To that rank, which must `receive_tensor` as much. May wait for it. Raises RankEnded."""
+        """The other rank must call `receive_tensor` with the same size. May wait for it. Raises RankEnded."""
         self._run_collective(lambda: self._group.send([x.contiguous()], rank, 0), x.is_cuda)
 
     def receive_tensor(self, x: Tensor, rank: int) -> None:
-        """Fill x, which is contiguous, with what that rank sends. Raises RankEnded."""
+        """Receive into contiguous x. Raises RankEnded."""
         self._run_collective(lambda: self._group.recv([x], rank, 0), x.is_cuda)
 
     def raise_if_failed(self) -> None:
@@ -138,14 +143,14 @@ class DistributedCollective(Collective):
         if self._small_all_reduce is not None:
             self._small_all_reduce.stop_waiting()
         if self._group is not None:
-            self._group.abort()  # frees those that wait
+            self._group.abort()  # wakes waiting threads
 
     def _get_small_all_reduce(self, x: Tensor) -> SmallAllReduce | None:
         self._run_collective(None, x.is_cuda)
         return self._small_all_reduce
 
     def _run_collective(self, begin: Callable[[], dist.Work] | None, on_gpu: bool) -> None:
-        """begin: what to do once all have joined; None: nothing."""
+        """begin: called once all have joined."""
         if self._closed.is_set():
             raise RankEnded
         if self._is_suspended:
@@ -154,13 +159,13 @@ class DistributedCollective(Collective):
             if self._group is None:
                 self._group = self._join()
                 self._small_all_reduce = None if self._make_small_all_reduce is None else self._make_small_all_reduce()
-                if self._closed.is_set():  # by another thread, which saw none of them yet
+                if self._closed.is_set():  # by another thread, before these existed
                     raise RankEnded
             if begin is not None:
-                begin().wait()  # of a GPU its stream alone
+                begin().wait()  # on a GPU only the stream waits
         except (OSError, RuntimeError) as error:
             if on_gpu and not self._closed.is_set():
-                raise  # a failure of this rank alone: for one that has ended NCCL waits, until it is aborted
+                raise  # this rank's own failure: for a rank that has ended, NCCL waits until aborted
             raise RankEnded from error
 
 
@@ -174,8 +179,9 @@ def join_ranks(
     address: str = "127.0.0.1",
     one_shot: bool = False,
 ) -> DistributedCollective:
-    """`store`: of the first rank, where all find each other; `address`: this machine's, at which the others reach
-    it. one_shot: GPUs of one machine sum few numbers by a kernel of ours, where they can."""
+    """store: at the first rank. address: of this machine, for other ranks. one_shot: sum few numbers on GPUs of one
+    machine with our own kernel, if possible.
+    """
 
     def create_group() -> ProcessGroup:
         if device.type == "cuda":

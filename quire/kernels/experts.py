@@ -1,5 +1,4 @@
-"""A mixture of experts in plain PyTorch: the judge of kernels/cpu/decoder/experts.cpp. And what keeps the weights of
-experts on a disk, of which a step reads those that its tokens choose."""
+"""MoE in plain PyTorch (the judge of kernels/cpu/decoder/experts.cpp), and the base of experts kept on disk."""
 
 from __future__ import annotations
 
@@ -17,16 +16,15 @@ if TYPE_CHECKING:
 
 
 class ReferenceMoE:
-    """Expert by expert: each multiplies the rows that chose it, and adds to their sums. So a row's sum has an order of
-    its own, whatever the other rows chose."""
+    """Expert by expert: each multiplies the rows that chose it. So a row's sum has one order, whatever other rows
+    chose. The router input defaults to x.
+    """
 
     def __init__(self, backend: Backend, experts: MoEComponents) -> None:
-        """`backend`: computes the gates."""
         self._backend = backend
         self._experts = experts
 
     def __call__(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
-        """routed: what the router reads; None: x."""
         experts = self._experts
         chosen, shares, _ = route_tokens(experts, x if router_input is None else router_input)
         total = torch.zeros(x.shape, dtype=shares.dtype, device=x.device)
@@ -43,15 +41,15 @@ class ReferenceMoE:
 
 
 def route_tokens(experts: MoEComponents, x: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Each token's experts [T, top_k] int64 and their weights, for what the router reads, [T, hidden]; and how many
-    experts there are, those of other ranks too."""
+    """Experts [T, top_k] int64 and weights of each token for router input [T, hidden], and the number of experts on all
+    ranks.
+    """
     scores = experts.router(x.float() if experts.has_float32_router else x, NO_ADAPTERS)
     chosen, shares = choose_experts(scores, experts.routing, experts.score_correction_bias)
     return chosen, shares if experts.expert_scales is None else shares * experts.expert_scales[chosen], scores.shape[1]
 
 
 def apply_expert_activation(backend: Backend, experts: MoEComponents, gate_up: Tensor) -> Tensor:
-    """What stands between an expert's two matrices, for what the first one gives."""
     if experts.activation is not None:
         return backend.apply_activation(gate_up, experts.activation)
     if experts.has_gelu_gates:
@@ -64,5 +62,6 @@ def apply_expert_activation(backend: Backend, experts: MoEComponents, gate_up: T
 
 
 class DiskExperts(WeightOffloader):
-    """Routed experts in a file, which it mixes too. What mixes them is made before `finish_loading`, which raises
-    ValueError also where the memory for those that are kept has no room for one."""
+    """Routed experts in a file. Make their MoE before `finish_loading`, which raises ValueError also if the memory for
+    cached experts holds less than one.
+    """

@@ -1,10 +1,8 @@
-"""Weights in 4 bits: the search for a group's scale and offset, in plain PyTorch. It is the judge of
-kernels/cpu/quantization/fit.cpp.
+"""Search for scales and offsets of 4-bit weight groups in plain PyTorch: the judge of kernels/cpu/quantization/fit.cpp.
 
-Rounding to nearest would spread 15 steps over a group's range. Here somewhat smaller steps are tried as well, which cut
-off the ends; for the codes that each gives, scale and offset are fitted by least squares, and the best taken. What is
-fitted is rounded to half floats, as kernels keep it. Whole zero points, which checkpoints have instead of offsets, are
-tried around the nearest one, with scales of bfloat16.
+In addition to round-to-nearest this tries somewhat smaller steps, which clip the ends, fits scale and offset to the
+codes of each by least squares, and takes the best, rounded to half floats. Zero points, which checkpoints use instead
+of offsets, are tried around the nearest one, with bfloat16 scales.
 """
 
 from __future__ import annotations
@@ -15,23 +13,20 @@ import torch
 from torch import Tensor
 
 GROUP_SIZE = 32
-"""Inputs that share a scale."""
 _RANGE_FACTORS = tuple(1 - 0.03 * step for step in range(11))
-"""Parts of a group's range that 15 steps are spread over."""
+"""Fractions of a group's range that the 15 steps cover."""
 _GROUPS_PER_BATCH, _GPU_GROUPS_PER_BATCH = 1 << 9, 1 << 18
-"""Groups that are searched at once. On a CPU so few that they stay in the caches, and that PyTorch wakes no threads for
-them; elsewhere so many that the host does not hold up the device."""
+"""On a CPU few enough to stay in the caches and wake no PyTorch threads; elsewhere enough to keep the device busy."""
 _MIN_SCALE = 2.0**-100
-"""The smallest scale where there are zero points."""
+"""Used with zero points."""
 
 
 def fit_int4(groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """`Backend.fit_int4`."""
     codes = torch.empty(groups.shape, dtype=torch.uint8, device=groups.device)
     scales, offsets = (torch.empty(len(groups), device=groups.device) for _ in range(2))
     size = _GROUPS_PER_BATCH if groups.device.type == "cpu" else _GPU_GROUPS_PER_BATCH
 
-    @torch.inference_mode()  # each thread has its own
+    @torch.inference_mode()  # inference mode is per thread
     def fit_piece(begin: int) -> None:
         piece = slice(begin, begin + size)
         fitted = (_fit_with_zero_points if zero_points else _fit_with_offsets)(groups[piece].float())
@@ -69,7 +64,7 @@ def _fit_with_offsets(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fit_with_zero_points(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with zero points in the offsets' place."""
+    """Codes [n, 32] from 0 to 15, scales and zero points [n]."""
     low, high = groups.amin(1, keepdim=True).clamp(max=0), groups.amax(1, keepdim=True).clamp(min=0)
     least = torch.full_like(low, torch.inf)
     scale = torch.ones_like(low)
@@ -92,16 +87,16 @@ def _fit_with_zero_points(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _round_mantissa(numbers: Tensor, bits: int) -> Tensor:
-    """To so many bits, whatever the exponent: half floats have 11, bfloat16 has 8."""
+    """Half floats have 11 bits, bfloat16 has 8."""
     mantissas, exponents = torch.frexp(numbers)
     return torch.ldexp((mantissas * 2**bits).round_(), exponents - bits)
 
 
 def _nearest_signed_codes(groups: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    """The nearest codes less 8, from -8 to 7."""
+    """Codes minus 8, from -8 to 7."""
     return torch.where(scale == 0, 0.0, (groups - offset) / scale).round_().clamp_(-8, 7)
 
 
 def _nearest_codes(groups: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """The nearest codes, from 0 to 15."""
+    """Codes from 0 to 15."""
     return ((groups / scale).round_() + zero).clamp_(0, 15)

@@ -1,11 +1,10 @@
-"""Keys and values in 8 bits: what a page of codes holds, and its plain PyTorch.
+"""8-bit keys and values in plain PyTorch.
 
-`torch.int8`: every head of every token has a scale of its own in bfloat16. `torch.float8_e4m3fn`: codes alone; a layer
-may have one scale for its keys and one for its values (`KVScales`), as calibrated checkpoints do. Either way a token's
-codes depend on nothing but the token's own key and value.
+`torch.int8`: every head of every token has a bfloat16 scale. `torch.float8_e4m3fn`: codes alone; a layer may have one
+scale for keys and one for values, as calibrated checkpoints do. A token's codes depend on its own key and value alone.
 
-Scales lie in the page, behind its codes, so that whatever happens to a page happens to them. A page of the reference
-and of Triton is [tokens, K, D] codes, then [tokens, K] scales; the CPU's is laid out by kernels/cpu/kv_codes.h.
+Scales lie in the page after its codes, so that they move with it: [tokens, K, D] codes, then [tokens, K] scales in the
+reference and Triton; kernels/cpu/kv_codes.h defines the CPU's page.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 
 QUANTIZED_KV_DTYPES = (torch.int8, torch.float8_e4m3fn)
-"""The types of pages that do not hold the model's own."""
 SCALE_DTYPE = torch.bfloat16
 _MAX_INT8 = 127
 _MAX_FLOAT8 = 448.0
@@ -25,7 +23,7 @@ _MIN_SCALE = 2.0**-126
 
 @dataclass(frozen=True, slots=True)
 class KVScales:
-    """What the 8-bit floats in a layer's pages are multiplied by to be its keys and its values."""
+    """Factors from a layer's 8-bit floats to its keys and values."""
 
     key: float = 1.0
     value: float = 1.0
@@ -35,13 +33,12 @@ UNIT_KV_SCALES = KVScales()
 
 
 def num_scale_elements(kv_dtype: torch.dtype) -> int:
-    """Elements of a page, beside its codes, for each head of each token."""
+    """Elements that a page adds per head and token for scales."""
     return SCALE_DTYPE.itemsize if kv_dtype == torch.int8 else 0
 
 
 def quantize_kv(x: Tensor, kv_dtype: torch.dtype, scale: float) -> tuple[Tensor, Tensor | None]:
-    """Codes [..., D] of x [..., D] in this type, and of integers the scales [...] in bfloat16. Ties go to even; an
-    8-bit float that would be too large becomes the largest."""
+    """Codes [..., D] of x [..., D]; for int8 also bfloat16 scales [...]. Ties round to even; floats saturate."""
     wide = x.float()
     if kv_dtype != torch.int8:
         return (wide / scale).clamp(-_MAX_FLOAT8, _MAX_FLOAT8).to(kv_dtype), None
@@ -50,13 +47,13 @@ def quantize_kv(x: Tensor, kv_dtype: torch.dtype, scale: float) -> tuple[Tensor,
 
 
 def dequantize_kv(codes: Tensor, scales: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
-    """The numbers that codes [..., D] stand for, in a wider type."""
+    """codes [..., D] to a wider dtype."""
     wide = codes.to(dtype)
     return wide * scale if scales is None else wide * scales.to(dtype).unsqueeze(-1)
 
 
 def store_quantized_kv(x: Tensor, cache: Tensor, slots: Tensor, scale: float) -> None:
-    """Write x [T, K, D] to the slots [T] of a cache of codes [pages, tokens, K, D and bytes of a scale]."""
+    """Write x [T, K, D] to slots [T] of a cache [pages, tokens, K, D + scale bytes]."""
     tokens, kv_heads = cache.shape[1:3]
     flat = cache.view(torch.uint8).view(len(cache), -1)
     page = slots // tokens
@@ -70,13 +67,13 @@ def store_quantized_kv(x: Tensor, cache: Tensor, slots: Tensor, scale: float) ->
 
 
 def _write_page_bytes(flat: Tensor, page: Tensor, begin: Tensor, rows: Tensor) -> None:
-    """Write rows [T, ...] to bytes `begin` [T] of their pages."""
+    """Write rows [T, ...] at byte offsets `begin` [T] of their pages."""
     values = rows.view(torch.uint8).flatten(1)
     flat[page[:, None], begin[:, None] + torch.arange(values.shape[1], device=flat.device)] = values
 
 
 def dequantize_kv_pages(pages: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Keys or values [pages * tokens, K, D] of pages of codes, in a wider type."""
+    """Keys or values [pages * tokens, K, D] in a wider dtype."""
     count, tokens, kv_heads, size = pages.shape
     dim = size - num_scale_elements(pages.dtype)
     flat = pages.reshape(count, -1)

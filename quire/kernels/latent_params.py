@@ -1,9 +1,8 @@
-"""Latent attention (MLA: DeepSeek-V2, 2024): what a token keeps, in plain PyTorch.
+"""What a token keeps under MLA (DeepSeek-V2, 2024), in plain PyTorch.
 
-A token keeps one latent, which keys and values of all heads are made of, and one rotated key, which all heads share.
-In its page they lie side by side as one key of one head, of L + R numbers; the value is the first L of these. Queries
-are brought into the latents' space (absorbed) before they meet keys, and what attention gives is brought out of it
-behind, so that nothing is ever made of the latents of a context.
+A token keeps one latent, from which keys and values of all heads derive, and one rotated key for all heads. They are
+stored as one key of one head, L + R numbers; the value is the first L. Queries are absorbed into latent space before
+attention, and its output is brought out after.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from quire.kernels.qk_norm_rope import rms_norm
 
 @dataclass(frozen=True, slots=True)
 class LatentNormRopeParams:
-    """What happens to a latent and to the rotated numbers, before they are stored."""
+    """RMSNorm of latents and RoPE of the rotated part, both before they are stored."""
 
     norm_weight: Tensor
-    """[L] float32: weights of the latent's RMSNorm."""
+    """[L] float32."""
     eps: float
     cos_sin: Tensor
-    """[most positions, R] float32: cosines in the first half of a row, sines in the second."""
+    """[max positions, R] float32: cosines, then sines."""
     is_interleaved: bool
-    """Pairs that are rotated are neighbours, as DeepSeek stores them; else one number of each half."""
+    """Rotated pairs are neighbors, as in DeepSeek's checkpoints; otherwise pairs are (i, i + R/2)."""
     kv_scales: KVScales = UNIT_KV_SCALES
-    """Of pages that hold 8-bit floats; that of keys is that of values too."""
+    """For float8 pages; the key scale is the value scale too."""
 
     @property
     def latent_and_rope_dims(self) -> tuple[int, int]:
@@ -38,20 +37,20 @@ class LatentNormRopeParams:
 
 
 def rotate_queries(q: Tensor, latent: LatentNormRopeParams, positions: Tensor) -> Tensor:
-    """[T, H, any + R], of which the last R numbers are rotated."""
+    """Rotate the last R numbers of q [T, H, any + R]."""
     before, turned = q.split((q.shape[-1] - latent.latent_and_rope_dims[1], latent.latent_and_rope_dims[1]), dim=-1)
     return torch.cat((before, _apply_rope(turned, latent, positions)), dim=-1)
 
 
 def compute_latent_key(kv: Tensor, latent: LatentNormRopeParams, positions: Tensor) -> Tensor:
-    """The key [T, 1, L + R] of kv [T, L + R]."""
+    """kv [T, L + R] to the key [T, 1, L + R]."""
     compressed, turned = kv.unsqueeze(1).split(latent.latent_and_rope_dims, dim=-1)
     normed = rms_norm(compressed, latent.norm_weight, latent.eps)
     return torch.cat((normed, _apply_rope(turned, latent, positions)), dim=-1)
 
 
 def _apply_rope(x: Tensor, latent: LatentNormRopeParams, positions: Tensor) -> Tensor:
-    """x [T, heads, R]; the results stand in halves, however pairs did."""
+    """x [T, heads, R]; results are in half layout, even for interleaved pairs."""
     cos, sin = latent.cos_sin[positions][:, None].chunk(2, dim=-1)
     first, second = (x[..., ::2], x[..., 1::2]) if latent.is_interleaved else x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

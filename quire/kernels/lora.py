@@ -1,4 +1,4 @@
-"""Adapters behind a linear in plain PyTorch: the judge of kernels/cpu/lora.cpp and of Triton's kernels."""
+"""LoRA in plain PyTorch: the judge of kernels/cpu/lora.cpp and of the Triton kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.kernels.backend import Linear, LinearContext, LinearWithLora, LoraDel
 
 
 class ReferenceLinearWithLora(LinearWithLora):
-    """Row by row: a product of one shape gives a row the same bits whatever the others are."""
+    """Row by row: products of one shape give a row the same bits whatever the others are."""
 
     def __init__(self, linear: Linear) -> None:
         self._linear = linear
@@ -36,7 +36,7 @@ class ReferenceLinearWithLora(LinearWithLora):
 
 
 def _lora_product(delta: LoraDelta, row: Tensor) -> Tensor:
-    """[in] to [outs], in float32 or what is wider."""
+    """[in] to [outs], in float32 or float64."""
     wide = _compute_dtype(row)
     return delta.up.to(wide) @ (delta.down.to(wide) @ row.to(wide))
 

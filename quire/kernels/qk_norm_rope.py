@@ -1,5 +1,3 @@
-"""What happens to query and key heads before attention."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -12,54 +10,54 @@ from torch import Tensor
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
 
 NORM_KINDS = ("heads", "whole", "centred", "after")
-"""By the numbers that kernels/cpu/rope.cpp gives them."""
+"""The index is the number in kernels/cpu/rope.cpp."""
 PROJECTION_KINDS = ("queries", "keys", "all")
-"""The same."""
+"""The index is the number in kernels/cpu/rope.cpp."""
 
 
 @dataclass(frozen=True, slots=True)
 class QKNormRopeParams:
-    """A norm where there are weights, float32, and the rotation (Su et al., 2021)."""
+    """RoPE (Su et al., 2021) and optional norms, with float32 weights."""
 
     head_dim: int
     cos_sin: Tensor | None
-    """[most positions, D]: cosines in the first half of a row, sines in the second, float32; pairs are (i, i + D/2) as
-    in the Llama checkpoints. None leaves positions out (NoPE layers)."""
+    """[max positions, D] float32: cosines, then sines. Pairs are (i, i + D/2) as in Llama checkpoints. None: no RoPE
+    (NoPE layers).
+    """
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 0.0
     kv_scales: KVScales = UNIT_KV_SCALES
-    """Of pages that hold 8-bit floats."""
+    """For float8 pages."""
     norm_kind: Literal["heads", "whole", "centred", "after"] = "heads"
-    """heads: RMSNorm of each head, whose weights [D] all heads share. whole: RMSNorm of all heads as one row, weights
-    [H * D]. centred: LayerNorm of each head, without a bias, weights [H * D]. after: as heads, but behind the
-    rotation."""
+    """heads: RMSNorm of each head, weights [D] shared by all heads. whole: RMSNorm of all heads as one row, weights [H
+    * D]. centred: LayerNorm of each head without bias, weights [H * D]. after: as heads, but after RoPE.
+    """
     q_scale: Tensor | None = None
-    """[most positions] float32: what queries are multiplied by at each position."""
+    """[max positions] float32: factor of queries at each position."""
     v_norm: Tensor | None = None
-    """Weights [D], float32, of an RMSNorm of each value head; only beside norms of heads."""
+    """[D] float32 weights of an RMSNorm of value heads; only with norms of kind "heads"."""
     projections: Literal["all", "keys", "queries"] = "all"
-    """What is projected: all three; keys which, before their norm and rotation, are values too; or queries alone, whose
-    keys and values another layer has stored."""
+    """all: q, k and v. keys: q and k; the raw k is the value too. queries: q alone; another layer has stored k and v.
+    """
 
     @property
     def has_fused_kernel(self) -> bool:
-        """Whether it is what all backends compute in one kernel: a norm of heads, and the rotation."""
+        """True if every backend computes it in one kernel: per-head norms and RoPE only."""
         whole = self.q_scale is None and self.v_norm is None and self.projections == "all"
         return whole and (self.norm_kind == "heads" or (self.q_norm is None and self.k_norm is None))
 
     @property
     def num_kv_projections(self) -> int:
-        """Heads of keys and values that are projected for each that is stored."""
+        """Projected heads per stored KV head."""
         return PROJECTION_KINDS.index(self.projections)
 
     def num_query_heads_of_width(self, width: int, kv_heads: int) -> int:
-        """Query heads of a projection so wide."""
         return width // self.head_dim - self.num_kv_projections * kv_heads
 
 
 def norm_and_rotate(x: Tensor, weight: Tensor | None, rope: QKNormRopeParams, positions: Tensor) -> Tensor:
-    """Of queries or keys [T, heads, D]."""
+    """Queries or keys x [T, heads, D]."""
     if weight is not None and rope.norm_kind != "after":
         x = norm_heads(x, weight, rope)
     if rope.cos_sin is not None:
@@ -85,6 +83,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Halves paired; x [T, heads, D], cos, sin [T, 1, D / 2] float32."""
+    """x [T, heads, D]; cos, sin [T, 1, D / 2] float32."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -1,8 +1,9 @@
-"""Weights in few bits: the forms that backends compute with. Every format of a checkpoint (GGUF, GPTQ, FP8 ...) is
-turned into one of them when it is loaded, so a kernel knows forms and no formats.
+"""Quantized weights in the forms that backends compute with. Loading converts every checkpoint format (GGUF, GPTQ, FP8
+...) to one of them.
 
-Some linears multiply x in 8 bits, too. Such a linear says how (`ActivationRounding`), so that a norm or a gate before
-it gives x as it is multiplied, instead of numbers that are rounded afterwards."""
+Some linears also multiply x in 8 bits. They declare how (`ActivationRounding`), so that the norm or gate before them
+can produce rounded x directly.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +17,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _MAX_HALF_EXPONENT = 14
-"""An output's scales are multiplied by a power of two so that half floats hold them: the largest is below 2^15."""
+"""An output's scales are multiplied by a power of two to fit half floats: the largest is below 2^15."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:
-    """[out, in] integers with a scale, and perhaps an offset, for each group of consecutive inputs:
-    w = scale * value(code) + offset."""
+    """[out, in] integers with a scale, and maybe an offset, per group of consecutive inputs: w = scale * value(code) +
+    offset.
+    """
 
     codes: Tensor
-    """8 bits: [out, in] int8, a code is its value. 4 bits: [out, in / 2] uint8, the code of the even input in the low
-    half of a byte."""
+    """8 bits: [out, in] int8, the code is the value. 4 bits: [out, in / 2] uint8, the even input in the low half."""
     scales: Tensor
     """[out, in / group] float32."""
     offsets: Tensor | None = None
-    """The same shape and dtype; None: 0."""
+    """[out, in / group] float32; None: 0."""
     code_values: tuple[int, ...] | None = None
-    """What each of the 16 4-bit codes stands for, from -127 to 127; None: code - 8."""
+    """Values of the 16 4-bit codes, -127 to 127; None: code - 8."""
     input_order: Tensor | None = None
-    """[in] int64: the groups are of x[:, order], not of x; None: of x itself."""
+    """[in] int64: groups are of x[:, order]; None: of x."""
 
     @property
     def bits(self) -> int:
@@ -47,12 +48,13 @@ class GroupedWeight:
 
     @property
     def group_size(self) -> int:
-        """Inputs that share a scale."""
+        """Inputs per scale."""
         return self.shape[1] // self.scales.shape[1]
 
     def to_factors_and_half_scales(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Factors [out] float32, and scales and offsets [out, groups] in float16, which are to be multiplied by these.
-        An output with one scale and no offset has that as its factor and no others."""
+        """Factors [out] float32, and float16 scales and offsets [out, groups] that they multiply. An output with a
+        single scale and no offset has that as its factor, and None.
+        """
         scales, offsets = self.scales.float(), self.offsets
         if scales.shape[1] == 1 and offsets is None:
             return scales[:, 0].contiguous(), None, None
@@ -64,7 +66,7 @@ class GroupedWeight:
         return factors, halves[0], None if offsets is None else halves[1]
 
     def dequantize(self) -> Tensor:
-        """[out, in] float32, its inputs in their own order."""
+        """[out, in] float32, in x's input order."""
         codes = self.codes
         if self.bits == 4:
             codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
@@ -81,15 +83,16 @@ class GroupedWeight:
 
 @dataclass(frozen=True, slots=True)
 class Float8Weight:
-    """[out, in] 8-bit floats with a scale for each block of them: w = scale * code."""
+    """[out, in] float8 with a scale per block: w = scale * code."""
 
     codes: Tensor
     """[out, in] float8_e4m3fn."""
     scales: Tensor
     """[ceil(out / block[0]), ceil(in / block[1])] float32."""
     scale_block: tuple[int, int]
-    """Outputs and inputs that share a scale: (out, in) is one for the whole tensor, (1, in) one for each output, and
-    DeepSeek's are 128 x 128. The last blocks may be smaller."""
+    """(outputs, inputs) per scale: (out, in) is per tensor, (1, in) per output, DeepSeek's is 128 x 128. The last
+    blocks may be smaller.
+    """
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -98,11 +101,10 @@ class Float8Weight:
 
     @property
     def inputs_per_scale(self) -> int:
-        """That share a scale."""
         return min(self.scale_block[1], self.shape[1])
 
     def scales_per_output_row(self) -> Tensor:
-        """[out, blocks of inputs] float32, NaN where a code is: kernels know numbers only."""
+        """[out, blocks of inputs] float32; NaN if the block has a NaN code, as kernels know no NaN codes."""
         scales = self.scales.float().repeat_interleave(self.scale_block[0], 0)[: self.shape[0]]
         inputs = self.inputs_per_scale
         bad = F.pad(self.codes.view(torch.uint8) & 127 == 127, (0, -self.shape[1] % inputs))
@@ -121,23 +123,22 @@ QuantizedWeight = GroupedWeight | Float8Weight
 
 
 def has_same_input_order(a: Tensor | None, b: Tensor | None) -> bool:
-    """Of two weights' inputs."""
     return a is b if a is None or b is None else torch.equal(a, b)
 
 
 @dataclass(frozen=True, slots=True)
 class RoundedActivations:
-    """Rows in the codes that linears of `rounding` multiply."""
+    """Rows in the codes of `rounding`."""
 
     codes: Tensor
-    """[rows, in], integers or the bits of 8-bit floats."""
+    """[rows, in], integers or float8 bits."""
     scales: Tensor
-    """float32, as the form has them."""
+    """float32, in the layout of `rounding`."""
     rounding: ActivationRounding
     dtype: torch.dtype
-    """Of the numbers before, and of what linears give."""
+    """Dtype before rounding, and of linears' results."""
     unrounded: Tensor | None
-    """The same rows before they were rounded; None: no linear reads these."""
+    """The same rows unrounded; None if no linear reads them."""
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -148,36 +149,38 @@ class RoundedActivations:
 
 
 Activations = Tensor | RoundedActivations
-"""What linears read."""
 
 
 class ActivationRounding(ABC):
-    """A way to have rows in 8 bits. What is rounded are always numbers of the model's type, as if the norm or the gate
-    had given these first: the bits are those of rounding them afterwards. Two that are equal give the same."""
+    """How rows become 8 bits. The rounded values always have the model's dtype, as if a norm or gate had stored them,
+    so the bits are those of rounding afterwards. Equal instances give equal bits.
+    """
 
     @abstractmethod
     def norm_and_round(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, *, whole: bool
     ) -> tuple[RoundedActivations, Tensor]:
-        """(the norm of x + residual, x + residual), all [T, hidden]; without a residual of x. An RMSNorm where there is
-        no bias, else a LayerNorm. whole: linears read it unrounded as well. May overwrite x and residual."""
+        """(norm of x + residual, x + residual), all [T, hidden]; residual None: x alone. RMSNorm if bias is None, else
+        LayerNorm. whole: linears also read it unrounded. May overwrite x and residual.
+        """
 
     @abstractmethod
     def gate_and_round(self, gate_up: Tensor, *, gelu: bool, whole: bool) -> RoundedActivations:
-        """silu(gate) * up for gate_up [T, 2 * F], gate in the first half, or the same with GELU: [T, F]."""
+        """silu_mul or, with gelu, gelu_mul of gate_up [T, 2 * F]: [T, F]."""
 
 
 class RoundedInputLinear:
-    """A linear that reads Rounded, too, where one of its parts takes x so."""
+    """A linear that reads RoundedActivations in at least one of its parts."""
 
     def input_roundings(self, rows: int) -> tuple[ActivationRounding | None, ...]:
-        """How its parts take so many rows of x; None: unrounded."""
+        """How each part reads x of `rows` rows; None: unrounded."""
         raise NotImplementedError
 
 
 def choose_rounding_and_needs_unrounded(readers: Sequence[object], x: Any) -> tuple[ActivationRounding, bool] | None:
-    """How what these linears read is to be rounded, of as many rows as x has, and whether one of them reads it
-    unrounded as well, or rounded otherwise; None: it is not. What several read alike is rounded once."""
+    """Return how to round the input of these linears, with as many rows as x, and whether some need it unrounded or
+    rounded differently; None: do not round.
+    """
     if not any(isinstance(each, RoundedInputLinear) for each in readers):
         return None
     roundings = [
@@ -190,5 +193,5 @@ def choose_rounding_and_needs_unrounded(readers: Sequence[object], x: Any) -> tu
 
 
 def select_linear_input(linear: object, x: Any) -> Any:
-    """x, which may be Rounded, as this linear reads it."""
+    """x, rounded or not, as this linear reads it."""
     return x.unrounded if isinstance(x, RoundedActivations) and not isinstance(linear, RoundedInputLinear) else x

@@ -1,8 +1,6 @@
-"""The reference backend: every kernel in plain PyTorch, on any device. The judge of the others, and what serves where
-nothing was compiled. Signatures and shapes are documented in kernels/backend.py.
-
-Results do not depend on the batch: rows never share a reduction (of attention:
-kernels/attention/reference_attention.py)."""
+"""Every kernel in plain PyTorch, on any device: the judge of other backends, and the fallback if nothing was compiled.
+kernels/backend.py documents signatures and shapes. Rows never share a reduction, so results do not depend on the batch.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ from quire.kernels.recurrent.short_conv import ConvStates, ShortConv, short_conv
 from quire.kernels.routing import MoE, MoEComponents
 
 _INITIAL_CANDIDATES = 1024
-"""Top-p looks at this many most likely tokens first; a flatter distribution is sorted whole."""
+"""Top-p first looks at this many most likely tokens; a flatter distribution is sorted whole."""
 
 
 class ReferenceBackend(Backend):
@@ -58,11 +56,11 @@ class ReferenceBackend(Backend):
     keeps_weights_quantized = False
     cuda_graph_support: CudaGraphSupport = "nothing"
     context_parallel_ranks = 1
-    """That divide the tokens of a page among them."""
 
     def __init__(self, *, deterministic: bool = False) -> None:
-        """deterministic: on a GPU, no row's bits depend on the batch; it costs speed and needs Triton, so the backends
-        of kernels/gpu do it. What holds on the CPU, `is_batch_invariant` says."""
+        """deterministic: on a GPU, no row's bits depend on the batch. It costs speed and needs Triton, so the backends
+        of kernels/gpu implement it. For CPUs see `is_batch_invariant`.
+        """
         self.deterministic = deterministic
 
     def description(self) -> str:
@@ -77,7 +75,7 @@ class ReferenceBackend(Backend):
         return _can_pack_onednn(device, dtype)
 
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-        """[pages, tokens, K, D]; of codes as kernels/kv_quantization.py says. Of tokens those that a rank keeps."""
+        """[blocks, this rank's tokens of a block, K, D], plus scales if quantized (kernels/kv_quantization.py)."""
         return (
             num_blocks,
             self.block_size // self.context_parallel_ranks,
@@ -125,11 +123,10 @@ class ReferenceBackend(Backend):
     def attend_context_shard(
         self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: AttentionParams, shard: ContextShard
     ) -> Tensor:
-        """What attention of q [T, H, D] finds over this rank's tokens, as `PartialSoftmax.to_packed_tensor` has it."""
+        """Attention of q [T, H, D] over this rank's tokens, as `PartialSoftmax.to_packed_tensor` lays it out."""
         return compute_partial_softmax(q, caches, metadata, softmax, shard).to_packed_tensor()
 
     def merge_shard_attention(self, parts: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """As `merge_shard_attention`, in this type."""
         return merge_shard_attention(parts, sinks).to(dtype)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -266,7 +263,7 @@ class ReferenceBackend(Backend):
 
 
 def _store_cache(x: Tensor, cache: Tensor, slots: Tensor, scale: float) -> None:
-    """Keys or values [T, K, D]."""
+    """Store keys or values [T, K, D]."""
     if cache.dtype in QUANTIZED_KV_DTYPES:
         store_quantized_kv(x, cache, slots, scale)
     else:
@@ -282,7 +279,7 @@ def sample_tokens(logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:
 
 
 def logits_to_filtered_probs(logits: Tensor, filters: Tensor) -> Tensor:
-    """Probabilities [R, vocab] after `sample_tokens`'s filters; what is left out is 0, sums are below 1."""
+    """Probabilities [R, vocab] after `sample_tokens`'s filters. Dropped tokens are 0 and rows are not renormalized."""
     temperature, top_k, top_p, min_p = filters[:, :, None].unbind(1)
     probs = torch.softmax(logits / temperature.float(), dim=-1)
     if (top_k < logits.shape[1]).any() or (top_p < 1).any():
@@ -291,7 +288,7 @@ def logits_to_filtered_probs(logits: Tensor, filters: Tensor) -> Tensor:
 
 
 def _min_kept_prob(probs: Tensor, k: Tensor, nucleus: Tensor) -> Tensor:
-    """The least probability [R, 1] that top-k, then top-p of what top-k left, keep."""
+    """Smallest probability [R, 1] kept by top-k, then by top-p of the rest."""
     vocab = probs.shape[-1]
     limited = int(torch.where(k < vocab, k, 0).max())
     width = min(vocab, max(limited, _INITIAL_CANDIDATES))
@@ -299,7 +296,7 @@ def _min_kept_prob(probs: Tensor, k: Tensor, nucleus: Tensor) -> Tensor:
         values = torch.topk(probs, width).values
         mass = values.cumsum(-1, dtype=torch.float64)
         whole = mass.gather(-1, (k - 1).clamp(max=width - 1))
-        # Without top-k the whole is all the vocabulary's mass, 1, whether or not these candidates hold it.
+        # Without top-k the total mass is 1, even if these candidates hold less.
         target = nucleus * torch.where(k < vocab, whole, torch.ones_like(whole))
         if width == vocab or bool(((mass[:, -1:] >= target) | (nucleus >= 1.0)).all()):
             break
@@ -311,10 +308,10 @@ def _min_kept_prob(probs: Tensor, k: Tensor, nucleus: Tensor) -> Tensor:
 
 
 def sample_inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
-    """The first token whose cumulative probability exceeds u [R] times the whole: [R] int64."""
+    """First token with a cumulative probability above u [R] times the row's total: [R] int64."""
     mass = probs.cumsum(-1, dtype=torch.float64)
     picks = torch.searchsorted(mass, u[:, None] * mass[:, -1:], right=True).squeeze(-1)
-    # u * whole can round up to the whole itself: then it is the last token that has any probability.
+    # u * total can round up to the total: then take the last token with any probability.
     last = probs.shape[-1] - 1 - (probs.flip(-1) > 0).to(torch.int8).argmax(-1)
     return torch.minimum(picks, last)
 
@@ -328,15 +325,12 @@ def _pack_linear(weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> 
 
 @dataclass(frozen=True, slots=True)
 class _TorchLinear:
-    """A linear as PyTorch multiplies it."""
-
     weight: Tensor
     bias: Tensor | None
     has_float32_output: bool
 
     @property
     def offloadable_tensors(self) -> tuple[Tensor, ...]:
-        """As kernels/streaming/host_layers.py has it."""
         return (self.weight,)
 
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
@@ -353,9 +347,10 @@ class _TorchLinear:
 
 
 def _can_pack_onednn(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether oneDNN packs linears of this type. What it does not pack F.linear multiplies, which picks an algorithm by
-    the number of rows, so that a row's bits may depend on it."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # PyTorch for Apple's CPUs lacks it
+    """True if oneDNN packs this dtype. F.linear multiplies the rest; it picks an algorithm by the number of rows, so a
+    row's bits may depend on it.
+    """
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -363,8 +358,8 @@ def _can_pack_onednn(device: torch.device, dtype: torch.dtype) -> bool:
 def _pack_onednn(weight: Tensor, bias: Tensor | None) -> Linear:
     """oneDNN with the weight in its own blocked layout: up to twice as fast as F.linear at 1 to 16 rows.
 
-    It gives a row the same bits for any number of rows from 2 up (measured for float32 and bfloat16; F.linear does not
-    in float32), but takes another path for one, so a single row is doubled.
+    A row has the same bits for 2 or more rows (measured for float32 and bfloat16; F.linear fails this in float32). One
+    row takes another path, so it is doubled.
     """
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     multiply = torch.ops.mkldnn._linear_pointwise

@@ -1,5 +1,4 @@
-"""A mixture's experts, and how they are chosen by their scores, in plain PyTorch: the judge of
-kernels/cpu/decoder/routing.h."""
+"""MoE components and routing in plain PyTorch: the judge of kernels/cpu/decoder/routing.h."""
 
 from __future__ import annotations
 
@@ -19,12 +18,12 @@ LinearFunction = Callable[[Tensor, Any], Tensor]
 
 
 MoE = Callable[[Tensor, Tensor], Tensor]
-"""What experts read [rows, hidden], and what their router reads, to what the chosen ones give together."""
+"""Maps the experts' and the router's input [rows, hidden] to the weighted sum of the chosen experts' outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoEComponents:
-    """MLPs, of which a router chooses some for each token (Shazeer et al., 2017)."""
+    """MLPs of which a router chooses some for each token (Shazeer et al., 2017)."""
 
     router: LinearFunction
     """[T, hidden] to scores [T, experts] float32."""
@@ -32,30 +31,31 @@ class MoEComponents:
     down: Sequence[LinearFunction]
     routing: Routing
     clamped_swiglu: ClampedSwiGLU | None = None
-    """None: the gate is SiLU, without limits."""
+    """None: plain SiLU gate."""
     activation: Activation | None = None
-    """Of MLPs without gates, whose `gate_up` is up alone; None: they have gates."""
+    """For MLPs without gates, for which `gate_up` is the up projection alone."""
     score_correction_bias: Tensor | None = None
-    """[experts] float32, for the choice alone."""
+    """[experts] float32; affects the choice, not the weights."""
     expert_scales: Tensor | None = None
-    """[experts] float32: each one's weight is multiplied by it, in the end."""
+    """[experts] float32, factors of the final weights."""
     has_gelu_gates: bool = False
-    """Gates are GELU in its tanh approximation, not SiLU."""
+    """Gates are GELU (tanh approximation), not SiLU."""
     has_float32_router: bool = False
-    """The router takes x in float32."""
+    """The router reads x in float32."""
     first_expert: int = 0
-    """Which expert the first of `gate_up` and `down` is, where other ranks have others."""
+    """Index of this rank's first expert."""
 
 
 def choose_experts(scores: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The experts of each token [T, top_k] int64, and their weights, for scores [T, experts]. correction [experts]:
-    added to each expert's weight where they are chosen, and nowhere else (DeepSeek-V3, 2024)."""
+    """Experts [T, top_k] int64 and their weights for scores [T, experts]. correction [experts] is added for the choice
+    alone (DeepSeek-V3, 2024).
+    """
     if routing.softcap is not None:
         scores = (scores / routing.softcap).tanh() * routing.softcap
     if routing.score_function == "mixer":
         return _route_sparse_mixer(scores, routing)
     weights = sigmoid(scores) if routing.score_function == "sigmoid" else scores.softmax(-1)
-    # Scores have the order of the weights, and no equal ones where weights are too near to 0 or 1.
+    # Scores have the same order as weights, without the ties of weights close to 0 or 1.
     wanted = scores if correction is None and routing.group_score_top_k == 1 else weights
     wanted = wanted if correction is None else wanted + correction
     chosen = _top_indices(_mask_to_best_groups(wanted, routing), routing.top_k)
@@ -66,7 +66,7 @@ def choose_experts(scores: Tensor, routing: Routing, correction: Tensor | None) 
 
 
 def _top_indices(wanted: Tensor, count: int) -> Tensor:
-    """The places [T, count] of the largest of each row, the largest first."""
+    """Indices [T, count] of the largest values per row, largest first."""
     return wanted.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 

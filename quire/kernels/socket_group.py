@@ -1,9 +1,8 @@
-"""What ranks on CPUs that share no memory compute together over: a connection from each to each, with as much of the
-interface of torch.distributed's ProcessGroup as is used (distributed.py).
+"""Process group of CPU ranks without shared memory: a socket per pair of ranks.
 
-Its own one for CPUs, gloo, hands each call from thread to thread. Between two processes of a busy machine of two cores
-it takes 330 microseconds in the median to gather 2 to 8 KB, and 8 ms for 1.2 MB, where this takes 150 and 2.6 ms. Its
-`send` and `recv` now and then take 5 ms for 2 KB.
+PyTorch's gloo passes each call from thread to thread. Between two processes on a busy machine with two cores it takes a
+median of 330 microseconds to gather 2 to 8 KB and 8 ms for 1.2 MB, this 150 microseconds and 2.6 ms. gloo's `send` and
+`recv` sometimes take 5 ms for 2 KB.
 """
 
 from __future__ import annotations
@@ -20,21 +19,25 @@ import torch.distributed as dist
 from torch import Tensor, uint8
 
 _CHUNK_BYTES = 1 << 16
-"""Bytes that a connection takes while its other end reads nothing: all send such a piece before they read, so none may
-have to wait for a reader."""
+"""Bytes that a socket takes while its peer does not read: all ranks send a chunk before they read, so sends must not
+block.
+"""
 _KEY_BYTES = 16
-"""Bytes of what a rank wants to see of who connects, which it says in the store; one more says the rank."""
+"""Bytes of the key that a rank publishes in the store and requires of a connecting peer; one more byte is the peer's
+rank.
+"""
 _CONNECT_SECONDS = 60.0
 _POLL_SECONDS = 0.02
 _GREETING_SECONDS = 1.0
 
 
 class SocketGroup:
-    """The ranks as one of them sees them. They meet at the first call. Each call has been done when it returns, and
-    raises OSError where another rank has ended, or where `abort` was called by another thread."""
+    """One rank's view of the group. Ranks connect at the first call. Calls are complete when they return, and raise
+    OSError if another rank has ended or another thread called `abort`.
+    """
 
     def __init__(self, store: dist.Store, rank: int, count: int, address: str) -> None:
-        """`address`: this machine's, at which the others reach it; their places are told in the `store`."""
+        """address: of this machine, for the other ranks, which find it in the store."""
         self._store = store
         self._rank = rank
         self._count = count
@@ -43,7 +46,7 @@ class SocketGroup:
         self._aborted = threading.Event()
 
     def allgather_base(self, out: Tensor, x: Tensor) -> CompletedWork:
-        """out = all ranks' x, contiguous, in their order."""
+        """out = all ranks' x in rank order; both contiguous."""
         return self._exchange_buffers([_tensor_bytes(x.flatten())] * self._count, out)
 
     _allgather_base = allgather_base
@@ -52,13 +55,15 @@ class SocketGroup:
     def alltoall_base(
         self, out: Tensor, x: Tensor, output_split_sizes: Sequence[int], input_split_sizes: Sequence[int]
     ) -> CompletedWork:
-        """out's part r = rank r's part for this one of x, both contiguous and of equal parts (taken, given: [])."""
+        """Part r of out = rank r's part of x for this rank. Both are contiguous with equal parts; the split sizes must
+        be [].
+        """
         assert not output_split_sizes
         assert not input_split_sizes
         return self._exchange_buffers([_tensor_bytes(part) for part in x.view(self._count, -1)], out)
 
     def broadcast(self, tensors: Sequence[Tensor], options: object = None) -> CompletedWork:
-        """From the first rank."""
+        """From rank 0."""
         self._connect_peers()
         (x,) = tensors
         if self._rank:
@@ -69,7 +74,7 @@ class SocketGroup:
         return CompletedWork()
 
     def allreduce(self, tensors: Sequence[Tensor]) -> CompletedWork:
-        """Each number is added in the order of the ranks."""
+        """Adds in rank order."""
         (x,) = tensors
         parts = x.new_empty((self._count, *x.shape))
         self.allgather_base(parts, x)
@@ -77,14 +82,14 @@ class SocketGroup:
         return CompletedWork()
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> CompletedWork:
-        """To that rank, which receives in the order in which this one sends; contiguous."""
+        """Contiguous. The receiver must receive in the order of sends."""
         self._connect_peers()
         (x,) = tensors
         self._peers[rank].sendall(_tensor_bytes(x.flatten()))
         return CompletedWork()
 
     def recv(self, tensors: Sequence[Tensor], rank: int, tag: int) -> CompletedWork:
-        """Fill a tensor, which is contiguous, with what that rank sends."""
+        """Contiguous."""
         self._connect_peers()
         (x,) = tensors
         _receive_into(self._peers[rank], _tensor_bytes(x.flatten()))
@@ -94,10 +99,10 @@ class SocketGroup:
         self._aborted.set()
         for peer in list(self._peers.values()):
             with suppress(OSError):
-                peer.shutdown(socket.SHUT_RDWR)  # which wakes those that wait
+                peer.shutdown(socket.SHUT_RDWR)  # wakes waiting threads
 
     def _exchange_buffers(self, outgoing: Sequence[memoryview], out: Tensor) -> CompletedWork:
-        """Give each rank one of these, of equal lengths, and fill out with what they give, in their order."""
+        """Send each rank its buffer, all of equal length, and fill out with theirs in rank order."""
         self._connect_peers()
         parts = [_tensor_bytes(part) for part in out.view(self._count, -1)]
         parts[self._rank][:] = outgoing[self._rank]
@@ -109,7 +114,7 @@ class SocketGroup:
         return CompletedWork()
 
     def _connect_peers(self) -> None:
-        """Connect to the ranks before this one, and let those after it connect."""
+        """Connect to lower ranks and accept higher ones."""
         if len(self._peers) == self._count - 1:
             return
         deadline = time.monotonic() + _CONNECT_SECONDS
@@ -130,7 +135,7 @@ class SocketGroup:
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * _CHUNK_BYTES)
         weakref.finalize(self, _close_sockets, list(peers.values()))
         self._peers = dict(sorted(peers.items()))
-        if self._aborted.is_set():  # since the last look
+        if self._aborted.is_set():  # since the last check
             raise ConnectionAbortedError
 
     def _connect_lower_ranks(self, peers: dict[int, socket.socket]) -> None:
@@ -141,7 +146,7 @@ class SocketGroup:
                 peers[rank].sendall(bytes.fromhex(key) + bytes([self._rank]))
 
     def _accept_peer(self, listener: socket.socket, key: bytes, peers: dict[int, socket.socket]) -> None:
-        """Whoever does not show the key is turned away."""
+        """Reject peers without the key."""
         with suppress(TimeoutError):
             connection, _ = listener.accept()
             connection.settimeout(_GREETING_SECONDS)
@@ -158,8 +163,6 @@ class SocketGroup:
 
 
 class CompletedWork:
-    """A dist.Work that is done."""
-
     def wait(self) -> bool:
         return True
 

@@ -1,1 +1,1 @@
-"""What both halves of the engine share: the structs that flow between them, errors, configuration, the clock."""
+"""Structs, errors, configuration and clock shared by both halves of the engine."""

@@ -1,7 +1,7 @@
-"""What tells the time, but to commands and to device code: the machine's clocks, or those of a simulation.
+"""Clocks of the machine, or of a simulation, for everything but commands and device code.
 
-Both are asked as attributes of this module, as in `clock.monotonic()`, so that one assignment moves the clock of
-everybody. A clock as an argument would go through some fifty constructors.
+Call them as attributes of this module, `clock.monotonic()`, so that one assignment replaces the clock everywhere.
+Passed as an argument, a clock would go through some fifty constructors.
 """
 
 from __future__ import annotations
@@ -10,6 +10,6 @@ import time as machine
 from collections.abc import Callable
 
 monotonic: Callable[[], float] = machine.monotonic
-"""Seconds since some moment, whatever the date is set to. All processes of a machine have the same."""
+"""Seconds since some moment, independent of the date and equal in all processes of a machine."""
 time: Callable[[], float] = machine.time
-"""Seconds of the Unix clock."""
+"""Unix time in seconds."""

@@ -1,4 +1,4 @@
-"""How an engine is set up: one frozen model, which `quire.engine.settings.settings_reader` fills."""
+"""An engine's configuration: one frozen model, filled by `quire.engine.settings.settings_reader`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,12 @@ from quire.engine.common.types import EngineInfo
 
 PRESETS_FOLDER = Path(__file__).resolve().parents[2] / "configs"
 DEMO_MODEL = str(PRESETS_FOLDER / "demo")
-"""The embedded model."""
 DEFAULT_DISK_GIB = 10
-"""What --kv-offload-dir may take where nothing is said."""
+"""Default limit of --kv-offload-dir."""
 
 DEFAULT_STEP_TOKENS, LARGE_GPU_STEP_TOKENS = 2048, 8192
-"""Most in one step, where nothing is said; the latter on large cards:"""
+"""Defaults of max_num_batched_tokens; the latter on GPUs with at least LARGE_GPU_BYTES."""
 LARGE_GPU_BYTES = 40 * 10**9
-"""Bytes."""
 
 MAX_SEQUENCES = 4096
 _MAX_GIB = 1_000_000
@@ -37,13 +35,13 @@ _TOKEN_UNITS = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}
 
 
 def capacity_settings_from_info(info: EngineInfo) -> dict[str, int]:
-    """What an engine that is built anew is to have as this one, whatever memory is free then, by setting."""
+    """Settings that give a new engine the same capacity, whatever memory is free then."""
     settings = {"max_model_len": info.max_model_len, "num_kv_blocks": info.num_blocks}
     return settings if info.rope_context is None else settings | {"rope_context": info.rope_context}
 
 
 class EngineConfig(BaseModel):
-    """Fields keep vLLM's flag names where the meaning is the same."""
+    """Fields have vLLM's flag names where they mean the same."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -255,66 +253,62 @@ class EngineConfig(BaseModel):
 
     @property
     def online_quantization(self) -> OnlineQuantization | None:
-        """What the weights are quantized to while they are loaded."""
+        """Format to which weights are quantized at load."""
         return self.quantization if self.quantization in get_args(OnlineQuantization) else None  # type: ignore[return-value]
 
     @property
     def required_checkpoint_quant_method(self) -> str | None:
-        """What config.json must say as quant_method; None: nothing was asked for."""
+        """Required quant_method in config.json; None: any."""
         quantization = None if self.online_quantization else self.quantization
         return quantization and quantization.removesuffix("_marlin")
 
     @property
     def has_draft_weights(self) -> bool:
-        """Whether something with weights of its own guesses tokens."""
         return self.speculative_config is not None and self.speculative_config.has_weights
 
     def without_redundant_quantization(self, quant_method: str | None) -> EngineConfig:
-        """The same for a checkpoint with this quant_method: fp8 of one that is fp8 is what it is, not another time."""
+        """A copy for a checkpoint with this quant_method: fp8 for an fp8 checkpoint means to keep it, not to quantize
+        it again.
+        """
         if quant_method is None or quant_method != self.online_quantization or self.load_format == "dummy":
             return self
         return self.model_copy(update={"quantization": None})
 
     @property
     def uses_context_parallel(self) -> bool:
-        """Whether the ranks divide sequences' tokens."""
         return self.decode_context_parallel_size > 1
 
     @property
     def max_step_tokens(self) -> int:
-        """Most tokens in one step."""
         return self.max_num_batched_tokens or DEFAULT_STEP_TOKENS
 
     def with_gpu_default_step_tokens(self, memory: int) -> EngineConfig:
-        """The same for a GPU of so many bytes: large ones compute long steps fastest, and have the memory for them."""
+        """A copy for a GPU with `memory` bytes: large GPUs compute long steps fastest, and have the memory for them."""
         if self.max_num_batched_tokens is not None or memory < LARGE_GPU_BYTES:
             return self
         return self.model_copy(update={"max_num_batched_tokens": LARGE_GPU_STEP_TOKENS})
 
     @property
     def world_size(self) -> int:
-        """Processes that compute one engine's model together."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def local_world_size(self) -> int:
-        """Those of them that are on one machine."""
         return self.world_size // self.nnodes
 
     @property
     def max_running_requests(self) -> int:
-        """Most sequences that all engines compute at a time."""
+        """Total of all engines."""
         return self.max_num_seqs * self.data_parallel_size
 
     @property
     def kv_disk_gib(self) -> float:
-        """What --kv-offload-dir may take."""
         return DEFAULT_DISK_GIB if self.kv_offload_disk is None else self.kv_offload_disk
 
     @field_validator("speculative_config", mode="before")
     @classmethod
     def parse_speculative_config(cls, value: object) -> object:
-        """A method's name alone, or JSON text."""
+        """Accept a method's name, or JSON text."""
         if not isinstance(value, str):
             return value
         if not value.lstrip().startswith("{"):
@@ -329,7 +323,7 @@ class EngineConfig(BaseModel):
     def drop_redundant_mtp_model(
         cls, value: SpeculativeConfig | None, info: ValidationInfo
     ) -> SpeculativeConfig | None:
-        """vLLM's recipes name the served model as the one that has the layer for mtp."""
+        """vLLM's recipes name the served model as the one with the MTP layer."""
         if value is None or value.method != "mtp" or value.model is None:
             return value
         if value.model != info.data.get("model"):
@@ -351,7 +345,7 @@ class EngineConfig(BaseModel):
     @field_validator("kv_cache_memory", mode="before")
     @classmethod
     def parse_gib(cls, value: object) -> object:
-        """Bytes as vLLM's kv_cache_memory_bytes has them, 10000000000 or 10G: no machine has a million GiB."""
+        """Accept bytes as in vLLM's kv_cache_memory_bytes, 10000000000 or 10G: no machine has a million GiB."""
         if isinstance(value, str) and value[:-1].replace(".", "", 1).isdecimal() and value[-1] in _BYTE_UNITS:
             return float(value[:-1]) * _BYTE_UNITS[value[-1]] / 2**30
         try:
@@ -363,7 +357,7 @@ class EngineConfig(BaseModel):
     @field_validator("max_model_len", "rope_context", "max_num_batched_tokens", mode="before")
     @classmethod
     def parse_token_count(cls, value: object) -> object:
-        """As vLLM reads them: 32k is 32,000 and 32K is 32,768."""
+        """As in vLLM: 32k is 32,000 and 32K is 32,768."""
         if isinstance(value, str) and value[:-1].isdecimal() and value[-1] in _TOKEN_UNITS:
             return int(value[:-1]) * _TOKEN_UNITS[value[-1]]
         return value

@@ -1,5 +1,3 @@
-"""Types of settings: JSON objects, types of numbers, quantization, and how tokens are guessed."""
-
 from __future__ import annotations
 
 import json
@@ -9,7 +7,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 
 def _parse_json_object(value: object) -> object:
-    """The object in JSON text. Raises ValueError."""
+    """Raises ValueError."""
     if not isinstance(value, str):
         return value
     try:
@@ -26,12 +24,12 @@ JsonObject = Annotated[dict[str, Any], BeforeValidator(_parse_json_object)]
 
 
 def _normalize_dtype(value: Any) -> Any:
-    """vLLM's other names."""
+    """Map vLLM's other names."""
     return {"half": "float16", "float": "float32"}.get(value, value) if isinstance(value, str) else value
 
 
 def normalize_quantization(value: Any) -> Any:
-    """vLLM's other names. Raises ValueError for those of other devices."""
+    """Map vLLM's other names. Raises ValueError for names of unsupported devices."""
     if (why := unsupported_device_reason(value)) is not None:
         raise ValueError(f"{why}: name a checkpoint in another format")
     return _QUANTIZATION_ALIASES.get(value, value) if isinstance(value, str) else value
@@ -57,7 +55,7 @@ OnlineQuantization = Literal["int8", "int4", "fp8"]
 CheckpointQuantization = Literal[
     "gptq", "gptq_marlin", "awq", "awq_marlin", "compressed-tensors", "bitsandbytes", "mxfp4", "modelopt", "gguf"
 ]
-"""vLLM's names of the ways in which checkpoints are quantized, and of its kernels for them."""
+"""vLLM's names of quantized checkpoint formats, and of its kernels for them."""
 
 
 UNSUPPORTED_DRAFT_METHODS = (
@@ -68,7 +66,7 @@ UNSUPPORTED_DRAFT_METHODS = (
     "gemma4_mtp_assistant",
     "extract_hidden_states",
 )
-"""Methods of vLLM's that Quire lacks. No method changes an answer, so a model that names one is served without."""
+"""vLLM methods that Quire lacks. No method changes an answer, so the model is served without one."""
 _IGNORED_VLLM_KEYS = {
     "attention_backend",
     "moe_backend",
@@ -97,30 +95,30 @@ _IGNORED_VLLM_KEYS = {
     "use_local_argmax_reduction",
     "tensor_parallel_size",
 }
-"""Keys of vLLM's that say how fast guesses are made: no guess changes an answer, so they are left out."""
+"""vLLM keys that only affect the speed of drafting."""
 
 
 class SpeculativeConfig(BaseModel):
-    """How tokens are guessed, by vLLM's names."""
+    """Speculative decoding with vLLM's names."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     method: Literal["none", "ngram", "suffix", "grammar", "draft_model", "eagle", "eagle3", "medusa", "mtp"]
-    """none guesses nothing; ngram looks in the request's own tokens, suffix also in recent answers to requests of the
-    same cache salt; grammar guesses what a request's grammar forces, as the others do too; draft_model asks `model`,
-    eagle, eagle3 and medusa the heads there, and mtp the layer for that in the served checkpoint; vLLM's names of it
-    for each family, such as deepseek_mtp, mean the same."""
+    """ngram searches the request's own tokens, suffix also recent answers with the same cache salt. grammar drafts what
+    a grammar forces, which the others do too. draft_model uses `model`; eagle, eagle3 and medusa use heads in `model`;
+    mtp uses a layer of the served checkpoint. vLLM's names of mtp per family, such as deepseek_mtp, are accepted.
+    """
     model: str | None = None
-    """Local directory or hub id of a smaller model with the same vocabulary, or of heads for the served one."""
+    """Local directory or hub id of a smaller model with the same vocabulary, or of heads for the served model."""
     num_speculative_tokens: int = Field(8, ge=1, le=32)
-    """The most guesses of one sequence in a step."""
+    """Most draft tokens of a sequence per step."""
     prompt_lookup_min: int = Field(1, ge=1, le=32)
-    """Tokens that must be the same before a place for it to be looked at."""
+    """Tokens that must match before a place is considered."""
 
     @model_validator(mode="before")
     @classmethod
     def normalize_vllm_keys(cls, value: object) -> object:
-        """Without what says only how fast vLLM guesses, and with the method that vLLM would choose for a model."""
+        """Drop keys that only affect vLLM's speed, and infer a missing method as vLLM does."""
         if not isinstance(value, dict):
             return value
         settings = {name: each for name, each in value.items() if name not in _IGNORED_VLLM_KEYS}
@@ -138,12 +136,11 @@ class SpeculativeConfig(BaseModel):
 
     @property
     def uses_hidden_states(self) -> bool:
-        """Whether heads guess from the served model's hidden states."""
+        """True if heads draft from the served model's hidden states."""
         return self.method in ("eagle", "eagle3", "medusa", "mtp")
 
     @property
     def has_weights(self) -> bool:
-        """Whether what guesses has weights of its own."""
         return self.method == "draft_model" or self.uses_hidden_states
 
     @model_validator(mode="after")
@@ -156,7 +153,7 @@ class SpeculativeConfig(BaseModel):
 
 
 def ignored_speculative_keys_reason(value: object) -> str:
-    """What of a speculative_config changes nothing here, and why; "" where all of it counts."""
+    """Which part of a speculative_config has no effect, and why; "" if all of it counts."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -171,7 +168,7 @@ def ignored_speculative_keys_reason(value: object) -> str:
 
 
 def infer_draft_method_from_name(model: str) -> str:
-    """The method for a draft that comes without one, by its name, as vLLM chooses it."""
+    """As vLLM does."""
     name = model.lower()
     return next((method for method in ("eagle3", "eagle", "medusa") if method in name), "draft_model")
 
@@ -189,5 +186,5 @@ _UNSUPPORTED_DEVICES = {
 
 
 def unsupported_device_reason(name: object) -> str | None:
-    """Why a device of PyTorch's or vLLM's is not served; None if it is, or nobody knows of it."""
+    """Return why a device of PyTorch or vLLM is not served; None if it is, or is unknown."""
     return _UNSUPPORTED_DEVICES.get(name.partition(":")[0]) if isinstance(name, str) else None

@@ -25,13 +25,13 @@ from collections.abc import Collection, Mapping
 
 
 class QuireError(Exception):
-    """The base class. `str(error)` is shown to clients, so it has no stack traces and none of the server's paths."""
+    """Base class. Clients see `str(error)`, so it must contain no stack traces and no paths of the server."""
 
     code: str | None = None
-    """The `code` in OpenAI's error object."""
+    """`code` of OpenAI's error object."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
-        """param: the request's field or the configuration key that is wrong."""
+        """param: the wrong field of a request, or configuration key."""
         super().__init__(message)
         self.message = message
         self.param = param
@@ -75,7 +75,7 @@ class Overloaded(QuireError):
 
 
 class ModelNotLoadable(Overloaded):
-    """A model's files are wrong: to ask again soon does not help."""
+    """A model's files are wrong: retrying soon does not help."""
 
     code = "model_unloadable"
 
@@ -105,8 +105,9 @@ class RequestQuarantined(EngineError):
 
 
 class ConfigError(QuireError, ValueError):
-    """Also a ValueError, as programs that set up an LLM expect. So what catches ValueErrors of a library lets it pass
-    first."""
+    """Also a ValueError, as programs that create an LLM expect. Code that catches ValueErrors of a library must let it
+    pass.
+    """
 
 
 class ModelError(ConfigError):
@@ -115,20 +116,19 @@ class ModelError(ConfigError):
 
 
 def may_succeed_later(error: Exception) -> bool:
-    """Whether what failed was not the request's fault: the same request may be answered at another time."""
+    """True if the failure was not the request's fault, so a retry may succeed."""
     return isinstance(error, EngineGone | Overloaded) and not isinstance(error, QueueTimeout | ModelNotLoadable)
 
 
 def refuse_setting_if(param: str, *reasons: str | bool | None) -> None:
-    """Raise ConfigError for a setting with the first of the reasons that is one; each is a text, or the condition that
-    does not hold under which it would be one."""
+    """Raise ConfigError with the first truthy reason."""
     for why in reasons:
         if why:
             raise ConfigError(f"{param}: {why}", param=param)
 
 
 def check_task(task: str, tasks: Collection[str]) -> None:
-    """Raise InvalidRequest for a task that is not one of the model's."""
+    """Raise InvalidRequest for a task that the model does not serve."""
     if task not in tasks:
         hint = "; with pooling_type='last' it makes vectors" if task == "embed" and "generate" in tasks else ""
         raise InvalidRequest(f"the model serves {' and '.join(tasks)}, not {task}{hint}", param="model")

@@ -1,5 +1,4 @@
-"""The interface to what computes the scheduler's batches: one device (engine/worker/model_runner.py), or a fake in
-tests."""
+"""Interface of what computes the scheduler's batches: a device (engine/worker/model_runner.py), or a fake in tests."""
 
 from __future__ import annotations
 
@@ -14,55 +13,53 @@ from quire.engine.common.types import Adapter
 
 
 class PendingOutput(Protocol):
-    """A step under way."""
-
     def result(self) -> ModelRunnerOutput:
-        """What the step computed; waits for it. Called once, and for all steps in the order of their launch."""
+        """Wait for the step's output. Call it once per step, in launch order."""
 
 
 class AdapterLoader(Protocol):
-    """Puts adapters into slots of the device, beside the steps: nothing waits for it."""
+    """Loads adapters into device slots in the background."""
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
-        """Begin to put an adapter into a slot. No row of a step may be in this slot until it is
-        `install_finished_loads`."""
+        """Start a load. No scheduled request may use the slot before `install_finished_loads` reports it."""
 
     def install_finished_loads(self) -> list[tuple[int, str | None]]:
-        """The slots that were filled since the last call, each with None, or with why it could not be filled."""
+        """Slots whose load ended since the last call, each with None, or the reason of the failure."""
 
     def wait_for_any_load(self, seconds: float) -> None:
-        """Wait until a load has ended, or as long."""
+        """Return when a load has ended, or after `seconds`."""
 
 
 class BlockMover(Protocol):
-    """Copies KV pages between the device and the host's memory. `read_block` and `write_block` may be called by any
-    thread, and return when the copy is made."""
+    """Copies KV blocks between device and host. Any thread may call `read_block` and `write_block`, which return when
+    the copy is done.
+    """
 
     block_bytes: int
-    """Of a page in all layers together."""
+    """Size of a block over all layers."""
     layout: str
-    """What the bytes of a page are: their shapes, types and order, and what computes them."""
+    """Identifies the bytes of a block: shapes, dtypes, order, and what computed them."""
 
     def announce_block_writes(self, blocks: Sequence[int]) -> None:
-        """These pages are going to be written; called by the engine's loop before they are."""
+        """The engine's loop calls it before these blocks are written."""
 
     def read_block(self, block: int) -> memoryview:
-        """A copy of a page as the batches launched so far leave it. No batch launched before this returns may write to
-        the page."""
+        """Copy a block as the batches launched so far leave it. No batch launched before this returns may write it."""
 
     def write_block(self, block: int, content: bytes | memoryview) -> None:
-        """Fill a page, which no batch may use that is launched before this returns."""
+        """No batch launched before this returns may use the block."""
 
 
 RPC_METHODS = ("describe", "parameters")
-"""What may be called on a rank by name: methods of RankWorker in engine/worker/ranks/rank_rpc.py, without arguments."""
+"""Methods that may be called by name, without arguments: those of RankWorker in engine/worker/ranks/rank_rpc.py."""
 CollectiveRPC = Callable[[bytes], list[bytes]]
-"""Runs a call from `encode_call` on every rank. Returns each rank's result, for `decode_results`."""
+"""Runs an `encode_call` on every rank; returns the results for `decode_results`."""
 
 
 def encode_call(method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
-    """A call as it goes to other processes, which import the function by its name, from where this one can. Raises
-    InvalidRequest where they cannot, or for arguments that cannot be sent."""
+    """Encode a call for other processes, which import the function by name with this process's sys.path. Raises
+    InvalidRequest if they cannot, or if arguments cannot be pickled.
+    """
     if isinstance(method, str) and method not in RPC_METHODS:
         raise InvalidRequest(f"method: there is no {method!r}, but {' and '.join(RPC_METHODS)}", param="method")
     for field, arguments in (("args", args), ("kwargs", kwargs)):
@@ -73,13 +70,13 @@ def encode_call(method: str | Callable[..., Any], args: Sequence[Any], kwargs: M
     try:
         path = [] if isinstance(method, str) else sys.path
         return pickle.dumps((path, pickle.dumps((method, tuple(args), dict(kwargs or {})))))
-    except Exception as error:  # whatever a user's object raises
+    except Exception as error:  # a user's object may raise anything
         why = "a function must be one of a module's, and arguments such as can be pickled"
         raise InvalidRequest(f"method: {why}: {error}", param="method") from error
 
 
 def decode_results(encoded_results: Sequence[bytes]) -> list[Any]:
-    """What each rank gave, the first one's first. Raises EngineError where one of them failed."""
+    """Results in rank order. Raises EngineError if a rank failed."""
     results = [pickle.loads(each) for each in encoded_results]
     if failed := [why for _, why in results if why is not None]:
         raise EngineError("; ".join(failed))
@@ -87,19 +84,19 @@ def decode_results(encoded_results: Sequence[bytes]) -> list[Any]:
 
 
 class Executor(Protocol):
-    """Computes batches in the order in which they are launched."""
+    """Computes batches in launch order."""
 
     def launch(self, batch: SchedulerOutput) -> PendingOutput:
-        """Start computing a batch. A later batch may be launched before this one's result is asked for."""
+        """A later batch may be launched before this one's result is read."""
 
     def warm_up_next(self) -> bool:
-        """Prepare one thing that a later step will need, in less than a second or so; False when all is ready."""
+        """Prepare one thing for later steps, in about a second at most; False if nothing is left."""
 
     def make_block_mover(self) -> BlockMover | None:
-        """What copies its KV pages, for tiers of them; None: it keeps none."""
+        """None if it keeps no KV blocks."""
 
     def make_state_offload_mover(self) -> BlockMover | None:
-        """The same of slots (Sublayer.slot_tensor_specs), by their numbers."""
+        """A mover of slots (Sublayer.slot_tensor_specs) by their numbers."""
 
     def preload_grammar_compiler(self) -> None:
-        """Begin to load what grammars need, in the background; without this call it is loaded for the first one."""
+        """Load what grammars need in the background; otherwise the first grammar loads it."""

@@ -1,6 +1,6 @@
-"""What is drawn at random, but for tokens: seeds, and names of what is made. Of the system, or of a simulation.
+"""Random seeds and names, from the OS or a simulation. Tokens are not sampled with it.
 
-`randbits` is asked as an attribute of this module, so that one assignment replaces the source of everybody.
+Call `randbits` as an attribute of this module, so that one assignment replaces it everywhere.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ import secrets
 from collections.abc import Callable
 
 randbits: Callable[[int], int] = secrets.randbits
-"""A number of so many bits, which nobody can guess."""
+"""A cryptographically random number of this many bits."""
 
 
 def token_hex(size: int) -> str:
-    """So many bytes, as twice as many hexadecimal digits."""
+    """`size` bytes as hexadecimal digits."""
     return f"{randbits(8 * size):0{2 * size}x}"
 
 
 def uuid_hex() -> str:
-    """The digits of a UUID of version 4."""
+    """Version 4."""
     drawn = token_hex(16)
     return f"{drawn[:12]}4{drawn[13:16]}{'89ab'[int(drawn[16], 16) & 3]}{drawn[17:]}"

@@ -1,4 +1,4 @@
-"""What a request asks of the engine: sampling parameters and pooling parameters, with the table of sampling fields."""
+"""Sampling and pooling parameters, and the table of sampling fields."""
 
 from __future__ import annotations
 
@@ -13,33 +13,32 @@ from quire.engine.common.sampling_field import MAX_TOKENS, NamedSamplingField, S
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
-"""In all stop strings together: text that is held back is compared with each."""
+"""Total of all stop strings: held-back text is compared with each."""
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """What the whole text of an answer must match; engine/text/grammar_compiler.py makes them."""
+    """Constraint on the whole text of an answer; engine/text/grammar_compiler.py compiles it."""
 
     kind: Literal["json", "regex", "lark"]
     text: str
-    """A JSON schema, a regular expression of Rust's kind, or llguidance's Lark, or GBNF."""
+    """JSON schema, Rust regular expression, or llguidance's Lark or GBNF."""
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True):
-    """The most tokens that a model may think; after them the token that ends the thinking is picked."""
+    """After `tokens` thinking tokens, `end_id` is sampled."""
 
     tokens: int
     end_id: int
     begin_id: int | None
-    """The token that begins the thinking, where the model decides whether it thinks. None: every answer starts inside
-    the thinking."""
+    """Token that begins the thinking, if the model decides to think; None: every answer starts inside it."""
 
 
 _MIN_TEMPERATURE = 1e-5
-"""Below this temperature, as in vLLM, nothing is drawn: divided by less, logits may be infinite."""
+"""Greedy below this, as in vLLM: dividing by less may make logits infinite."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="sampling"):
-    """How to pick tokens and when to end. Raises InvalidRequest, naming the field, for a value out of range."""
+    """Raises InvalidRequest, naming the field, for a value out of range."""
 
     n: Annotated[int, SamplingField(text="Answers to each prompt.", minimum=1, maximum=128, is_copied=False)] = 1
     temperature: Annotated[
@@ -122,9 +121,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ] = 0.0
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
-    """Only these are ever picked."""
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that the output must not contain."""
     max_tokens: Annotated[
         int | None,
         SamplingField(
@@ -139,7 +136,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         int, SamplingField(text="Before so many tokens no answer ends by itself.", minimum=0, maximum=MAX_TOKENS)
     ] = 0
     grammar: Grammar | None = None
-    """The answer ends when it is complete, whatever min_tokens and ignore_eos say."""
+    """The answer ends when it is complete, despite min_tokens and ignore_eos."""
     thinking: ThinkingBudget | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -164,7 +161,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ),
     ] = None
     logprob_token_ids: tuple[int, ...] | None = None
-    """Report these tokens beside each picked one, and no others, whatever `logprobs` says. Empty is as None."""
+    """Report these tokens, instead of `logprobs`, in addition to each sampled one. Empty means None."""
     prompt_logprobs: Annotated[
         int | None,
         SamplingField(text="The same of the prompt's tokens.", minimum=0, maximum=MAX_TOKENS, is_copied=False),
@@ -175,10 +172,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ] = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.stop, tuple):  # one string, or a list
+        if not isinstance(self.stop, tuple):
             stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
             msgspec.structs.force_setattr(self, "stop", stop)
-        if self.seed == -1:  # as vLLM and Ollama write "none"
+        if self.seed == -1:  # "none" in vLLM and Ollama
             msgspec.structs.force_setattr(self, "seed", None)
         for row in BOUNDED_SAMPLING_FIELDS:
             field = row.field
@@ -206,8 +203,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature < _MIN_TEMPERATURE
 
     def choice_seed(self, choice: int) -> int:
-        """The seed of one of n choices, 63 bits; random if the request has none. The first choice takes the request's
-        own seed, so it does not depend on n."""
+        """63-bit seed of one of n choices; random if the request has none. The first choice uses the request's seed, so
+        it does not depend on n.
+        """
         if self.seed is None:
             return random_source.randbits(63)
         if choice == 0:
@@ -223,21 +221,21 @@ def _list_sampling_fields() -> tuple[NamedSamplingField, ...]:
             declared, field = get_args(hint)
             kind = next(iter(get_args(declared)), declared)
             default = defaults[name]
-            if kind is float:  # a number of its own: msgspec leaves the default object out, which receipts are to write
+            if kind is float:  # a new object: msgspec omits the default object itself, which receipts must write
                 default = float(repr(default))
             rows.append(NamedSamplingField(name, kind, default, field))
     return tuple(rows)
 
 
 SAMPLING_FIELDS = _list_sampling_fields()
-"""The table of sampling fields, in the order of SamplingParams."""
+"""In the order of SamplingParams."""
 BOUNDED_SAMPLING_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.minimum is not None)
 MODEL_DEFAULT_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.has_model_default)
-"""Those that a model's generation_config.json may set."""
+"""Fields that generation_config.json may set."""
 SETTING_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.setting_label)
-"""Those that the page's settings and presets have."""
+"""Fields of the page's settings and of presets."""
 COPIED_SAMPLING_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.is_copied)
-"""Those of which a body has the same field, whose value the engine gets as it is."""
+"""Fields that a request body has under the same name, passed on unchanged."""
 
 
 def find_sampling_field(name: str) -> NamedSamplingField | None:
@@ -251,34 +249,33 @@ Task = Literal["generate", "embed", "classify"]
 
 
 PoolingType = Literal["last", "mean", "cls", "none"]
-"""Which of a prompt's hidden states make its vector: the last token's, the mean of all, or the first token's; none:
-each token has a vector of its own."""
+"""Hidden states that make the vector: the last token's, the mean, or the first token's; none: a vector per token."""
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="pooling"):
-    """Asks for one vector of the prompt instead of tokens; the model says how it makes the vector."""
+    """Requests a vector of the prompt instead of tokens."""
 
     task: PoolingTask = "embed"
-    """An embedding, or the scores of the model's labels."""
     dimensions: int | None = None
-    """Keep only so many of an embedding's first numbers (Kusupati et al., 2022, "Matryoshka Representation Learning").
-    None: all."""
+    """Keep only the first numbers of an embedding (Kusupati et al., 2022, "Matryoshka Representation Learning"); None:
+    all.
+    """
     activation: bool | None = None
-    """Whether an embedding is scaled to length 1, or scores become probabilities. None: as the model is meant."""
+    """Scale embeddings to length 1, or turn scores into probabilities; None: the model's default."""
     second_segment: int | None = None
-    """Where the second of two texts begins in the prompt, for encoders that tell them apart."""
+    """Start of the second text in the prompt, for encoders that distinguish two texts."""
 
     def __post_init__(self) -> None:
         _check_bounds("dimensions", self.dimensions, 1, MAX_TOKENS)
 
 
 def _check_bounds(name: str, value: float | None, low: Any, high: Any, is_exclusive: bool = False) -> None:
-    """Raise InvalidRequest unless low <= value <= high; above=True leaves `low` itself out. NaN fails every bound."""
+    """Raise InvalidRequest unless low <= value <= high, or low < value with is_exclusive. NaN fails."""
     if value is None:
         return
     if not ((value > low if is_exclusive else value >= low) and value <= high):
         if isinstance(low, int):
             bounds = f"at least {low} and at most {high}"
         else:
-            bounds = f"in {'(' if is_exclusive else '['}{low:g}, {high:g}]"  # vLLM's words, which programs look for
+            bounds = f"in {'(' if is_exclusive else '['}{low:g}, {high:g}]"  # programs look for vLLM's words
         raise InvalidRequest(f"{name} must be {bounds}, got {value}", param=name)

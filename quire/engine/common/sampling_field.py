@@ -1,5 +1,6 @@
-"""The annotation of a sampling field. Each field of SamplingParams that a request, a model or the page may set has one;
-all other lists of sampling fields are made of these annotations."""
+"""Annotation of a sampling field. Each field of SamplingParams that a request, a model or the page may set has one; all
+other lists of sampling fields are derived from them.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +8,30 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_TOKENS = 2**31 - 1
-"""The largest number that a field of tokens may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingField:
-    """A row of the table of sampling fields."""
-
     text: str
-    """What it does, as the reference says it."""
+    """Description in the reference."""
     minimum: float | None = None
     maximum: float | None = None
-    """Bounds of a number; None: it has none."""
+    """Bounds of a number, or None."""
     excludes_minimum: bool = False
     is_copied: bool = True
-    """Whether requests have a field of this name and type, whose value the engine gets as it is."""
+    """True if requests have a field of this name and type, passed on unchanged."""
     has_model_default: bool = False
-    """Whether a request that leaves it out gets what the model's generation_config.json says."""
+    """True if the default comes from the model's generation_config.json."""
     setting_label: str = ""
-    """What settings call it, those of the page and of presets; "": they do not have it."""
+    """Label in the page's settings and in presets; "": not a setting."""
     setting_step: float = 1.0
-    """What one press of an arrow adds on the page."""
+    """Step of the arrow buttons on the page."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedSamplingField:
-    """A row with what the declaration says."""
-
     name: str
     type: type
-    """float, int or bool; of a number that may be left out, the number's."""
+    """float, int or bool; for an optional number the number's type."""
     default: Any
     field: SamplingField

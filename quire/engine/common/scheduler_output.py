@@ -1,4 +1,4 @@
-"""What the scheduler decides for a step, and the step's result. Both are structs: they are sent to other processes."""
+"""A step's scheduling decisions and results, as structs that can be sent to other processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.engine.common.types import ErrorCause, Image, MediaSpan, TokenLogprob
 
 
 class NewRequestData(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request that enters a slot of the device: its tokens so far, and how to sample more of them or to pool them."""
+    """A request that enters a slot of the device: its tokens so far, and how to sample or pool."""
 
     slot: int
     token_ids: list[int]
@@ -19,22 +19,21 @@ class NewRequestData(msgspec.Struct, frozen=True, array_like=True, gc=False):
     params: SamplingParams | PoolingParams
     seed: int
     adapter_slot: int = 0
-    """The slot of its LoRA adapter; 0 for the base model."""
+    """0: base model."""
     spans: tuple[MediaSpan, ...] = ()
     images: tuple[Image, ...] = ()
-    """The content of the spans, each image once."""
+    """Content of the spans, each image once."""
     cache_salt: str = ""
-    """Encoder outputs are shared only among requests of the same cache salt."""
+    """Only requests with the same cache salt share encoder outputs."""
 
 
 class EncoderChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Part of the encoder's work on one image; it runs before the step's tokens are computed."""
+    """Part of the encoder's work on one image, run before the step's tokens."""
 
     digest: bytes
     end_progress: int
     """Progress after this chunk, in units of Image.encoder_cost."""
     total_cost: int
-    """Image.encoder_cost, the whole of it."""
 
     @property
     def is_last(self) -> bool:
@@ -42,15 +41,15 @@ class EncoderChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One request's part in a step: tokens start to start + num_tokens of its slot. The device holds their ids.
+    """One request's part in a step: tokens start to start + num_tokens of its slot; the device holds their ids.
 
-    `new_block_ids` extend the slot's block table; a new request starts with an empty one. If `should_sample` is set,
-    the device samples the token after the last one and writes it to the slot, so that a later step may compute it
-    before the host knows it.
+    `new_block_ids` extend the slot's block table, which is empty for a new request. With `should_sample` the device
+    samples the token after the last one and writes it to the slot, so that a later step may compute it before the host
+    knows it.
 
-    `draft_token_ids` are the last of the `num_tokens` tokens. The device writes them to the slot, then samples a token
-    at the position of each. The step returns the sampled tokens up to and including the first that differs from its
-    draft; the KV of later drafts is overwritten.
+    `draft_token_ids` are the last of the `num_tokens` tokens. The device writes them to the slot and samples at the
+    position of each. The step returns sampled tokens up to and including the first that differs from its draft; the KV
+    of later drafts is overwritten.
     """
 
     request_id: str
@@ -59,51 +58,48 @@ class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_tokens: int
     new_block_ids: list[int]
     should_sample: bool
-    """Whether to sample after the last token. Always False for a pooling request: the device pools in the step that
-    computes the prompt's last token."""
+    """Always False for pooling: the device pools in the step with the prompt's last token."""
     draft_token_ids: list[int] = []
     encoder_chunks: list[EncoderChunk] = []
-    """What the encoder computes for it in this step. A request may have these alone, with `num_tokens` 0."""
+    """A request may have only these, with `num_tokens` 0."""
 
 
 class HeadDraftRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request whose next tokens a head drafts from its hidden states, between two steps."""
+    """A request for which a head drafts tokens from hidden states, between two steps."""
 
     slot: int
     num_tokens: int
-    """Its number of tokens; its last step sampled the last of them."""
+    """Including the one that its last step sampled."""
     num_drafts: int
-    """How many tokens to draft."""
     block_ids: list[int]
-    """The head's own blocks, for all its tokens and the drafts."""
+    """The head's own blocks, for all tokens and drafts."""
 
 
 class DrafterCatchUp(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a draft model has not computed of a request: `num_tokens` tokens from `start` on, with the blocks from
-    `first_block` on. A slot keeps what it has until another request enters it."""
+    """What a draft model has not yet computed of a request: `num_tokens` tokens from `start` on, in blocks from
+    `first_block` on. A slot keeps its content until another request enters it.
+    """
 
     slot: int
     start: int
     num_tokens: int
     token_ids: list[int]
-    """Their ids; empty if `new_request` has them."""
+    """Empty if `new_request` has them."""
     first_block: int
     block_ids: list[int]
     new_request: NewRequestData | None
     wants_draft: bool
-    """Whether to draft a token after the last one."""
+    """Draft a token after the last one."""
 
 
 class DraftToken(NamedTuple):
-    """A token that a model drafts."""
-
     token_id: int
     probability: float
-    """As the draft model sees it."""
+    """According to the draft model."""
 
 
 class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Copy the keys and values of the first `num_tokens` tokens of block `source` to block `target`, in every layer."""
+    """Copy KV of the first `num_tokens` tokens of a block to another, in every layer."""
 
     source: int
     target: int
@@ -111,14 +107,14 @@ class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SlotCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Copy the recurrent states of slot `source` to slot `target`, in every layer."""
+    """Copy recurrent states between slots, in every layer."""
 
     source: int
     target: int
 
 
 class BlockLoadRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Blocks of a request's prefix that were loaded from a tier, before the step that first schedules the request."""
+    """Blocks of a request's prefix that were loaded from a tier before the step that first schedules it."""
 
     request_id: str
     tier: str
@@ -129,26 +125,25 @@ class BlockLoadRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What one step computes. The scheduler makes it, an executor runs it; it never reaches the API process."""
+    """What one step computes. It never reaches the API process."""
 
     scheduled_requests: list[ScheduledRequest]
     new_requests: list[NewRequestData] = []
     block_copies: list[BlockCopy] = []
-    """Made in this order, before anything is computed."""
+    """Done in order, before anything is computed."""
     preempted_ids: list[str] = []
-    """Requests that were preempted to make room for this step."""
     loaded_blocks: list[BlockLoadRecord] = []
     """Since the previous step."""
     adapter_loads: list[tuple[str, float]] = []
-    """Adapters that were loaded into slots before it: name, and the seconds for which all requests waited."""
+    """Names of adapters loaded before the step, and the seconds for which all requests waited."""
     freed_slots: list[int] = []
-    """Slots that were freed since the previous step."""
+    """Since the previous step."""
     slot_copies: list[SlotCopy] = []
-    """Made in this order, before any row is computed."""
+    """Done in order, before anything is computed."""
 
     @property
     def without_encoder_only(self) -> SchedulerOutput:
-        """Without the requests that have encoder chunks alone."""
+        """A copy without requests that have only encoder chunks."""
         rows = [row for row in self.scheduled_requests if row.num_tokens]
         return (
             self
@@ -158,21 +153,19 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def has_prefill(self) -> bool:
-        """Whether some request is in prefill; the others decode one token and verify its drafts."""
+        """The other requests decode one token and verify drafts."""
         return any(
             not row.should_sample or row.num_tokens > 1 + len(row.draft_token_ids) for row in self.scheduled_requests
         )
 
     @property
     def new_request_ids(self) -> list[str]:
-        """Requests that are scheduled for the first time, or again after a preemption."""
+        """Requests scheduled for the first time, or again after a preemption."""
         slots = {new_request.slot for new_request in self.new_requests}
         return [row.request_id for row in self.scheduled_requests if row.slot in slots] if slots else []
 
 
 class RequestFailure(NamedTuple):
-    """Why a request cannot be served any more."""
-
     message: str
     cause: ErrorCause = "engine"
 
@@ -181,14 +174,13 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
     """What a step computed, by request id."""
 
     token_ids: dict[str, list[int]]
-    """For each request that samples: one token, and one more for each accepted draft."""
+    """One token per request that samples, plus one per accepted draft."""
     logprobs: dict[str, list[TokenLogprob]] = {}
-    """One per token, if the request asks for them."""
+    """One per token, if requested."""
     prompt_logprobs: dict[str, list[TokenLogprob]] = {}
-    """For each prompt token of this step's chunk, the log probability of the token after it."""
+    """Log probability of the next token for each prompt token of the chunk."""
     errors: dict[str, RequestFailure] = {}
     """These requests end."""
     vectors: dict[str, bytes] = {}
-    """For pooling requests whose prompt is complete: float32, little-endian. These requests end."""
+    """float32, little-endian, for pooling requests with a complete prompt, which end."""
     used_cuda_graph: bool = False
-    """Whether a CUDA graph computed it."""

@@ -1,6 +1,5 @@
-"""What flows between server and engine: requests, outputs, and what the engine is. All frozen structs.
-
-What it does is told in engine/core/stats.py; what a step is made of is in engine/common/scheduler_output.py.
+"""Frozen structs that flow between server and engine. For statistics see engine/core/stats.py, for steps
+engine/common/scheduler_output.py.
 """
 
 from __future__ import annotations
@@ -14,49 +13,50 @@ from quire.engine.common.request_params import PoolingParams, SamplingParams, Ta
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 ErrorCause = Literal["engine", "grammar", "constraints", "busy"]
-"""Of an error: the engine; a grammar that cannot be followed; constraints that leave no token; too much at a time."""
+"""busy: too much at a time; constraints: no token is left; grammar: it cannot be followed."""
 DEFAULT_KEEP_SECONDS = 600.0
-"""How long pages are kept for a conversation's next turn where nothing else is said."""
+"""How long blocks stay pinned for a conversation's next turn."""
 
 
 class Adapter(msgspec.Struct, frozen=True, array_like=True, weakref=True):
-    """A low-rank adapter (LoRA: Hu et al., 2021) beside the model."""
+    """A LoRA adapter (Hu et al., 2021)."""
 
     name: str
     digest: str
-    """Of its content: what differs in anything has another."""
+    """Hash of the content."""
     folder: str
-    """Where its files are; they stay as they are as long as a request needs them."""
+    """Its files must not change while a request needs them."""
 
 
 class MediaSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens of a prompt in whose place the model reads features: of an image, or of a part of one."""
+    """Prompt tokens in whose place the model reads features of an image, or of part of one. `digest` identifies the
+    image.
+    """
 
     start: int
-    """The place of the first of them among the prompt's tokens."""
+    """Index of its first token in the prompt."""
     count: int
     digest: bytes
-    """Of the content that the features are made of; another content has another."""
     kind: Literal["image"] = "image"
     is_bidirectional: bool = False
-    """Whether its tokens see each other, those behind them too: no step may end within it."""
+    """Its tokens also see later ones of the span, so no step may end within it."""
     offset: int = 0
-    """The features of so many of the content's tokens stand in spans before it."""
+    """Number of the content's features in earlier spans."""
 
 
 class Image(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a span's features are made of, resized as the model reads it, not yet normalised."""
+    """Content of a span, resized for the model, not yet normalized."""
 
     digest: bytes
-    """Of all that follows, but the work."""
+    """Hash of all other fields but encoder_cost."""
     height: int
     width: int
     pixels: bytes
     """uint8 [height, width, 3], RGB."""
     original: tuple[int, int] | None = None
-    """Height and width before it was resized, where the number of features depends on them."""
+    """Height and width before resizing, if the number of features depends on them."""
     encoder_cost: int = 1
-    """What reading it takes of steps' budgets, in tokens: VisionSpec.encoder_cost of the model's."""
+    """Tokens of step budgets that encoding it takes: VisionSpec.encoder_cost."""
 
     @classmethod
     def from_pixels(cls, height: int, width: int, pixels: bytes, original: tuple[int, int] | None = None) -> Image:
@@ -67,7 +67,7 @@ class Image(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One sequence to generate, or one prompt to make a vector of; a request with n > 1 is submitted as n of these."""
+    """One sequence to generate, or one prompt to pool. A request with n > 1 is submitted as n of these."""
 
     id: str
     prompt_ids: list[int]
@@ -75,33 +75,33 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     seed: int
     """64-bit; with a token's position it fixes the token's random number."""
     emitted_ids: list[int] = []
-    """Tokens generated before an engine died: they count as output, and generation goes on after them."""
+    """Output tokens from before an engine died; generation continues after them."""
     session: str = ""
-    """The conversation that it is a turn of, by a name that its caller chose: pages are kept for the next turn."""
+    """Caller's name of the conversation; blocks are pinned for its next turn."""
     keep_seconds: float = 0.0
-    """For how long; 0: as long as the engine thinks right."""
+    """How long blocks are pinned; 0: the engine decides."""
     cache_salt: str = ""
-    """Requests share cached prefixes only with requests of the same salt."""
+    """Only requests with the same salt share cached prefixes."""
     priority: int = 0
-    """Lower goes first; preempted last."""
+    """Lower goes first, and is preempted last."""
     tenant: str = ""
-    """The tenant charged for its tokens: among requests of one priority, tenants share the engine by their weights."""
+    """Is charged for the tokens: within a priority, tenants share the engine by weight."""
     weight: float = 1.0
     """The tenant's share, above 0."""
     adapter: Adapter | None = None
     spans: tuple[MediaSpan, ...] = ()
-    """In the order of their places; they do not overlap."""
+    """In order, not overlapping."""
     images: tuple[Image, ...] = ()
-    """The content of each span, once."""
+    """Content of each span, once."""
 
     @property
     def encoder_inputs(self) -> tuple[tuple[MediaSpan, ...], tuple[Image, ...], str]:
-        """What the device needs to make its spans' features; those of other salts are made anew."""
+        """Inputs of the encoder cache, which the salt separates."""
         return self.spans, self.images, self.cache_salt
 
     @property
     def sampling_params(self) -> SamplingParams | None:
-        """Its parameters; None where it asks for a vector."""
+        """None for pooling."""
         return self.params if isinstance(self.params, SamplingParams) else None
 
     @property
@@ -109,8 +109,9 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         return "generate" if isinstance(self.params, SamplingParams) else self.params.task
 
     def output_token_limit(self, context_room: int) -> int | None:
-        """The most tokens to generate, where the context has room for `context_room` after the prompt; 0 for a vector.
-        None: the prompt is too long."""
+        """Most tokens to generate, if the context has room for `context_room` after the prompt; 0 for pooling; None:
+        the prompt is too long.
+        """
         if self.sampling_params is None:
             return None if context_room < 0 else 0
         max_tokens = self.sampling_params.max_tokens
@@ -118,52 +119,53 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log probability of one token under the model's unmodified distribution, natural log."""
+    """Natural-log probability of a token, from the model's unmodified distribution."""
 
     token_id: int
     logprob: float
     rank: int
     """1 for the most likely token."""
     top: list[tuple[int, float]]
-    """The most likely tokens with their log probabilities, most likely first; as many as were asked for. With
-    logprob_token_ids those and the picked one, in the same order."""
+    """The requested number of most likely tokens with log probabilities, most likely first. With logprob_token_ids:
+    those and the sampled one, in the same order.
+    """
 
 
 MissReason = (
     Literal["evicted", "computing", "restarted", "replica", "cache_salt", "adapter", "weights", "prompt_logprobs"]
     | Literal["diverged", "rewritten"]
 )
-"""Why tokens that were computed before were not found in the prefix cache: engine/prefix_misses/miss_tracker.py."""
+"""Why tokens computed before were not found in the prefix cache: engine/prefix_misses/miss_tracker.py."""
 
 
 class PrefixDivergence(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where a prompt goes on otherwise than the nearest earlier sequence of its tenant."""
+    """First divergence of a prompt from the tenant's closest earlier sequence."""
 
     num_common: int
-    """Tokens that both begin with."""
+    """Length of the common prefix."""
     diverges_in: Literal["prompt", "answer"]
-    """In what of the earlier request they differ."""
+    """Part of the earlier request."""
     common_ids: list[int]
-    """The last tokens that both have."""
+    """Last tokens of the common prefix."""
     earlier_ids: list[int]
     """The earlier sequence's tokens from there."""
     prompt_ids: list[int]
-    """The prompt's."""
+    """The prompt's tokens from there."""
 
 
 class PrefixMissReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a prompt could have found in the prefix cache, and did not."""
+    """Tokens that a prompt could have found in the prefix cache, but did not."""
 
     tokens_by_reason: list[tuple[MissReason, int]]
-    """Tokens by reason, the most first."""
+    """Most tokens first."""
     compute_seconds: float
-    """What computing these took, as their share of the steps that computed the prompt."""
+    """Time to compute them, as their share of the prompt's steps."""
     conversation: str
-    """The id of the request with which its conversation began."""
+    """Id of the conversation's first request."""
     turn: int
-    """Its number in that, from 1."""
+    """Number within the conversation, from 1."""
     own_load: bool = False
-    """Whether what its tenant had computed since would have filled the cache alone, where something was evicted."""
+    """True if what the tenant had computed since would have filled the cache alone, for evictions."""
     nearest: PrefixDivergence | None = None
 
     @property
@@ -177,29 +179,27 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     id: str
     new_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
-    """One per new id, if asked for."""
+    """One per new id, if requested."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
     """Once, when the prompt is computed: one per prompt token, None for the first."""
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
-    """The id of stop_token_ids that ended it; None for the model's own end-of-sequence token."""
+    """Id of stop_token_ids that ended it; None for the model's own end token."""
     cached_tokens: int = 0
-    """Prompt tokens that the prefix cache held."""
+    """Prompt tokens from the prefix cache."""
     error: str | None = None
     vector: bytes | None = None
-    """What PoolingParams ask for, with the finish_reason "stop": float32, little-endian."""
+    """Result of pooling, with finish_reason "stop": float32, little-endian."""
     cause: ErrorCause = "engine"
-    """Of the error."""
     prefix: PrefixMissReport | None = None
-    """With the first output, where the prefix cache was asked."""
+    """With the first output, if the prefix cache was searched."""
 
 
 NO_IMAGES_REASON = "this model reads no images"
-"""Why a request may not bring images, where the model is made for none."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """What the engine reports once, when it is ready."""
+    """What the engine reports once it is ready."""
 
     model: str
     dtype: str
@@ -214,29 +214,27 @@ class EngineInfo(msgspec.Struct, frozen=True):
     load_seconds: float
     arithmetic: str
     deterministic: bool = False
-    """Whether a request's tokens depend on nothing else that runs; `quire verify` checks it."""
+    """A request's tokens depend on nothing else that runs; `quire verify` checks it."""
     tasks: tuple[Task, ...] = ("generate",)
-    """What requests may ask of the model."""
     notes: list[str] = []
-    """What was chosen otherwise than one might expect, a line each."""
+    """Notes on non-default choices, one line each."""
     quantization: str = ""
-    """How the weights are stored in few bits, for people to read; "" where they are not."""
+    """Weight quantization as text; "": none."""
     page_groups: int = 1
     rope_context: int | None = None
-    """Tokens of the context for which rotations were chosen; None: they depend on none."""
+    """Context in tokens for which RoPE was chosen; None: RoPE does not depend on it."""
     context_pages: int = 1
-    """Most pages of a full context. It and stats count those of each of the `page_groups`, num_blocks those of all."""
+    """Most blocks of a full context. This and stats count per KV cache group; num_blocks counts over all `page_groups`.
+    """
     state_bytes: int = 0
-    """Of what layers keep of sequences beside pages, in every slot."""
+    """Size of recurrent state in all slots, which KV blocks do not include."""
     kv_cache_dtype: str = "auto"
-    """What keys and values are kept in, by the setting's names; auto: `dtype`."""
+    """The setting's name of the dtype; auto: `dtype`."""
     no_images: str = NO_IMAGES_REASON
-    """Why requests may not bring images; "" where they may."""
+    """Why requests may not contain images; "" if they may."""
     step_tokens: int = 0
-    """Most tokens in one step."""
     content: str = ""
     code: str = ""
-    """Digests of the model's files, wherever they lie (see model_sample_digest), and of the code that computes."""
+    """Digests of the model's files, wherever they are (see model_sample_digest), and of the code that computes."""
     adaptable: dict[str, tuple[int, int]] = {}
-    """(in, out) of linears that may have adapters, where transformers' class has them; {}: as lora/target_modules.py
-    says."""
+    """(in, out) of linears that may have adapters, for transformers' classes; {}: see lora/target_modules.py."""

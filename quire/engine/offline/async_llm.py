@@ -1,5 +1,3 @@
-"""Streams without a server: `async for output in AsyncLLM(model).generate(prompt, SamplingParams(...))`."""
-
 from __future__ import annotations
 
 import asyncio
@@ -33,19 +31,21 @@ from quire.engine.offline.task_outputs import stream_outputs
 
 
 class AsyncLLM(LLMBase):
-    """A model in a process of its own, for one event loop. That process is replaced when it ends, and open streams go
-    on with no token lost or changed, as the server's do.
+    """Streams without a server: `async for output in AsyncLLM(model).generate(prompt, SamplingParams(...))`.
 
-    Its process starts when the object is made; `start()`, or the first call, waits until it is ready. End it with
-    `await llm.close()` or `async with`; it ends with this process at the latest.
+    The engine has its own process and serves one event loop. If that process dies it is replaced, and open streams
+    continue with no token lost or changed, as on the server. It starts when the object is created; `start()` or the
+    first call waits until it is ready. End it with `await llm.close()` or `async with`; it ends with this process at
+    the latest.
     """
 
     @with_config_docs
     def __init__(self, model: str | Path | None = None, **options: Unpack[EngineOptions]) -> None:
-        """`model`: a local folder, a .gguf file or a hub id; the embedded story-teller unless given. QUIRE_* variables
-        set the options that are not given. Raises ConfigError for a bad one and for a model that cannot be read.
+        """`model` is a local folder, a .gguf file or a hub id; default: the embedded story-teller. QUIRE_* variables
+        set options that are not given. Raises ConfigError for a bad option or an unreadable model.
 
-        Options:"""
+        Options:
+        """
         config = make_engine_config(model, options)
         super().__init__(OfflineModel(config), processes(config))
         self._open_request_ids: set[str] = set()
@@ -58,13 +58,17 @@ class AsyncLLM(LLMBase):
         return cls(args.model, **args.options)
 
     async def start(self) -> EngineInfo:
-        """Wait until the engine is ready. Raises ConfigError for options that it cannot start with, EngineError when it
-        ends while it starts."""
+        """Wait until the engine is ready.
+
+        Raises:
+            ConfigError: The engine cannot start with these options.
+            EngineError: The engine ended while it started, or this object was closed.
+        """
         if self._close_future is not None:
             raise EngineError("this AsyncLLM was closed")
         if self._start_future is None:
             self._start_future = asyncio.ensure_future(self._client.engine_core.start())
-        info = await asyncio.shield(self._start_future)  # one of several that wait may be cancelled
+        info = await asyncio.shield(self._start_future)  # one of several waiters may be cancelled
         self._input_processor.pass_engine_info_to_adapters(info)
         return info
 
@@ -76,11 +80,17 @@ class AsyncLLM(LLMBase):
         *,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """Answer one prompt, a text or token ids; yields what sampling_params.output_kind says, the last one finished.
+        """Answer one prompt, a text or token ids.
 
-        Leaving the loop aborts the answer when the iterator is closed. sampling_params: None is
-        `get_default_sampling_params()`. Raises InvalidRequest for what cannot be served, EngineError when the engine
-        fails it.
+        Closing the iterator, as leaving the loop does, aborts the answer.
+
+        Args:
+            sampling_params: Default: `get_default_sampling_params()`. Its output_kind decides what is yielded.
+            request_id: Must not be in use; default: a counter.
+
+        Raises:
+            InvalidRequest: The request cannot be served.
+            EngineError: The engine failed the request.
         """
         return self._stream_request(
             partial(self._input_processor.encode_prompt, prompt), sampling_params, request_id, lora_request
@@ -99,7 +109,7 @@ class AsyncLLM(LLMBase):
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """Answer one conversation, rendered as by `LLM.chat`; yields and raises as `generate`."""
+        """Answer one conversation, rendered as by `LLM.chat`. Yields and raises as `generate`."""
         rendered = partial(
             self._input_processor.encode_chats,
             [messages],
@@ -118,7 +128,7 @@ class AsyncLLM(LLMBase):
         *,
         lora_request: LoRARequest | None = None,
     ) -> PoolingRequestOutput:
-        """The vector that the model makes of a prompt: `.outputs.data`. Raises as `generate`."""
+        """The model's vector of a prompt: `.outputs.data`. Raises as `generate`."""
         info, params = await self.start(), pooling_params or PoolingParams()
         encoded = self._input_processor.keep_first_prompt_tokens(
             self._input_processor.encode_prompt(prompt), None, info
@@ -132,24 +142,26 @@ class AsyncLLM(LLMBase):
         return pooling_output
 
     async def abort(self, request_id: str) -> None:
-        """End a request: its reader gets a last output with the finish_reason "abort". Nothing where none is open."""
+        """End a request, if it is open: its reader gets a last output with the finish_reason "abort"."""
         self._client.cancel(request_id)
 
     async def reset_prefix_cache(self) -> bool:
-        """Let later prompts find no cached prefix. True: it always succeeds."""
+        """Later prompts find no cached prefix. Always returns True."""
         await self.start()
         self._client.reset_prefix_cache()
         return True
 
     async def sleep(self, level: int = 1, mode: Mode = "keep") -> None:
-        """Let weights and KV cache go, until `wake_up`; at level 2 the engine's process too. `mode`: what becomes of
-        open requests: they wait and go on, end first, or end at once. New ones wait."""
+        """Free weights and KV cache until `wake_up`; level 2 also ends the engine's process. New requests wait. `mode`:
+        open requests wait and then continue, finish first, or are aborted.
+        """
         await self.start()
         await self._weights.sleep(level, mode)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take weights and KV cache back, whatever vLLM's `tags` say. Raises ConfigError where they are not to be had;
-        then it sleeps on."""
+        """Load weights and KV cache again; vLLM's `tags` are ignored. Raises ConfigError, and stays asleep, if that
+        fails.
+        """
         await self.start()
         await self._weights.wake_up()
 
@@ -159,25 +171,26 @@ class AsyncLLM(LLMBase):
     async def update_weights(
         self, path: str | os.PathLike[str], mode: Mode = "keep", *, version: str | None = None
     ) -> str:
-        """Compute with the weights in another folder, or GGUF file, of the model's shape; open requests as in `sleep`.
-        Returns their version. Raises InvalidRequest or ConfigError for what cannot be served: then nothing changes."""
+        """Switch to the weights of a folder or GGUF file with the model's shape, and return their version. `mode`: see
+        `sleep`. Raises InvalidRequest or ConfigError, and changes nothing, if they cannot be served.
+        """
         await self.start()
         return await self._weights.update(os.fspath(path), mode, version)
 
     async def check_health(self) -> None:
-        """Raises EngineError when the engine is gone for good."""
+        """Raises EngineError if the engine is gone for good."""
         await self.start()
         if not self._client.alive:
             raise EngineError("the engine ended and could not be brought back")
 
     async def close(self) -> None:
-        """End the engine; open streams fail with EngineError. The object cannot be used afterwards."""
+        """End the engine; open streams fail with EngineError. The object is unusable afterwards."""
         self.shutdown()
         assert self._close_future is not None
         await self._close_future
 
     def shutdown(self) -> None:
-        """Begin to end the engine, from inside the event loop; `close` waits for it too."""
+        """Start `close` without waiting for it; call inside the event loop."""
         if self._close_future is None:
             self._close_future = asyncio.ensure_future(self._stop_engine())
 

@@ -1,4 +1,4 @@
-"""Beam search for programs, by the rule of engine/text/beams.py."""
+"""Beam search by the rule of engine/text/beams.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def beam_search_prompt(
     params: BeamSearchParams,
     max_model_len: int,
 ) -> BeamSearchOutput:
-    """The most likely continuations of a prompt. `max_model_len`: the most tokens of both. Raises EngineError."""
+    """`max_model_len`: most tokens of prompt and answer. Raises EngineError."""
     beam_width, max_tokens = params.beam_width, min(max_model_len - len(prompt.token_ids), params.max_tokens)
     stop_token_ids = frozenset(() if params.ignore_eos else tokenizer.eos_token_ids)
     search = BeamSearchState(beam_width, beam_width, stop_token_ids, params.length_penalty, max_tokens)
@@ -45,7 +45,6 @@ async def _generate_next_tokens(
     beams: Sequence[Beam],
     num_logprobs: int,
 ) -> list[EngineCoreOutput]:
-    """One more token of every beam, with its alternatives."""
     params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=num_logprobs, ignore_eos=True)
     requests = [
         EngineCoreRequest(

@@ -1,8 +1,3 @@
-"""The engine inside the caller's process: for offline use (`LLM`) and for tests.
-
-Steps run on the event loop, which does nothing else while a step is computed.
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -24,26 +19,28 @@ if TYPE_CHECKING:
 
 
 class InProcessClient(ExclusiveClient):
-    """To an engine that runs in a task of the current event loop."""
+    """An engine core in a task of the current event loop, for `LLM` and tests. Nothing else runs on the loop during a
+    step.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__()
         self._config = config
         self._engine: EngineCore | None = None
         self._open_requests: dict[str, None] = {}
-        """The ids of the requests that have not ended, in their order."""
+        """Ids in order of submission."""
         self._work_event = asyncio.Event()
         """Set when there may be something to compute."""
         self._task: asyncio.Task[None] | None = None
         self._memory_plan: dict[str, int] = {}
-        """What the first engine found that the memory allows, by configuration key."""
+        """Capacity settings that the first engine found, for later engines."""
         self._has_given_tensors = False
-        """Whether the weights are in no file, but were given as tensors."""
+        """Whether the weights came as tensors, so no file has them."""
         self._earlier_stats = EngineStats()
-        """Counters added up over the engines before this one."""
+        """Sum of the counters of earlier engines."""
 
     async def start(self) -> EngineInfo:
-        # This imports torch, which no module of the control half may import at its top.
+        # This imports torch, which modules of the control half may not do at their top.
         from quire.engine.engine_core import EngineCore
 
         engine = EngineCore(self._config)
@@ -52,7 +49,7 @@ class InProcessClient(ExclusiveClient):
         return engine.info
 
     async def compute_logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool) -> Logprobs:
-        """As Engine.logprobs. Raises EngineError without weights."""
+        """Raises EngineError while the engine has no weights."""
         if self._engine is None:
             raise EngineError("the model sleeps: wake_up() or load_weights() comes first")
         return self._engine.compute_logprobs(token_ids, full_vocabulary=full_vocabulary)
@@ -60,10 +57,10 @@ class InProcessClient(ExclusiveClient):
     async def stop(self) -> None:
         await self._release_engine()
         self.die("the engine was stopped")
-        gc.collect()  # the engine contains reference cycles: without this its memory would be freed much later
+        gc.collect()  # the engine has reference cycles, which would delay freeing its memory
 
     async def rest(self, level: int) -> None:
-        """Both levels are one here: there is no process that could end."""
+        """Both levels are the same here: there is no process to end."""
         self.asleep = True
         await self._release_engine()
 
@@ -83,9 +80,10 @@ class InProcessClient(ExclusiveClient):
         return self._config.model_copy(update=self._memory_plan | update)
 
     async def load_tensors(self, tensors: NamedTensors, version: str) -> None:
-        """As `load`, with weights that are in memory, under their names in the checkpoint. Where that fails, the
-        weights before are back if a file has them; if not, the model sleeps until some are given."""
-        # Without the folder of an earlier update: it may be gone by now.
+        """`load` with tensors under their checkpoint names. On failure the previous weights are restored if a file has
+        them; otherwise the model sleeps until tensors are given.
+        """
+        # An earlier update's folder may be gone by now.
         config = self._config.model_copy(update=self._memory_plan | {"load_format": "auto", "weights": None})
         await self._replace_engine(config, version, tensors)
 
@@ -100,10 +98,10 @@ class InProcessClient(ExclusiveClient):
         try:
             engine = EngineCore(config, tensors=tensors)
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # what was loaded is in them
+            traceback.clear_frames(error.__traceback__)  # frames hold what was loaded
             free_engine_memory()
             if before is not None:
-                with suppress(QuireError):  # where their files are gone it sleeps, and what was wrong is raised
+                with suppress(QuireError):  # sleeps if the files are gone; the first error is raised
                     self._adopt_engine(EngineCore(before.model_copy(update=self._memory_plan)))
             raise
         self._config = config
@@ -112,7 +110,7 @@ class InProcessClient(ExclusiveClient):
         self._adopt_engine(engine)
 
     def _adopt_engine(self, engine: EngineCore) -> None:
-        """Compute with this engine, and go on with what is open."""
+        """Switch to this engine, and resubmit open requests."""
         self._engine, self.asleep = engine, False
         self.stats = engine.engine_stats.add_earlier(self._earlier_stats)
         for request_id in self._open_requests:
@@ -120,7 +118,7 @@ class InProcessClient(ExclusiveClient):
         self._task = asyncio.create_task(self._run_steps(engine))
 
     async def _release_engine(self) -> None:
-        """Free the engine, if there is one. Open requests stay."""
+        """Free the engine, if there is one; open requests stay."""
         task = self._task
         engine = self._engine
         self._task = None
@@ -132,7 +130,7 @@ class InProcessClient(ExclusiveClient):
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         engine.shut_down()
-        del task, engine  # the task's frame holds the engine too
+        del task, engine
         self.owner.handle_engine_loss()
         self._earlier_stats = self.stats = self.stats.without_gauges()
         free_engine_memory()

@@ -1,5 +1,3 @@
-"""Generation without a server, with vLLM's names: `LLM(model).generate(prompts, SamplingParams(...))`."""
-
 from __future__ import annotations
 
 import asyncio
@@ -50,32 +48,32 @@ _W = TypeVar("_W")
 
 
 class LLM(LLMBase):
-    """A model in this process. With `multiprocessing` it is in a process of its own, and with a data_parallel_size in
-    that many, which are replaced when they end.
+    """Generation without a server, with vLLM's names: `LLM(model).generate(prompts, SamplingParams(...))`.
 
-    Works in scripts and notebooks alike, because the engine has a thread and an event loop of its own. On a CPU the
-    environment variable OMP_WAIT_POLICY=passive can make sampled batches faster, and other PyTorch code in this process
-    slower.
+    The engine runs in this process. With `multiprocessing`, or several replicas (data_parallel_size), it runs in
+    processes of its own, which are replaced when they die. Works in scripts and notebooks, because the engine has its
+    own thread and event loop. On a CPU OMP_WAIT_POLICY=passive can make sampled batches faster, and other PyTorch code
+    in this process slower.
     """
 
     @with_config_docs
     def __init__(
         self, model: str | Path | None = None, *, multiprocessing: bool = False, **options: Unpack[EngineOptions]
     ) -> None:
-        """`model`: a local folder, a .gguf file or a hub id; the embedded story-teller unless given. `multiprocessing`:
-        the engine has a process of its own, and an open call goes on when that process ends. QUIRE_* variables set the
-        options that are not given. Raises ConfigError for a bad one, and what starting the engine raises.
+        """`model` is a local folder, a .gguf file or a hub id; default: the embedded story-teller. With
+        `multiprocessing` the engine has its own process, and an open call continues if that dies. QUIRE_* variables set
+        options that are not given. Raises ConfigError for a bad option, and errors of the engine's start.
 
-        Options:"""
+        Options:
+        """
         self._running_engine = RunningEngine(make_engine_config(model, options), multiprocessing=multiprocessing)
         super().__init__(self._running_engine.input_processor, self._running_engine.client)
         self._run_coroutine = self._running_engine.run_coroutine
         self.info = self._running_engine.info
         self.close = self._running_engine.close
-        """Stop the engine; the object cannot be used afterwards. Also called when the object is collected or the
-        interpreter exits."""
+        """Stop the engine; the object is unusable afterwards. Also runs at garbage collection and interpreter exit."""
         self.llm_engine = LLMEngine(self._running_engine)
-        """For programs that give requests one by one, and step."""
+        """For programs that add requests one by one, and step."""
         self._receipts = ReceiptMaker(self._running_engine)
 
     def generate(
@@ -88,13 +86,16 @@ class LLM(LLMBase):
         priority: Sequence[int] | None = None,
         receipts: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one prompt or several, each a text or token ids. Results are in the order of the prompts.
+        """Answer one or several prompts, each a text or token ids. Results are in the order of the prompts.
 
-        sampling_params: one for all prompts, or a list with one for each; None: `get_default_sampling_params()`.
-        lora_request: an adapter for all prompts, or a list with one, or None, for each. priority: one for each prompt,
-        of which the lowest goes first; which tokens an answer has does not depend on it. receipts: each result has a
-        `receipt`, by which `replay`, or the command `quire replay`, computes it again.
-        Raises InvalidRequest for a prompt that cannot be served, before anything is generated.
+        Args:
+            sampling_params: One for all prompts, or a list; default: `get_default_sampling_params()`.
+            lora_request: An adapter for all prompts, or a list with an adapter or None for each.
+            priority: One per prompt; lower goes first. Does not change the tokens of an answer.
+            receipts: Attach a `receipt` to each result, for `replay` or the command `quire replay`.
+
+        Raises:
+            InvalidRequest: A prompt cannot be served; nothing was generated.
         """
         encoded = self._input_processor.encode_prompts(prompts)
         return self._generate_all(encoded, sampling_params, use_tqdm, lora_request, priority, receipts=receipts)
@@ -113,10 +114,10 @@ class LLM(LLMBase):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         receipts: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, rendered by the model's chat template or by `chat_template`, as text.
+        """Answer one or several conversations, rendered by the model's chat template or `chat_template`.
 
-        Tools are shown by the template, or described in the system message where it knows none. Calls are not parsed
-        out of the answers' text.
+        Tools that the template does not render are described in the system message. Calls are not parsed from answers.
+        See `generate` for the other arguments.
         """
         prompts = self._input_processor.encode_chats(
             messages,
@@ -136,7 +137,7 @@ class LLM(LLMBase):
         lora_request: LoRARequests = None,
         use_tqdm: bool = False,
     ) -> list[BeamSearchOutput]:
-        """The most likely answers to each prompt: `[0].sequences`, the best first. Raises InvalidRequest as above."""
+        """Most likely answers to each prompt: `[0].sequences`, best first. Raises InvalidRequest."""
         encoded = self._input_processor.encode_prompts(prompts)
         self._check_prompts(encoded)
         max_model_len = self.info.max_model_len
@@ -155,7 +156,9 @@ class LLM(LLMBase):
         return self._run_concurrently(list(zip(encoded, adapters, strict=True)), search_one, "searching", use_tqdm)
 
     def logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool = False) -> Logprobs:
-        """Log probabilities of given tokens by the model's own weights: see `quire.Forward.logprobs`."""
+        """Log probabilities of given tokens with the model's weights: see `quire.Forward.logprobs`. Raises
+        InvalidRequest unless the engine runs in this process.
+        """
         engine_core = self._client.engine_core
         if not isinstance(engine_core, InProcessClient):
             message = "logprobs are computed by an engine in this process: not with multiprocessing or replicas"
@@ -169,9 +172,19 @@ class LLM(LLMBase):
         images: Sequence[Any] = (),
         lora_request: LoRARequests = None,
     ) -> ReplayVerdict:
-        """Compute a receipt's answers again: equal, or where the first difference is, or why it was refused. `receipt`:
-        one, or an answer that has one, as an object or JSON; `images`: of Pillow, those of its prompts;
-        `lora_request`: the adapter that it was made with. Raises InvalidRequest for what is no receipt, or no image."""
+        """Compute a receipt's answers again.
+
+        Args:
+            receipt: A receipt, or an answer that has one, as an object or JSON.
+            images: Pillow images of its prompts.
+            lora_request: The adapter that it was made with.
+
+        Returns:
+            Equal, or the first difference, or why the replay was refused.
+
+        Raises:
+            InvalidRequest: Not a receipt, or not an image.
+        """
         parsed_receipt = parse_receipt(receipt)
         self._running_engine.check_awake()
         return self._run_coroutine(
@@ -187,12 +200,20 @@ class LLM(LLMBase):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call something on every rank, between two steps: `describe` or `parameters`, or a function of yours, which
-        gets a RankWorker (engine/worker/ranks/rank_rpc.py) and then these arguments. Where ranks are processes of their
-        own, they import it by its name. Returns what each rank gave, the first one's first.
+        """Call a method or function on every rank, between two steps.
 
-        Raises EngineError where one failed, or all took more seconds than `timeout`; InvalidRequest for what cannot be
-        called."""
+        Args:
+            method: `describe`, `parameters`, or a function of a RankWorker (engine/worker/ranks/rank_rpc.py) and the
+                arguments. Ranks in other processes import it by name.
+            timeout: Seconds for all ranks together.
+
+        Returns:
+            Each rank's result, in rank order.
+
+        Raises:
+            EngineError: A rank failed, or the timeout passed.
+            InvalidRequest: `method` cannot be called.
+        """
 
         async def call_ranks() -> list[bytes] | None:
             async with asyncio.timeout(timeout):
@@ -208,34 +229,38 @@ class LLM(LLMBase):
         return decode_results(results)
 
     def reset_prefix_cache(self) -> bool:
-        """Let later prompts find no cached prefix. True: it always succeeds."""
+        """Later prompts find no cached prefix. Always returns True."""
         self._run_coroutine(_call_as_coroutine(self._client.reset_prefix_cache))
         return True
 
     @property
     def weights_version(self) -> str:
-        """Of the weights that the next token is computed with: "1", and counted up or named by each change."""
+        """Version of the weights for the next token: first "1", then counted up or named by each change."""
         return self._client.engine_core.weights_version
 
     def is_sleeping(self) -> bool:
         return self._client.engine_core.asleep
 
     def sleep(self, level: int = 1) -> None:
-        """Let weights and KV cache go, until `wake_up`. Both levels of vLLM are one here."""
+        """Free weights and KV cache until `wake_up`. vLLM's two levels are the same here."""
         self._run_coroutine(self._weights.sleep(level))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Read the weights again, and allocate the KV cache, whatever vLLM's `tags` say. Raises ConfigError where they
-        are not to be had, or were given to `load_weights`."""
+        """Load the weights and allocate the KV cache again; vLLM's `tags` are ignored. Raises ConfigError if that
+        fails, or if the weights came from `load_weights`.
+        """
         self._run_coroutine(self._weights.wake_up())
 
     def load_weights(self, tensors: NamedTensors | Mapping[str, Any], *, version: str | None = None) -> str:
-        """Compute with other weights of the same shape: all tensors of the checkpoint, under their names in it, such as
-        a PyTorch model's `state_dict()`, or its items. They are copied, cast, quantized and packed as those in files.
-        Also wakes a model that sleeps. Returns the weights' version.
+        """Switch to other weights of the same shape, and wake a sleeping model. Returns their version.
 
-        Raises ModelError for tensors that are missing, left over or of another shape, and whatever the iterator raises:
-        then the weights before are back if a file has them, and if not the model sleeps until some are given.
+        Args:
+            tensors: All tensors by checkpoint name, such as a PyTorch model's `state_dict()` or its items. They are
+                copied, cast, quantized and packed like those in files.
+
+        Raises:
+            ModelError: Tensors are missing, unknown or of another shape. After this, or an error of the iterator, the
+                previous weights are restored if a file has them; otherwise the model sleeps until tensors are given.
         """
         engine_core = self._client.engine_core
         if not isinstance(engine_core, InProcessClient):
@@ -247,8 +272,9 @@ class LLM(LLMBase):
         )
 
     def update_weights(self, path: str | os.PathLike[str], *, version: str | None = None) -> str:
-        """The same with a folder of safetensors files, or a GGUF file. What is wrong by the files' headers raises
-        InvalidRequest or ModelError before the weights are let go."""
+        """`load_weights` from a folder of safetensors files, or a GGUF file. Errors in the files' headers raise
+        InvalidRequest or ModelError before the current weights are freed.
+        """
         return self._register_version_for_receipts(
             self._run_coroutine(self._weights.update(os.fspath(path), version=version))
         )
@@ -266,9 +292,15 @@ class LLM(LLMBase):
         use_tqdm: bool = True,
         lora_request: LoRARequests = None,
     ) -> list[PoolingRequestOutput]:
-        """An embedding of each prompt: `[0].outputs.embedding`. `truncate_prompt_tokens` cuts texts; -1: to what the
-        model reads. `lora_request` is that of `generate`. Raises InvalidRequest for a prompt, and for a model, of which
-        there is none."""
+        """Embedding of each prompt: `[0].outputs.embedding`.
+
+        Args:
+            truncate_prompt_tokens: Most tokens of a text; -1: the model's context.
+            lora_request: See `generate`.
+
+        Raises:
+            InvalidRequest: The prompt cannot be served, or the model makes no embeddings.
+        """
         params = msgspec.structs.replace(pooling_params or PoolingParams(), task="embed")
         return self._pool_prompts(
             self._encode_truncated(prompts, truncate_prompt_tokens), params, use_tqdm, lora_request
@@ -283,14 +315,14 @@ class LLM(LLMBase):
         use_tqdm: bool = True,
         lora_request: LoRARequests = None,
     ) -> list[PoolingRequestOutput]:
-        """The probabilities of a classifier's labels for each prompt: `[0].outputs.probs`. Raises as above."""
+        """Label probabilities of a classifier for each prompt: `[0].outputs.probs`. Arguments and errors as `embed`."""
         params = msgspec.structs.replace(pooling_params or PoolingParams(), task="classify")
         return self._pool_prompts(
             self._encode_truncated(prompts, truncate_prompt_tokens), params, use_tqdm, lora_request
         )
 
     def reward(self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True) -> list[PoolingRequestOutput]:
-        """What a reward model, a classifier of one label, gives for each prompt: `[0].outputs.score`, any number."""
+        """Score of a reward model, a classifier with one label, for each prompt: `[0].outputs.score`, any number."""
         return self.classify(prompts, pooling_params=PoolingParams(activation=False), use_tqdm=use_tqdm)
 
     def encode(
@@ -303,8 +335,9 @@ class LLM(LLMBase):
         lora_request: LoRARequests = None,
         pooling_task: PoolingTask | None = None,
     ) -> list[PoolingRequestOutput]:
-        """A vector of each prompt, that of `pooling_task` or whichever the model makes: `[0].outputs.data`. Raises as
-        above."""
+        """Vector of each prompt: `[0].outputs.data`. `pooling_task` chooses it; default: what the model makes. Other
+        arguments and errors as `embed`.
+        """
         if pooling_task not in (None, "embed", "classify"):
             message = f"pooling_task must be embed or classify, the vectors of whole prompts, got {pooling_task!r}"
             raise InvalidRequest(message, param="pooling_task")
@@ -324,7 +357,9 @@ class LLM(LLMBase):
         use_tqdm: bool = True,
         lora_request: LoRARequest | None = None,
     ) -> list[PoolingRequestOutput]:
-        """How well one text fits each of several, or texts fit pair by pair: `[0].outputs.score`. Raises as above."""
+        """How well one text fits each of several, or texts fit pair by pair: `[0].outputs.score`. Arguments and errors
+        as `embed`.
+        """
         firsts, seconds = ([each] if isinstance(each, str) else list(each) for each in (text_1, text_2))
         if len(firsts) not in (1, len(seconds)):
             message = f"text_1 has {len(firsts)} texts and text_2 {len(seconds)}: give one or as many"
@@ -408,13 +443,13 @@ class LLM(LLMBase):
         description: str,
         show_progress: bool,
     ) -> list[_T]:
-        """Do all of `items` at once; results are in its order."""
+        """Results are in the order of items."""
 
         async def run_everything(done: Callable[[], None]) -> list[_T]:
             tasks = [asyncio.create_task(run_one(each, done)) for each in items]
             try:
                 return await asyncio.gather(*tasks)
-            finally:  # where one failed, the others would be computed for nobody
+            finally:  # if one failed, nobody reads the others
                 for task in tasks:
                     task.cancel()
 

@@ -1,5 +1,3 @@
-"""vLLM's LLMEngine: requests are given one by one, and `step` tells what is new of them."""
-
 from __future__ import annotations
 
 import queue
@@ -39,12 +37,12 @@ class ModelConfig:
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     block_size: int
-    """Tokens of a page."""
+    """Tokens."""
     num_gpu_blocks: int
-    """Pages, on whichever device."""
+    """Blocks on any device."""
     enable_prefix_caching: bool
     num_cpu_blocks: int
-    """Pages of earlier prompts that the host's memory has room for (kv_offload_memory)."""
+    """Blocks of earlier prompts that fit in host memory (kv_offload_memory)."""
     gpu_memory_utilization: float
     cache_dtype: str
 
@@ -53,13 +51,11 @@ class CacheConfig:
 class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
-    """Of one step."""
     max_model_len: int
     long_prefill_token_threshold: int
-    """Tokens of one prompt in a step; 0: as many as fit."""
+    """Most tokens of one prompt per step; 0: no limit."""
     policy: Literal["priority", "fcfs"]
     enable_chunked_prefill: bool = True
-    """Always: long prompts are computed in parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +68,7 @@ class ParallelConfig:
 
     @property
     def world_size(self) -> int:
-        """Processes that compute one replica of the model together."""
+        """Processes of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
@@ -81,21 +77,22 @@ RequestOrPoolingOutput = RequestOutput | PoolingRequestOutput
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _OpenRequestHandle:
-    """One of those that may have had the same id, one after the other."""
+    """One of several successive requests that may share an id."""
 
     id: str
     wants_deltas: bool
 
 
 _OutputQueue = queue.SimpleQueue[tuple[_OpenRequestHandle, RequestOrPoolingOutput | Exception]]
-"""What is new of a request, or why it failed."""
+"""Outputs of requests, or their errors."""
 
 
 class LLMEngine:
-    """`add_request`, then `step` as long as `has_unfinished_requests`. The engine computes meanwhile, on a thread of
-    its own: a step gives what has come since the one before it, which may be several tokens of a request.
+    """vLLM's LLMEngine: `add_request`, then `step` as long as `has_unfinished_requests`. Its creation raises what LLM's
+    does.
 
-    For one thread. Of requests of an LLM's own methods it tells nothing.
+    The engine computes on a thread of its own, so a step returns all that has come since the last one, which may be
+    several tokens of a request. Use it from one thread. It ignores requests of an LLM's own methods.
     """
 
     def __init__(self, running_engine: RunningEngine) -> None:
@@ -131,20 +128,19 @@ class LLMEngine:
         self._running_engine = running_engine
         self._open_requests: dict[str, tuple[_OpenRequestHandle, Future[None]]] = {}
         self._output_queue: _OutputQueue = queue.SimpleQueue()
-        """From the engine's thread."""
+        """Filled by the engine's thread."""
         self._unread_outputs: deque[tuple[_OpenRequestHandle, RequestOrPoolingOutput | Exception]] = deque()
-        """Taken from there by a step, and left to the next one."""
+        """Taken from the queue, but left for the next step."""
         self._request_numbers = count()
-        """Of requests: one that was aborted may still be ending when another has its id."""
+        """An aborted request may still be ending when another takes its id."""
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgsLike) -> LLMEngine:
-        """Raises as LLM does."""
         return cls(RunningEngine(make_engine_config(engine_args.model, engine_args.options)))
 
     @property
     def vllm_config(self) -> LLMEngine:
-        """vLLM keeps its configs in one; here it is this object."""
+        """This object: vLLM has one object with all configs."""
         return self
 
     @property
@@ -152,7 +148,7 @@ class LLMEngine:
         return self.get_tokenizer()
 
     def get_tokenizer(self) -> Any:
-        """As `LLM.get_tokenizer`."""
+        """See `LLM.get_tokenizer`."""
         return self._running_engine.input_processor.tokenizer.to_transformers()
 
     def add_request(
@@ -165,8 +161,18 @@ class LLMEngine:
         *,
         priority: int = 0,
     ) -> str:
-        """Give the engine a prompt, a text or token ids. `params.output_kind` says what `step` gives of it; lower
-        priorities go first; `arrival_time` is not read. Returns the id. Raises InvalidRequest for what is not served.
+        """Submit a prompt, a text or token ids.
+
+        Args:
+            params: `output_kind` decides what `step` returns.
+            arrival_time: Ignored.
+            priority: Lower goes first.
+
+        Returns:
+            The id.
+
+        Raises:
+            InvalidRequest: The request cannot be served, or its id is in use.
         """
         self._running_engine.check_awake()
         check_request_id_unused(request_id, self._open_requests)
@@ -196,10 +202,9 @@ class LLMEngine:
         return request_id
 
     def step(self) -> list[RequestOrPoolingOutput]:
-        """What is new of the requests, waiting for something of one; nothing where none is open. Of a request whose
-        outputs hold all so far there is the latest alone; deltas are all there, in their order.
-
-        Raises EngineError for a request that the engine failed, which is then no longer open.
+        """Wait for new outputs and return them; return [] if no request is open. Of cumulative outputs only a request's
+        latest is returned, of deltas all in order. Raises EngineError for a request that the engine failed, which is
+        then closed.
         """
         outputs: dict[object, RequestOrPoolingOutput] = {}
         while self._open_requests and not outputs:
@@ -221,14 +226,14 @@ class LLMEngine:
         return list(outputs.values())
 
     def abort_request(self, request_ids: str | Sequence[str]) -> None:
-        """End requests, of which `step` gives no more. Nothing where none is open."""
+        """End requests without further outputs; ids that are not open are ignored."""
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             if request_id in self._open_requests:
                 _, work = self._open_requests.pop(request_id)
                 work.cancel()
 
     def get_num_unfinished_requests(self) -> int:
-        """Those whose end no step has told yet."""
+        """Requests whose end no step has returned yet."""
         return len(self._open_requests)
 
     def has_unfinished_requests(self) -> bool:
@@ -241,7 +246,7 @@ async def _queue_outputs(
     try:
         async for output in work:
             output_queue.put((request, replace(output, request_id=request.id)))
-    except Exception as error:  # which would be lost in this task
+    except Exception as error:  # would be lost in this task
         output_queue.put((request, error))
 
 

@@ -1,4 +1,4 @@
-"""An engine's gauges and counters for programs, under the names that the server's /metrics has, which are vLLM's."""
+"""Engine gauges and counters under the names of the server's /metrics, which are vLLM's."""
 
 from __future__ import annotations
 
@@ -14,21 +14,19 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Gauge(Metric):
-    """A value as it is now."""
-
     value: float
 
 
 @dataclass(frozen=True, slots=True)
 class Counter(Metric):
-    """Counts from the engine's start."""
+    """Count since the engine's start."""
 
     value: int
 
 
 @dataclass(frozen=True, slots=True)
 class Vector(Metric):
-    """Counters by place."""
+    """Counters by position."""
 
     values: list[int]
 

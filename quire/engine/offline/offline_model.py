@@ -1,4 +1,4 @@
-"""A model as a program's engine serves it: prompts in all the forms that people have, rendered, encoded and checked."""
+"""Prompts of programs in all supported forms: rendered, encoded and checked."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from quire.engine.text.pooling_inputs import encode_truncated
 class TextPrompt(TypedDict):
     prompt: str
     multi_modal_data: NotRequired[Mapping[str, Any]]
-    """vLLM's: `image` is one image of Pillow, or a list with one for each mark of an image in the text."""
+    """As in vLLM: `image` is a Pillow image, or a list with one per image placeholder in the text."""
 
 
 class TokensPrompt(TypedDict):
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
-    """The text that the ids are of; what it says is not read."""
+    """Text of the ids; ignored."""
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
@@ -49,10 +49,8 @@ Message = Mapping[str, Any]
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt as the engine takes it."""
-
     text: str | None
-    """None where it was given as token ids."""
+    """None if the prompt was given as token ids."""
     token_ids: list[int]
     spans: tuple[types.MediaSpan, ...] = ()
     images: tuple[types.Image, ...] = ()
@@ -60,8 +58,6 @@ class EncodedPrompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GenerationTask:
-    """A prompt and what is to be generated for it."""
-
     id: str
     prompt: EncodedPrompt
     params: request_params.SamplingParams
@@ -73,7 +69,7 @@ class GenerationTask:
 
 
 class OfflineModel:
-    """Reads the model's files beside the engine. Raises ModelError for what is wrong with them."""
+    """The model's files as the caller's process needs them. Raises ModelError if they are wrong."""
 
     def __init__(self, config: EngineConfig) -> None:
         path = resolve_model_with_overrides(config)
@@ -95,20 +91,20 @@ class OfflineModel:
         self._default_sampling = read_sampling_defaults(config)
 
     def pass_engine_info_to_adapters(self, info: types.EngineInfo) -> None:
-        """What the engine says of the model, once it is ready."""
+        """Call once the engine is ready."""
         if self.adapters is not None:
             self.adapters.use_engine_modules(info)
 
     def default_sampling_params(self) -> SamplingParams:
-        """The model's generation_config.json. The object is the caller's to change."""
+        """A new object, from the model's generation_config.json."""
         return SamplingParams(**self._default_sampling)  # type: ignore[arg-type]
 
     def encode_prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[EncodedPrompt]:
-        """One prompt or several. Raises InvalidRequest for what is none."""
+        """Raises InvalidRequest."""
         return [self.encode_prompt(each, f"prompt {index}") for index, each in enumerate(as_prompt_list(prompts))]
 
     def encode_prompt(self, prompt: Any, name: str = "prompt") -> EncodedPrompt:
-        """Raises InvalidRequest, calling the prompt `name`, for what is none."""
+        """Raises InvalidRequest, which calls the prompt `name`."""
         if isinstance(prompt, Mapping):
             more = sorted(set(prompt) - {"prompt", "prompt_token_ids", "multi_modal_data"})
             if more:
@@ -126,7 +122,7 @@ class OfflineModel:
                 raise TypeError
             return EncodedPrompt(
                 None, [operator.index(token) for token in prompt]
-            )  # accepts numpy's and torch's integers
+            )  # accepts integers of numpy and torch
         except TypeError:
             message = f"{name} must be a text or a list of token ids, got {type(prompt).__name__}"
             raise InvalidRequest(message, param="prompts") from None
@@ -141,7 +137,7 @@ class OfflineModel:
         continue_final_message: bool,
         variables: Mapping[str, Any] | None,
     ) -> list[EncodedPrompt]:
-        """The prompts of one conversation or several. Raises InvalidRequest."""
+        """Raises InvalidRequest."""
         renderer = self.renderer if chat_template is None else self.renderer.with_template(chat_template)
         tool_list = _tools_to_dicts(tools)
         message_lists = _as_conversation_list(messages)
@@ -182,7 +178,7 @@ class OfflineModel:
         moved_texts: Sequence[str] = (),
         add_special_tokens: bool,
     ) -> EncodedPrompt:
-        """A text with images; `moved_texts`: see RenderedConversation. Raises InvalidRequest, naming the field."""
+        """`moved_texts`: see RenderedConversation. Raises InvalidRequest, naming the field."""
         if self.multimodal_prompt_builder is None:
             raise InvalidRequest(f"{request_images[0].field_path}: {types.NO_IMAGES_REASON}", param="prompts")
         encode = partial(
@@ -192,7 +188,9 @@ class OfflineModel:
         return EncodedPrompt(text, prompt.token_ids, prompt.spans, prompt.images)
 
     def keep_first_prompt_tokens(self, prompt: EncodedPrompt, length: int | None, info: EngineInfo) -> EncodedPrompt:
-        """The prompt's first tokens, those that the tokenizer puts around a text kept; None: all, -1: what fits."""
+        """Truncate a prompt, but keep the tokens that the tokenizer adds around a text. length None: all; -1: the
+        context. Raises InvalidRequest for a prompt with images.
+        """
         text, ids = prompt.text, prompt.token_ids
         if prompt.spans:
             raise InvalidRequest("multi_modal_data: vectors are made of texts alone", param="prompts")
@@ -213,8 +211,7 @@ class OfflineModel:
         adapter: types.Adapter | None,
         priority: int = 0,
     ) -> GenerationTask:
-        """`kind`: instead of the parameters' own. Raises InvalidRequest for what cannot be served; `check_prompt` goes
-        on."""
+        """`kind` overrides the parameters' own. Raises InvalidRequest; call `check_prompt` as well."""
         check_task("generate", info.tasks)
         engine_params = params.for_model(self.tokenizer, self.vocab_size)
         check_text_params(self.tokenizer, stop=engine_params.stop, structured_outputs=engine_params.grammar)
@@ -235,8 +232,9 @@ class OfflineModel:
     def check_prompt(
         self, ids: Sequence[int], info: EngineInfo, name: str = "prompt", min_free_tokens: int = 1
     ) -> None:
-        """Raises InvalidRequest for a prompt that the engine would refuse. room: tokens that the context must have
-        left."""
+        """Raise InvalidRequest for a prompt that the engine would refuse. The context must have room for
+        `min_free_tokens` more.
+        """
         problem = "is empty" if not ids else ""
         if len(ids) + min_free_tokens > info.max_model_len:
             problem = f"has {len(ids)} tokens, the context is {info.max_model_len}"
@@ -256,13 +254,11 @@ _VLLM_ALTERNATIVES = {
         ("init_weight_transfer_engine", "start_weight_update", "finish_weight_update"), _WEIGHT_UPDATE_HINT
     ),
 }
-"""What to use instead of methods of vLLM's that are not here."""
+"""What to use instead of vLLM methods that are missing here."""
 
 
 class LLMBase:
-    """What a program's object tells of its model and its engine."""
-
-    if not TYPE_CHECKING:  # or type checkers would believe in every name
+    if not TYPE_CHECKING:  # hides it from type checkers, which would accept every name
 
         def __getattr__(self, name: str) -> object:
             hint = f": {_VLLM_ALTERNATIVES[name]}" if name in _VLLM_ALTERNATIVES else ""
@@ -275,32 +271,32 @@ class LLMBase:
         self._weights = Weights(client)
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer as transformers has it, a PreTrainedTokenizerFast; `llm.tokenizer` is Quire's."""
+        """The tokenizer as transformers' PreTrainedTokenizerFast; `llm.tokenizer` is Quire's."""
         return self.tokenizer.to_transformers()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The model's generation_config.json: what calls without sampling_params get."""
+        """From the model's generation_config.json; used by calls without sampling_params."""
         return self._input_processor.default_sampling_params()
 
     def register_failure_callback(self, callback: Callable[[EngineError], None]) -> None:
-        """Have `callback` called with the error once the engine is gone for good, but not when it is closed. It is
-        called on the engine's event loop, which for an LLM is another thread's."""
+        """Call `callback` with the error when the engine is gone for good, except by closing. It runs on the engine's
+        event loop, which for an LLM is on another thread.
+        """
         self._client.engine_core.failure_callbacks.append(callback)
 
     def get_metrics(self) -> list[Metric]:
-        """The engine's gauges and counters, each with vLLM's name."""
         return make_engine_metrics(self._client.engine_core.stats)
 
 
 def check_request_id_unused(request_id: object, open_ids: Container[str]) -> None:
-    """Raises InvalidRequest for what is no text, or one of those `open_ids`."""
+    """Raise InvalidRequest unless request_id is a text that is not in `open_ids`."""
     if not isinstance(request_id, str) or request_id in open_ids:
         what = "is in use" if isinstance(request_id, str) else "must be a text"
         raise InvalidRequest(f"request_id {request_id!r} {what}", param="request_id")
 
 
 def as_prompt_list(prompts: Any) -> list[Any]:
-    """One prompt or several, as a list. Raises InvalidRequest for what is neither."""
+    """Raises InvalidRequest for what is neither a prompt nor several."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     sized = hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__") and getattr(prompts, "ndim", 1) != 0
@@ -310,7 +306,7 @@ def as_prompt_list(prompts: Any) -> list[Any]:
         )
         message = f"prompts must be a text, token ids, or a list of these, got {type(prompts).__name__}{advice}"
         raise InvalidRequest(message, param="prompts")
-    prompt_list = list(prompts)  # of a table's column, whose rows may have any numbers, too
+    prompt_list = list(prompts)  # also of a table's column with any row labels
     return [prompts] if prompt_list and _is_integer_like(prompt_list[0]) else prompt_list
 
 
@@ -323,7 +319,7 @@ def _is_integer_like(value: object) -> bool:
 
 
 def _as_conversation_list(messages: Any) -> list[list[dict[str, Any]]]:
-    """One conversation or several, as a list. Raises InvalidRequest for what is neither."""
+    """Raises InvalidRequest for what is neither a conversation nor several."""
     if isinstance(messages, Mapping) or not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         kind = type(messages).__name__
         raise InvalidRequest(f"messages must be a list of messages, or of such lists, got {kind}", param="messages")
@@ -334,7 +330,7 @@ def _as_conversation_list(messages: Any) -> list[list[dict[str, Any]]]:
 
 
 def _check_message(message: Any) -> dict[str, Any]:
-    """A message; its content is a text, or parts that are texts and images. Raises InvalidRequest."""
+    """Raises InvalidRequest unless the content is a text, or text and image parts."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequest(f"a message must be an object with a role, got {message!r}", param="messages")
     content = message.get("content")
@@ -349,7 +345,7 @@ def _check_message(message: Any) -> dict[str, Any]:
 
 
 def _tools_to_dicts(tools: Any) -> list[dict[str, Any]] | None:
-    """Raises InvalidRequest for what are no tools."""
+    """Raises InvalidRequest."""
     if tools is None:
         return None
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):

@@ -1,6 +1,5 @@
-"""The options of `LLM` and `AsyncLLM`: EngineConfig's fields, as types that editors and type checkers read.
-
-EngineConfig is where an option is added; tests/engine/offline/test_options.py then says what is missing here.
+"""Options of `LLM` and `AsyncLLM`: EngineConfig's fields as types for editors and type checkers. Add options to
+EngineConfig; tests/engine/offline/test_options.py reports what is missing here.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ class EngineArgsLike(Protocol):
 
 
 def with_config_docs(init: _F) -> _F:
-    """A decorator of `__init__(self, model, **options)`: its signature and help show EngineConfig's fields."""
+    """Decorate `__init__(self, model, **options)`: signature and help show EngineConfig's fields."""
     fields = {name: field for name, field in EngineConfig.model_fields.items() if name != "model"}
     own_parameters = [each for each in inspect.signature(init).parameters.values() if each.kind is not each.VAR_KEYWORD]
     options = [
@@ -131,8 +130,9 @@ def with_config_docs(init: _F) -> _F:
 
 
 def make_engine_config(model: str | Path | None, options: EngineOptions) -> EngineConfig:
-    """Options of vLLM's that change nothing are named in the log, and left out. Raises ConfigError for a bad option or
-    QUIRE_* variable, with what to write instead."""
+    """Logs and drops vLLM options that change nothing. Raises ConfigError with a remedy for a bad option or QUIRE_*
+    variable.
+    """
     if model is not None and not isinstance(model, str | Path):
         raise ConfigError(f"model: must be a folder, a file or a hub id, got {model!r}")
     config_values: dict[str, Any] = {} if model is None else {"model": str(model)}

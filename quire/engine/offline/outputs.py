@@ -1,4 +1,4 @@
-"""What a program gets: vLLM's RequestOutput, and how it is made of the engine's outputs."""
+"""vLLM's RequestOutput, and how it is built from engine outputs."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from quire.engine.text.tokenizer import Tokenizer
 @dataclass(frozen=True, slots=True)
 class Logprob:
     logprob: float
-    """Of the model's unmodified distribution, natural log."""
+    """Natural log, from the model's unmodified distribution."""
     rank: int | None = None
-    """1 for the most likely token; None where it is not known."""
+    """1 for the most likely token; None: unknown."""
     decoded_token: str | None = None
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One answer, or with RequestOutputKind.DELTA what is new of it."""
+    """One answer, or with RequestOutputKind.DELTA its new part."""
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
-    """The sum of its tokens' log probabilities; None unless log probabilities were asked for."""
+    """Sum of the tokens' log probabilities; None unless logprobs were requested."""
     logprobs: list[dict[int, Logprob]] | None = None
-    """For each token: its own, and those of the alternatives that were asked for, by id."""
+    """Per token, by id: its own and those of the requested alternatives."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop string or the id of stop_token_ids that ended it."""
+    """Stop string or id of stop_token_ids that ended it."""
     weights_versions: Versions = field(default_factory=list)
-    """Of a whole answer that has ended: each version of the weights, with the number of tokens that it computed."""
+    """Weight versions of a finished, whole answer, each with the number of tokens it computed."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -47,10 +47,10 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """When what happened to a request, of n > 1 choices to the first. Times ending with _ts are of time.monotonic()."""
+    """Times of a request, for n > 1 of its first choice. Times ending in _ts are of time.monotonic()."""
 
     arrival_time: float
-    """Seconds of the Unix clock."""
+    """Unix time in seconds."""
     queued_ts: float
     scheduled_ts: float
     first_token_ts: float
@@ -66,38 +66,34 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt with its n answers."""
-
     request_id: str
     prompt: str | None
-    """None where the prompt was given as token ids."""
+    """None if it was given as token ids."""
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     finished: bool = False
     metrics: RequestMetrics | None = None
-    """When it has finished."""
+    """Set when finished."""
     num_cached_tokens: int = 0
     weights_version: str = ""
-    """Of the weights that computed the last token so far."""
+    """Weights of the last token so far."""
     num_missed_tokens: int = 0
-    """Prompt tokens that were computed again, though they had been before."""
+    """Prompt tokens that were computed again although they had been computed before."""
     miss_reason: types.MissReason | None = None
-    """Mostly why: docs/prefixes.md."""
+    """Main reason: see docs/prefixes.md."""
     receipt: Receipt | None = None
-    """When it has finished, if it was asked for."""
+    """Set when finished, if requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchSequence:
-    """One hypothesis."""
-
     tokens: list[int]
-    """The prompt's and those behind it."""
+    """Prompt and answer."""
     logprobs: list[dict[int, Logprob]]
     cum_logprob: float
     text: str
-    """Of the prompt and what is behind it, without the token that ended it."""
+    """Prompt and answer, without the end token."""
     finish_reason: FinishReason
     stop_reason: int | str | None = None
 
@@ -105,11 +101,11 @@ class BeamSearchSequence:
 @dataclass(frozen=True, slots=True)
 class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
-    """The best first."""
+    """Best first."""
 
 
 def logprobs_by_token(logprob: TokenLogprob, tokenizer: Tokenizer, *, listed: bool = False) -> dict[int, Logprob]:
-    """By token id, the picked one first. `listed`: the others are logprob_token_ids, not the most likely ones."""
+    """Sampled token first. `listed`: the others are logprob_token_ids, not the most likely ones."""
     logprobs = {
         logprob.token_id: Logprob(logprob.logprob, logprob.rank, tokenizer.token_display_text(logprob.token_id))
     }
@@ -119,8 +115,6 @@ def logprobs_by_token(logprob: TokenLogprob, tokenizer: Tokenizer, *, listed: bo
 
 
 class CompletionBuilder:
-    """Builds one CompletionOutput from the engine's outputs."""
-
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -131,7 +125,6 @@ class CompletionBuilder:
         detokenize: bool,
     ) -> None:
         self.completion = CompletionOutput(index)
-        """All of it so far."""
         self._tokenizer = tokenizer
         self._detokenize = detokenize
         self._has_listed_logprobs = bool(params.logprob_token_ids)
@@ -145,8 +138,7 @@ class CompletionBuilder:
         )
 
     def add_output_and_get_delta(self, output: types.EngineCoreOutput) -> CompletionOutput:
-        """Append an output; returns what it adds. With a stop string it has a finish_reason, though the engine may
-        still generate."""
+        """A stop string sets a finish_reason, though the engine may still generate."""
         completion = self.completion
         delta = self._detokenizer.push_output(output)
         new = CompletionOutput(
@@ -171,7 +163,6 @@ class CompletionBuilder:
         return new
 
     def copy_completion(self) -> CompletionOutput:
-        """All of it so far, which later outputs do not change."""
         completion = copy.copy(self.completion)
         completion.token_ids = list(completion.token_ids)
         completion.logprobs = None if completion.logprobs is None else list(completion.logprobs)
@@ -179,7 +170,6 @@ class CompletionBuilder:
 
 
 def make_request_metrics(timeline: Timeline) -> RequestMetrics:
-    """Of a request that has ended."""
     ended = timeline.submitted_at if timeline.ended_at is None else timeline.ended_at
     first = ended if timeline.first_token_at is None else timeline.first_token_at
     start_times = [began for phase, began, _ in timeline.phase_intervals(ended) if phase != "queued"]

@@ -1,6 +1,5 @@
-"""What a program asks for: vLLM's SamplingParams and its companions, and what the engine gets of them.
-
-They can be changed after they were made, as vLLM's can, and are checked again where they are used.
+"""vLLM's SamplingParams and companions, and their conversion for the engine. As in vLLM they are mutable, so they are
+checked again where they are used.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _VLLM_ALTERNATIVES = {
     "repetition_detection": "not there for programs; the server's requests have it",
     "extra_args": "there are no plugins that would read it",
 }
-"""What to do instead of parameters of vLLM's that are not here."""
+"""What to use instead of vLLM parameters that are missing here."""
 _NON_ENGINE_FIELDS = (
     "bad_words",
     "structured_outputs",
@@ -45,9 +44,9 @@ _NON_ENGINE_FIELDS = (
     "output_kind",
     "logits_processors",
 )
-"""Fields that the engine does not get: what becomes of them is decided before or behind it."""
+"""Fields that are applied outside the engine."""
 _VOCABULARY_COUNT_FIELDS = ("logprobs", "prompt_logprobs")
-"""Fields of which -1 means the model's vocabulary."""
+"""Fields in which -1 means the vocabulary size."""
 _T = TypeVar("_T")
 
 
@@ -55,15 +54,12 @@ class RequestOutputKind(Enum):
     """What AsyncLLM.generate yields."""
 
     CUMULATIVE = 0
-    """All of the answer so far, each time."""
     DELTA = 1
-    """What is new since the last time."""
     FINAL_ONLY = 2
-    """The whole answer, once."""
 
 
 def with_unknown_field_suggestions(kind: type[_T]) -> type[_T]:
-    """A decorator of dataclasses: a parameter that they do not have is answered with what to write instead."""
+    """Decorate a dataclass: the error for an unknown parameter says what to write instead."""
     original_init = kind.__init__
     names = list(kind.__annotations__)
 
@@ -82,30 +78,29 @@ def with_unknown_field_suggestions(kind: type[_T]) -> type[_T]:
 @with_unknown_field_suggestions
 @dataclass
 class StructuredOutputsParams:
-    """What the whole text of an answer must match: exactly one of the first five."""
+    """Constraint on the whole text of an answer: exactly one of the first five."""
 
     json: str | Mapping[str, Any] | None = None
-    """A JSON schema, as an object or as JSON text."""
+    """JSON schema, as an object or text."""
     regex: str | None = None
-    """A regular expression of Rust's kind."""
+    """Rust syntax."""
     choice: Sequence[str] | None = None
-    """One of these texts."""
     grammar: str | None = None
     """llguidance's Lark, or GBNF."""
     json_object: bool | None = None
-    """Any JSON object."""
     disable_fallback: bool = False
-    """Without effect, as the next: there is one backend, and it allows one space at most."""
+    """No effect, like the next field: there is one backend, and it allows at most one space."""
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = True
-    """Objects of the schema that have `properties` and do not say which others they have have no others. False: the
-    letter of JSON Schema, by which they may have any."""
+    """Schema objects with `properties` but no word on others allow no others. False: any others, as JSON Schema
+    defines.
+    """
 
     def __post_init__(self) -> None:
         self.as_grammar()
 
     def as_grammar(self) -> Grammar:
-        """Raises InvalidRequest for a wrong one."""
+        """Raises InvalidRequest."""
         (way, value), *others = requested_constraints(vars(self))
         if others:
             raise InvalidRequest("only one structured output can be asked for", param="structured_outputs")
@@ -118,52 +113,51 @@ class StructuredOutputsParams:
 @with_unknown_field_suggestions
 @dataclass(kw_only=True)
 class SamplingParams:
-    """How to pick tokens and when to end. Raises InvalidRequest, naming the field, for a wrong value."""
+    """Raises InvalidRequest, naming the field, for a wrong value."""
 
     n: int = 1
     temperature: float = 1.0
-    """0, and what is below 1e-5, is greedy."""
+    """Below 1e-5: greedy."""
     top_p: float = 1.0
     top_k: int = 0
     """0 and -1 keep the whole vocabulary."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    """Above 1: tokens of the prompt and the answer so far become less likely."""
+    """Above 1: tokens of the prompt and the answer become less likely."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
-    """Only these are ever picked."""
     bad_words: Sequence[str] | None = None
-    """Words that the answer must not contain."""
     max_tokens: int | None = 16
     """None: up to the context length."""
     min_tokens: int = 0
     structured_outputs: StructuredOutputsParams | None = None
     grammar: Grammar | None = None
-    """As structured_outputs, as `json_grammar` and `choice_grammar` make them."""
+    """Alternative to structured_outputs, from `json_grammar` or `choice_grammar`."""
     thinking: ThinkingBudget | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
-    """Number of most likely tokens to report beside each picked one; 0 reports the picked one alone, -1 all."""
+    """Number of most likely tokens to report in addition to each sampled one; 0: only that one; -1: all."""
     logprob_token_ids: Sequence[int] | None = None
-    """Report these tokens beside each picked one, and no others, whatever `logprobs` says."""
+    """Report these tokens, instead of `logprobs`, in addition to each sampled one."""
     prompt_logprobs: int | None = None
-    """The same of the prompt's tokens."""
+    """Same for prompt tokens."""
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
-    """Keep only so many tokens of the prompt, the last ones; -1: as many as the model reads."""
+    """Keep this many last tokens of the prompt; -1: the context."""
     detokenize: bool = True
-    """False: answers have token ids and no text."""
+    """False: answers have token ids but no text."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """What AsyncLLM.generate yields; LLM gives whole answers."""
+    """What AsyncLLM.generate yields; LLM returns whole answers."""
     logits_processors: None = None
-    """None: an answer depends on what can be sent, checked and replayed, and functions cannot. Use logit_bias,
-    allowed_token_ids, bad_words or structured_outputs."""
+    """Only None: answers depend on what can be sent, checked and replayed, and functions cannot. Use logit_bias,
+    allowed_token_ids, bad_words or structured_outputs.
+    """
 
     def __post_init__(self) -> None:
         self.as_sent()
@@ -173,7 +167,7 @@ class SamplingParams:
         return copy.deepcopy(self)
 
     def as_sent(self, **resolved: Any) -> request_params.SamplingParams:
-        """What the engine gets, without what needs a tokenizer, or with that as `resolved`. Raises InvalidRequest."""
+        """Parameters for the engine. `resolved` overrides fields that need a tokenizer. Raises InvalidRequest."""
         self._check_non_engine_fields()
         names = [each.name for each in dataclasses.fields(self) if each.name not in _NON_ENGINE_FIELDS]
         fields = {name: _to_python(getattr(self, name)) for name in names}
@@ -187,8 +181,9 @@ class SamplingParams:
             raise InvalidRequest(f"sampling_params: {error}", param="sampling_params") from None
 
     def for_model(self, tokenizer: Tokenizer, vocab_size: int) -> request_params.SamplingParams:
-        """What the engine gets. Raises InvalidRequest, also for ids outside the model's vocabulary, which may be larger
-        than the tokenizer's: no logits could be indexed with them."""
+        """Parameters for the engine. Raises InvalidRequest, also for token ids outside the model's vocabulary, which
+        may be larger than the tokenizer's.
+        """
         resolved: dict[str, Any] = {"bad_words_ids": bad_words_ids(self.bad_words or (), tokenizer)}
         if self.structured_outputs is not None:
             resolved["grammar"] = self.structured_outputs.as_grammar()
@@ -203,7 +198,7 @@ class SamplingParams:
         return params
 
     def _check_non_engine_fields(self) -> None:
-        """Raise InvalidRequest for wrong values of the fields that the engine does not get."""
+        """Raises InvalidRequest."""
         if self.logits_processors is not None:
             message = (
                 "logits_processors are not supported: an answer depends on what can be sent, checked and replayed, and "
@@ -233,7 +228,7 @@ class SamplingParams:
 
 
 def _to_python(value: Any) -> Any:
-    """NumPy's and torch's numbers and arrays, alone or in a list or a mapping, as Python's own."""
+    """Convert numbers and arrays of NumPy and torch, also within lists and mappings."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):
@@ -244,15 +239,15 @@ def _to_python(value: Any) -> Any:
 @with_unknown_field_suggestions
 @dataclass(kw_only=True)
 class BeamSearchParams:
-    """Of LLM.beam_search. Raises InvalidRequest for a wrong value."""
+    """For LLM.beam_search. Raises InvalidRequest for a wrong value."""
 
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False
     temperature: float = 0.0
-    """Only 0: what is likely is likely."""
+    """Must be 0."""
     length_penalty: float = 1.0
-    """Above 1 longer answers score higher, below 1 shorter ones."""
+    """Above 1 favors longer answers, below 1 shorter ones."""
 
     def __post_init__(self) -> None:
         for name, most in (("beam_width", 128), ("max_tokens", 2**31 - 1)):
@@ -266,7 +261,7 @@ class BeamSearchParams:
 def params_per_prompt(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int, default: Callable[[], SamplingParams]
 ) -> list[SamplingParams]:
-    """Those of each of so many prompts. Raises InvalidRequest."""
+    """Raises InvalidRequest."""
     if params is None or isinstance(params, SamplingParams):
         return [params or default()] * count
     many: list[Any] = list(params) if isinstance(params, list | tuple) else [params]
@@ -278,7 +273,7 @@ def params_per_prompt(
 
 
 def priority_per_prompt(priority: Sequence[int] | None, count: int) -> list[int]:
-    """Those of each of so many prompts. Raises InvalidRequest."""
+    """Raises InvalidRequest."""
     plain = _to_python(priority)
     priorities = [0] * count if priority is None else plain if isinstance(plain, list) else []
     if len(priorities) != count or not all(isinstance(each, int) for each in priorities):

@@ -1,4 +1,4 @@
-"""Vectors without a server: what `LLM` answers for embeddings, labels and scores, and how it asks the engine."""
+"""`LLM`'s outputs for embeddings, labels and scores, and how it requests them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ from quire.engine.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """What the model makes of a prompt."""
-
     data: np.ndarray
-    """[size] float32, or where each token has a vector [tokens, size]."""
+    """float32 [size], or [tokens, size] if each token has a vector."""
 
     @property
     def embedding(self) -> list[float]:
@@ -38,19 +36,19 @@ class PoolingOutput:
 
 @dataclass(slots=True)
 class PoolingRequestOutput:
-    """A prompt, or a pair of texts, with its vector. Where two embeddings were compared, there is no prompt."""
+    """A prompt or a pair of texts, with its vector. A comparison of two embeddings has no prompt."""
 
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: PoolingOutput
     num_cached_tokens: int = 0
     request_id: str = ""
-    """That of `LLMEngine.add_request`."""
+    """Only set for `LLMEngine.add_request`."""
     finished: bool = True
 
 
 def check_pooling_params(params: Sequence[PoolingParams], info: EngineInfo, pooling: PoolingConfig) -> None:
-    """Raises InvalidRequest for what the model does not make."""
+    """Raises InvalidRequest."""
     for one in params:
         check_task(one.task, info.tasks)
         if one.dimensions is not None and one.dimensions > pooling.vector_size:
@@ -65,7 +63,7 @@ def encode_pairs_with_pooling_params(
     instruction: str | None,
     limit: int | None,
 ) -> tuple[list[list[int]], list[PoolingParams]]:
-    """Prompts whose one label is the score of a pair, at most `limit` tokens each. Raises InvalidRequest."""
+    """Prompts of at most `limit` tokens whose one label is the pair's score. Raises InvalidRequest."""
     if pooling.classifier_tokens is not None:
         prompts = encode_reranker_prompts(tokenizer, pairs, instruction, limit)
         return prompts, [PoolingParams(task="classify")] * len(prompts)
@@ -76,7 +74,7 @@ def encode_pairs_with_pooling_params(
 
 
 def cosine_similarity(first: PoolingOutput, second: PoolingOutput) -> PoolingOutput:
-    """As a vector of one number."""
+    """A vector of one number."""
     a, b = first.data.astype(np.float64), second.data.astype(np.float64)
     return PoolingOutput(np.array([a @ b / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-24)]))
 
@@ -89,8 +87,7 @@ async def pool_prompts(
     done: Callable[[], None],
     pooling: PoolingConfig,
 ) -> list[PoolingRequestOutput]:
-    """The vectors of prompts, each a text or None and its token ids; `done` is called after each. Raises EngineError
-    when the engine failed one of them."""
+    """prompts: (text or None, token ids) each. `done` is called after each. Raises EngineError."""
     if not prompts:
         return []
     name = random_source.token_hex(8)

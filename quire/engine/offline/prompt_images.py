@@ -1,4 +1,4 @@
-"""Images of a program's prompts: Pillow's, or data: URLs in the parts of messages."""
+"""Images of a program's prompts: Pillow images, or data: URLs in message parts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from quire.engine.images.image_decoding import decode_data_url
 from quire.engine.images.multimodal_prompt import IMAGE_ROLES, IMAGE_ROLES_MESSAGE, RequestImage
 
 _PILLOW_KEYS = {"image": "image", "image_pil": "image_pil"}
-"""Types of parts that hold an image of Pillow, as transformers and vLLM call them, and the key that it is under."""
+"""Part types with a Pillow image, as in transformers and vLLM, and the key of the image."""
 
 
 def message_images(messages: Sequence[Mapping[str, Any]]) -> list[RequestImage]:
-    """Those of a conversation, in their order. Raises InvalidRequest, naming the field."""
+    """Raises InvalidRequest, naming the field."""
     images = []
     for index, message in enumerate(messages):
         content = message.get("content")
@@ -36,7 +36,7 @@ def message_images(messages: Sequence[Mapping[str, Any]]) -> list[RequestImage]:
 
 
 def multi_modal_images(data: Any, name: str) -> list[RequestImage]:
-    """Those of vLLM's multi_modal_data. Raises InvalidRequest."""
+    """Raises InvalidRequest."""
     if not isinstance(data, Mapping) or set(data) - {"image"}:
         raise InvalidRequest(f"{name}: multi_modal_data may have image alone", param="prompts")
     image_data = data.get("image")
@@ -47,7 +47,7 @@ def multi_modal_images(data: Any, name: str) -> list[RequestImage]:
 
 
 def check_image_types(images: list[RequestImage]) -> list[RequestImage]:
-    """Raises InvalidRequest for what is no image."""
+    """Raises InvalidRequest."""
     for each in images:
         if not isinstance(each.file_or_image, bytes) and not hasattr(each.file_or_image, "getexif"):
             kind = type(each.file_or_image).__name__

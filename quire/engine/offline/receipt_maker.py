@@ -1,5 +1,3 @@
-"""Receipts of a program's answers, and their replay."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +24,7 @@ from quire.engine.receipts.receipt_replay import ReplayModel, ReplayVerdict, rep
 
 
 class ReceiptMaker:
-    """Of one engine. All methods run on its event loop."""
+    """Makes and replays receipts of one engine. All methods run on its event loop."""
 
     def __init__(self, running_engine: RunningEngine) -> None:
         self._running_engine = running_engine
@@ -51,7 +49,7 @@ class ReceiptMaker:
     async def replay_receipt(
         self, receipt: Receipt, adapters: Sequence[Adapter | None], images: Sequence[Any]
     ) -> ReplayVerdict:
-        """`images`: of Pillow. Raises InvalidRequest for others, and where the model reads none."""
+        """Raises InvalidRequest for images that are not Pillow's, or that the model cannot read."""
         running_engine = self._running_engine
         reader = running_engine.input_processor.multimodal_prompt_builder
         request_images = check_image_types(
@@ -72,7 +70,7 @@ class ReceiptMaker:
 
 
 def parse_receipt(source: Receipt | Mapping[str, Any] | str | bytes) -> Receipt:
-    """A receipt, or an answer with one, as an object or as JSON. Raises InvalidRequest."""
+    """Accepts a receipt, or an answer with one, as an object or JSON. Raises InvalidRequest."""
     if isinstance(source, Receipt):
         source = encode_receipt(source)
     elif isinstance(source, Mapping):

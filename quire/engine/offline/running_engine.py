@@ -1,5 +1,3 @@
-"""An engine that runs beside the program that uses it: in this process on a thread of its own, or in others."""
-
 from __future__ import annotations
 
 import asyncio
@@ -28,12 +26,14 @@ _log = logging.getLogger("quire.engine.offline.running")
 
 
 class RunningEngine:
-    """A model and its engine, from the start to `close`. Its event loop is the engine's; what asks it anything runs
-    there, by `run_coroutine` or `start_coroutine`."""
+    """A model and its engine, from start to `close`: on a thread of this process, or in other processes. Whoever talks
+    to the engine must do so on its event loop, through `run_coroutine` or `start_coroutine`.
+    """
 
     def __init__(self, config: EngineConfig, *, multiprocessing: bool = False) -> None:
-        """`multiprocessing`: the engine has a process of its own, which is replaced when it ends; several replicas have
-        theirs anyway. Raises what starting the engine raises."""
+        """multiprocessing: the engine has a process, which is replaced when it dies; several replicas always have
+        theirs. Raises errors of the engine's start.
+        """
         self.config = config
         self.input_processor = OfflineModel(config)
         self._pid = os.getpid()
@@ -44,7 +44,7 @@ class RunningEngine:
         self.client = EngineClient(InProcessClient(config)) if is_here else processes(config)
         self.hashes = ModelHasher(config, self.input_processor.tokenizer, self.client.engine_core.weights_paths)
         self.close = weakref.finalize(self, _stop_engine, self.client, self._loop, thread, self._pid)
-        """Stop the engine. Also called when the object is collected or the interpreter exits."""
+        """Stop the engine. Also runs at garbage collection and interpreter exit."""
         self.info = self.run_coroutine(self.client.engine_core.start())
         for note in self.info.notes:
             _log.warning("%s: %s", self.info.model, note)
@@ -60,32 +60,32 @@ class RunningEngine:
             raise
 
     def start_coroutine(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
-        """Begin a coroutine on the engine's loop. Raises EngineError where there is no such loop any more."""
+        """Raises EngineError if the loop has ended, or belongs to another process."""
         if not self.close.alive or self._pid != os.getpid():
             work.close()
             raise EngineError("this LLM was closed" if not self.close.alive else "this LLM is another process's")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def check_awake(self) -> None:
-        """Raises EngineError while it sleeps."""
+        """Raises EngineError while the model sleeps."""
         if self.client.engine_core.asleep:
             raise EngineError("the model sleeps: wake_up() or load_weights() comes first")
 
 
 def _stop_engine(client: EngineClient, loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) -> None:
-    if pid != os.getpid():  # a forked process has no engine, because threads are not forked
+    if pid != os.getpid():  # threads are not forked, so a forked process has no engine
         return
     client.engine_core.failure_callbacks.clear()
     stopping = asyncio.run_coroutine_threadsafe(client.engine_core.stop(), loop)
     stopping.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
-    if threading.current_thread() is not thread:  # whose garbage collection may have found that nobody has it any more
+    if threading.current_thread() is not thread:  # that thread's garbage collection may call this
         stopping.result()
         thread.join()
 
 
 @contextmanager
 def progress_bar(description: str, total: int, visible: bool) -> Iterator[Callable[[], None]]:
-    """A bar on stderr; what it gives is called when one more is done."""
+    """A bar on stderr; call the yielded function for each finished item."""
     columns = (TextColumn(description), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not visible) as progress:
         bar = progress.add_task("", total=total)

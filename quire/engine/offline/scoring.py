@@ -1,7 +1,7 @@
-"""The log probabilities of given tokens, by a forward pass alone: no scheduler, no cache, no sampling.
+"""Log probabilities of given tokens by a forward pass alone: no scheduler, no cache, no sampling.
 
-On a CPU these are, bit for bit, what a server or an `LLM` reports of the same tokens, as `prompt_logprobs` or as
-`logprobs` of tokens that it generates, in whatever batch: a trainer's importance weights begin at exactly 1.
+On a CPU they equal, bit for bit, what a server or `LLM` reports for the same tokens as `prompt_logprobs` or `logprobs`,
+in any batch. So a trainer's importance weights start at exactly 1.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ TokenIds = Sequence[int] | Sequence[Sequence[int]]
 
 
 class Forward:
-    """A model's weights and its forward pass, in this process."""
+    """A model's weights and forward pass, in this process."""
 
     @with_config_docs
     def __init__(
         self, model: str | Path | None = None, *, tensors: NamedTensors | None = None, **options: Unpack[EngineOptions]
     ) -> None:
-        """`model`: as for LLM; `tensors`: all weights under their names in the checkpoint, such as a PyTorch model's
-        `state_dict().items()`, instead of those in its files. Raises ConfigError and ModelError.
+        """`model`: see LLM. `tensors` replace the weights in its files: all tensors by checkpoint name, such as a
+        PyTorch model's `state_dict().items()`. Raises ConfigError and ModelError.
 
-        Options:"""
+        Options:
+        """
         from quire.engine.engine_core import ForwardPass
 
         config = make_engine_config(model, options)
@@ -39,16 +40,18 @@ class Forward:
         self._forward_pass = ForwardPass.load_from_config(config, tensors)
 
     def logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool = False) -> Logprobs:
-        """Of each token behind those before it, natural logarithms in float32: [n - 1] for n tokens; with
-        `full_vocabulary` of every token in each of these places, [n - 1, vocabulary]. Raises InvalidRequest."""
+        """Natural-log probabilities of each token given the ones before it, float32 [n - 1] for n tokens; with
+        `full_vocabulary` of every token in each place, [n - 1, vocabulary]. Raises InvalidRequest.
+        """
         return self._forward_pass.compute_logprobs(token_ids, full_vocabulary=full_vocabulary)
 
 
 def score(
     model: LLM | Forward | str | Path, token_ids: TokenIds, *, full_vocabulary: bool = False
 ) -> Logprobs | list[Logprobs]:
-    """`logprobs` of one sequence of token ids, or of each of several: by an LLM's own weights, or those of a Forward,
-    which is made of a folder, a .gguf file or a hub id. Raises what these raise."""
+    """`logprobs` of one or several sequences of token ids. A folder, .gguf file or hub id is loaded as a Forward.
+    Raises errors of `Forward` and `logprobs`.
+    """
     scorer = model if isinstance(model, LLM | Forward) else Forward(model)
     if len(token_ids) and isinstance(token_ids[0], Iterable):
         many: list[Sequence[int]] = list(token_ids)  # type: ignore[arg-type]
@@ -57,7 +60,7 @@ def score(
 
 
 def check_single_process(config: EngineConfig) -> None:
-    """Raises InvalidRequest for a model that several processes compute."""
+    """Raises InvalidRequest for a config with several processes."""
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         if getattr(config, name) > 1:
             raise InvalidRequest(f"{name}: a forward pass is computed by this process alone", param=name)

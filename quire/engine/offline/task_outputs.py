@@ -1,5 +1,3 @@
-"""From a task to its outputs, over the engine client."""
-
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Collection
@@ -25,10 +23,8 @@ from quire.engine.text.tokenizer import Tokenizer
 async def stream_outputs(
     client: EngineClient, tokenizer: Tokenizer, task: GenerationTask, receipts: ReceiptMaker | None = None
 ) -> AsyncGenerator[RequestOutput]:
-    """Submit a task; yields outputs as its kind says, the last one finished, with a receipt if there are `receipts`.
-    Closing the iterator aborts it.
-
-    Raises EngineError when the engine fails it.
+    """Submit a task and yield outputs of its kind, the last one finished, with a receipt if `receipts` is given.
+    Closing the iterator aborts the request. Raises EngineError if the engine fails it.
     """
     params = task.params
     requests = _make_choice_requests(task)
@@ -60,7 +56,7 @@ async def stream_outputs(
                     request_output.miss_reason = output.prefix.tokens_by_reason[0][0]
                 new_outputs.append(builders[output.id].add_output_and_get_delta(output))
                 if new_outputs[-1].finished():
-                    stream.abort(output.id)  # which a stop string has ended, while the engine goes on
+                    stream.abort(output.id)  # a stop string has ended it, but the engine goes on
             if task.output_kind is RequestOutputKind.FINAL_ONLY:
                 continue
             request_output.finished = all(builder.completion.finished() for builder in builders.values())
@@ -82,7 +78,6 @@ async def stream_outputs(
 
 
 def _make_choice_requests(task: GenerationTask) -> list[EngineCoreRequest]:
-    """One for each choice."""
     return [
         EngineCoreRequest(
             id=f"{task.id}-{index}",

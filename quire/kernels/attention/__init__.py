@@ -1,1 +1,1 @@
-"""Attention as the reference computes it, and what of it ranks that divide tokens need."""
+"""Reference attention, and the token shards of decode context parallelism."""

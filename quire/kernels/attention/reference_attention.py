@@ -1,8 +1,5 @@
-"""Attention in plain PyTorch: an online softmax over tiles of keys, as sums that ranks with some of the keys each can
-merge.
-
-Keys are reduced in tiles of one size from the first on, and each product of a tile has one fixed shape, whatever the
-number of rows: so a row's sums do not depend on the batch.
+"""Attention in plain PyTorch: an online softmax with partial sums that ranks can merge. Tiles of keys, and the shape of
+each product, are fixed, so a row's sums do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -24,27 +21,26 @@ LOG2E = 1.4426950408889634
 
 
 class PartialSoftmax(NamedTuple):
-    """A softmax that is not finished, of T tokens and H heads; float32, or float64 as q."""
+    """Unfinished softmax of T tokens and H heads, in float32, or float64 if q is."""
 
-    weighted_values: Tensor  # [T, H, numbers of a value]: values times exp(score - peak)
-    max_scores: Tensor  # [T, H], the largest score; -inf: no key was seen
-    exp_sums: Tensor  # [T, H], the sum of exp(score - peak)
+    weighted_values: Tensor  # [T, H, V]: sum of values times exp(score - max)
+    max_scores: Tensor  # [T, H]; -inf: no key was seen
+    exp_sums: Tensor  # [T, H], sum of exp(score - max)
 
     def normalize(self, sinks: Tensor | None) -> Tensor:
-        """What attention gives, [T, H, numbers of a value]; sinks: see Softmax."""
+        """Attention output [T, H, V]."""
         totals = (
             self.exp_sums if sinks is None else self.exp_sums + torch.exp(sinks.to(self.max_scores) - self.max_scores)
         )
         return self.weighted_values / totals[:, :, None]
 
     def to_packed_tensor(self) -> Tensor:
-        """[T, H, numbers of a value + 2]: the weighted values, the peak in base 2, the total."""
+        """[T, H, V + 2]: weighted values, maximum in base 2, sum."""
         return torch.cat((self.weighted_values, (self.max_scores * LOG2E)[:, :, None], self.exp_sums[:, :, None]), 2)
 
 
 def merge_shard_attention(parts: Tensor, sinks: Tensor | None) -> Tensor:
-    """What attention gives, [T, H, V], of what each of some ranks found over its keys, packed: [ranks, T, H, V + 2].
-    Merged in the order of the ranks, each row by itself; every row has seen a key on some rank."""
+    """Merge packed partial softmaxes [ranks, T, H, V + 2] in rank order: [T, H, V]. Each row must have seen a key."""
     (first, *others) = parts[..., :-2]
     all_peaks = parts[..., -2].contiguous() / LOG2E
     totals = parts[..., -1]
@@ -55,7 +51,7 @@ def merge_shard_attention(parts: Tensor, sinks: Tensor | None) -> Tensor:
         keep, add = (
             torch.exp(merged_softmax.max_scores - anchor),
             torch.exp(part.max_scores - anchor),
-        )  # exp2's bits depend on the place
+        )  # exp2's bits depend on an element's position
         weighted = merged_softmax.weighted_values * keep[:, :, None] + part.weighted_values * add[:, :, None]
         merged_softmax = PartialSoftmax(weighted, top, merged_softmax.exp_sums * keep + part.exp_sums * add)
     return merged_softmax.normalize(sinks)
@@ -64,7 +60,7 @@ def merge_shard_attention(parts: Tensor, sinks: Tensor | None) -> Tensor:
 def compute_partial_softmax(
     q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: AttentionParams, shard: ContextShard
 ) -> PartialSoftmax:
-    """Of q [T, H, D] over those of its sequences' keys that are `shard`; without the sinks."""
+    """Attention of q [T, H, D] over the shard's keys, without sinks."""
     tokens, heads = q.shape[:2]
     kind = torch.float64 if q.dtype == torch.float64 else torch.float32
     softmax_sums = PartialSoftmax(
@@ -78,7 +74,7 @@ def compute_partial_softmax(
         k = _read_cache_pages(caches[0], pages, softmax.kv_scales.key, q.dtype)[:num_keys]
         value_scale = softmax.kv_scales.value if softmax.value_dim is None else softmax.kv_scales.key
         v = _read_cache_pages(caches[1], pages, value_scale, q.dtype)[:num_keys, :, : softmax.value_dim]
-        if softmax.window is not None:  # pages before it may hold anything, NaN too, whose part no weight of 0 is 0
+        if softmax.window is not None:  # earlier pages may hold NaN, which a weight of 0 does not cancel
             unseen = shard.num_local_tokens_before(
                 max(softmax.first_visible_key(context - (starts[s + 1] - starts[s])), 0)
             )
@@ -92,7 +88,7 @@ def compute_partial_softmax(
 
 
 def _read_cache_pages(cache: Tensor, pages: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Keys or values [pages * tokens, K, D]; of codes in the type that attention for this dtype computes with."""
+    """Keys or values [pages * tokens, K, D], dequantized to the dtype that attention computes in."""
     if cache.dtype not in QUANTIZED_KV_DTYPES:
         return cache[pages].flatten(0, 1)
     some = cache.view(torch.uint8)[pages].view(cache.dtype)
@@ -102,7 +98,7 @@ def _read_cache_pages(cache: Tensor, pages: Tensor, scale: float, dtype: torch.d
 def _attend_query_tile(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, softmax: AttentionParams, shard: ContextShard
 ) -> PartialSoftmax:
-    """Online softmax (Milakov and Gimelshein, 2018) of up to QUERY_TILE rows over tiles of `shard` keys."""
+    """Online softmax (Milakov and Gimelshein, 2018) of up to QUERY_TILE rows over tiles of the shard's keys."""
     rows, heads, dim = q.shape
     kv_heads, compute = k.shape[1], torch.float64 if q.dtype == torch.float64 else torch.float32
     padded = F.pad(q.to(compute), (0, 0, 0, 0, 0, QUERY_TILE - rows))
@@ -146,13 +142,14 @@ def _attend_query_tile(
 
 
 def _unpack_head_groups(x: Tensor, rows: int) -> Tensor:
-    """[kv_heads, group * QUERY_TILE, V] as [rows, heads, V]."""
+    """[kv_heads, group * QUERY_TILE, V] to [rows, heads, V]."""
     return x.unflatten(1, (-1, QUERY_TILE))[:, :, :rows].permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _bias_at_distances(table: Tensor, distances: Tensor, kv_heads: int, *, rows: int) -> Tensor:
-    """AttentionParams.relative_bias for distances [group * rows, keys], of which each group of rows is of one query
-    head: [kv_heads, group * rows, keys]."""
+    """AttentionParams.relative_bias at distances [group * rows, keys], with `rows` rows per query head: [kv_heads,
+    group * rows, keys].
+    """
     longest = (table.shape[1] - 15) // 2
     columns = (distances + longest - 1).clamp(0, table.shape[1] - 1)
     group = len(distances) // rows

@@ -1,8 +1,7 @@
-"""The CPU backend: the methods of `Backend` (kernels/backend.py) in C++, for float32 and bfloat16.
-
-The sources beside this file are built by build.py and loaded by native_library.py. What they do not cover (another
-dtype) the reference computes, except where the page layout is our own: there it is a TypeError. A call costs a few
-microseconds of Python; keep it so: make no tensor that is not returned."""
+"""The CPU backend: C++ kernels for float32 and bfloat16. Other dtypes fall back to the reference, or raise TypeError
+for KV, which has a layout of its own. A call costs a few microseconds of Python; keep it so and create no tensor that
+is not returned.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +39,9 @@ from quire.kernels.routing import MoE, MoEComponents
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 _PIECE_TOKENS, _TILE_TOKENS = 16, 256
-"""Tokens of a block, and of what attention merges in order (attention_tile.h)."""
+"""Tokens of a block, and of the tiles that attention merges in order (attention_tile.h)."""
 _MAX_VOCAB = 2**19
-"""From this size of a vocabulary on, the reference draws."""
+"""From this vocabulary size on, the reference samples."""
 
 
 class CpuBackend(CpuLinearBackend):
@@ -57,7 +56,7 @@ class CpuBackend(CpuLinearBackend):
         deterministic: bool = False,
         activation_bits: str = "auto",
     ) -> None:
-        """library: other kernels than the best that this CPU can run. activation_bits: see quantized_linear.py."""
+        """library: default is the best instruction set of this CPU. activation_bits: see quantized_linear.py."""
         super().__init__(library, deterministic=deterministic, activation_bits=activation_bits)
         if self.missing_reason is None:
             self._calls = ImmediateCalls(self.library)
@@ -69,7 +68,7 @@ class CpuBackend(CpuLinearBackend):
 
     @property
     def isa(self) -> str:
-        """The instruction set in use, such as "AVX-512 with bf16"."""
+        """Such as "AVX-512 with bf16"."""
         return native_library.ISAS[self.library.isa]
 
     def description(self) -> str:
@@ -92,9 +91,9 @@ class CpuBackend(CpuLinearBackend):
         return dtype in KERNEL_DTYPES
 
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-        """[pages, kv_heads, bytes or numbers of a head]; the last axis is laid out as kernels/cpu/layout.h says, of
-        codes as kernels/cpu/kv_codes.h does. Where ranks divide the tokens, [pages, pieces of 16 tokens, kv_heads, ...]
-        of this rank's."""
+        """[blocks, kv_heads, elements of a head], laid out as in layout.h, or kv_codes.h if quantized. Under decode
+        context parallelism [blocks, pieces of 16 tokens, kv_heads, ...] of this rank's tokens.
+        """
         if dtype not in self.library.paged_attention and dtype not in QUANTIZED_KV_DTYPES:
             raise TypeError(
                 f"the CPU kernels keep KV in float32, bfloat16 or 8 bits, not {dtype}; backend 'reference' takes any"
@@ -133,19 +132,16 @@ class CpuBackend(CpuLinearBackend):
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """In place: returns x and residual themselves where they are contiguous."""
         if not _share_kernel_dtype(x, residual) or weight.dtype != torch.float32 or bias.dtype != torch.float32:
             return super().add_layer_norm(x, residual, weight, bias, eps)
         return self._calls.add_layer_norm(x.contiguous(), residual.contiguous(), weight, bias, eps)
 
     def add_residual(self, x: Tensor, residual: Tensor) -> Tensor:
-        """In place: returns residual itself where it is contiguous."""
         if not _share_kernel_dtype(x, residual):
             return super().add_residual(x, residual)
         return self._calls.add_residual(x.contiguous(), residual.contiguous())
 
     def add_gated(self, x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
-        """In place, as `add_residual`."""
         if not _share_kernel_dtype(x, gate, residual):
             return super().add_gated(x, gate, residual)
         return self._calls.add_gated(x.contiguous(), gate.contiguous(), residual.contiguous())
@@ -161,7 +157,9 @@ class CpuBackend(CpuLinearBackend):
         return self._calls.rms_norm(x.contiguous(), weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """In place: returns x and residual themselves where they are contiguous."""
+        """Returns x and residual themselves if they are contiguous; other operations that may overwrite an argument do
+        the same.
+        """
         if not _share_kernel_dtype(x, residual) or weight.dtype != torch.float32:
             return super().add_rms_norm(x, residual, weight, eps)
         return self._calls.add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
@@ -177,7 +175,6 @@ class CpuBackend(CpuLinearBackend):
         )
 
     def mul_by_column_slice(self, x: Tensor, per_layer_inputs: Tensor, first: int) -> Tensor:
-        """In place: returns x itself where it is contiguous."""
         if not _share_kernel_dtype(x, per_layer_inputs):
             return super().mul_by_column_slice(x, per_layer_inputs, first)
         return self._calls.mul_by_column_slice(x.contiguous(), per_layer_inputs.contiguous(), first)
@@ -231,7 +228,7 @@ class CpuBackend(CpuLinearBackend):
         return lora.CompiledLinearWithLora(self.library, linear, slots)
 
     def fit_int4(self, groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """In C++ (quantization/fit.cpp): some thirty times as fast as PyTorch's operations."""
+        """About thirty times as fast as PyTorch's operations."""
         if groups.device.type != "cpu":
             return super().fit_int4(groups, zero_points=zero_points)
         groups = (groups if groups.dtype in self.library.fit_int4 else groups.float()).contiguous()
@@ -277,5 +274,4 @@ class CpuBackend(CpuLinearBackend):
 
 
 def _share_kernel_dtype(*tensors: Tensor) -> bool:
-    """Whether all are of one type that the kernels take."""
     return tensors[0].dtype in KERNEL_DTYPES and all(each.dtype == tensors[0].dtype for each in tensors)

@@ -1,9 +1,8 @@
-"""Compiles the C++ kernels, `*.cpp` beside this file, into `<set>.so`, a library for each instruction set.
+"""Compiles the C++ kernels below this folder into `<set>.so`, one library per instruction set.
 
-`python build.py` builds what this machine loads: the plain set, and the best that it has. `python build.py all` builds
-all, as wheels and the slow tests want them. Plain g++ (or $CXX) compiles them, by way of ccache where there is one:
-neither Python's nor PyTorch's headers are used, so one wheel serves every Python and every PyTorch, and the best
-library is chosen at run time (native.py). Nothing but the standard library is imported, so that this runs beside pip.
+`python build.py` builds the plain set and the best that this machine has; `python build.py all` builds all, for wheels
+and slow tests. It calls g++ (or $CXX, through ccache if there is one) without headers of Python or PyTorch, so one
+wheel serves every version of them. Imports only the standard library, to run inside pip's build.
 """
 
 from __future__ import annotations
@@ -36,10 +35,9 @@ ISA_FLAGS = {
     "avx512_amx": [*VNNI, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
     "neon_dot": ["-march=armv8.2-a+dotprod"],
 }
-"""Of each instruction set, in the order of isa.cpp's bits, the best last."""
+"""In the order of isa.cpp's bits, best last."""
 IS_ARM = platform.machine() in ("aarch64", "arm64")
 ISAS = [isa for isa in ISA_FLAGS if isa == "plain" or isa.startswith("neon") == IS_ARM]
-"""Those of this kind of processor."""
 COMPILE_FLAGS = [
     "-std=c++17",
     "-O3",
@@ -53,7 +51,7 @@ LINK_FLAGS = ["-shared", "-pthread", *(["-undefined", "dynamic_lookup"] if sys.p
 
 
 def find_compiler() -> list[str] | None:
-    """The command's first words; None where there is none."""
+    """First words of the command, or None."""
     for name in (os.environ.get("CXX", ""), "g++", "c++", "clang++"):
         if name and shutil.which(name.split()[0]):
             return [*(["ccache"] if shutil.which("ccache") else []), *name.split()]
@@ -77,9 +75,9 @@ def isas_to_build(cxx: list[str]) -> list[str]:
 
 
 def build_libraries_returning_errors(cxx: list[str], isas: Collection[str], target: Path = HERE) -> dict[str, str]:
-    """Compiles what is older than its sources; by instruction set what the compiler said where it failed: it may be too
-    old for one set. Libraries of other sets that are older than their sources go. One build at a time: a second one
-    waits, and finds its work done."""
+    """Compile outdated libraries; return compiler output by failed instruction set, as the compiler may be too old for
+    one. Deletes outdated libraries of other sets. A concurrent build waits.
+    """
     with _build_lock():
         return _build_stale_libraries(cxx, isas, target)
 
@@ -90,7 +88,7 @@ def _build_stale_libraries(cxx: list[str], isas: Collection[str], target: Path) 
     wanted = [path for path in stale if path.stem in isas]
     for path in {*stale} - {*wanted}:
         path.unlink(missing_ok=True)
-    sum_of_sources = zlib.crc32(b"".join(path.read_bytes() for path in source_files()))  # native.py compares it
+    sum_of_sources = zlib.crc32(b"".join(path.read_bytes() for path in source_files()))  # native_library.py compares it
     compile_one = [*COMPILE_FLAGS, f"-DSUM_OF_SOURCES={sum_of_sources}u", "-c"]
     longest_first = sorted(HERE.rglob("*.cpp"), key=lambda path: -path.stat().st_size)
     failed: dict[str, str] = {}
@@ -115,7 +113,7 @@ def _build_stale_libraries(cxx: list[str], isas: Collection[str], target: Path) 
             if library.stem not in failed:
                 library.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(built, library.with_suffix(".new"))
-                library.with_suffix(".new").replace(library)  # a running server keeps the library it has mapped
+                library.with_suffix(".new").replace(library)  # a running server keeps its mapped library
     return failed
 
 

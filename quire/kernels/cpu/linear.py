@@ -1,5 +1,3 @@
-"""Packed linears, as linear.cpp computes them."""
-
 from __future__ import annotations
 
 import ctypes
@@ -12,12 +10,12 @@ from quire.kernels.cpu import native_library
 
 
 class CompiledLinearBase:
-    """x @ weight.T + bias, as the compiled kernels compute it. A subclass keeps the memory that `native` points to."""
+    """x @ weight.T + bias in compiled kernels. A subclass keeps the memory that `native` points to."""
 
     def __init__(
         self, library: native_library.NativeLibrary, linear: native_library.PackedLinear, dtype: torch.dtype
     ) -> None:
-        """dtype: of x, and of the result unless it is wide: that is float32."""
+        """dtype: of x, and of the result unless `linear.wide` makes it float32."""
         self.native = linear
         self.out_features, self.in_features = linear.outs, linear.in_
         self.dtype = dtype
@@ -26,8 +24,9 @@ class CompiledLinearBase:
         self._pointer = ctypes.addressof(linear)
 
     def pointer_addresses_and_weights(self, struct: native_library.PackedLinear) -> list[tuple[int, Tensor]]:
-        """Its packed weights, each with where the address stands by which the kernel finds them; own: `native`, or the
-        copy of it that the kernel is given."""
+        """Packed weights, each with the address of the kernel's pointer to it. struct: `native`, or the copy of it that
+        the kernel gets.
+        """
         raise NotImplementedError
 
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
@@ -44,7 +43,7 @@ class CompiledLinearBase:
 
 
 class PackedLinear(CompiledLinearBase):
-    """Of weights in the dtype of x."""
+    """Weights in the dtype of x (linear.cpp)."""
 
     def __init__(
         self, library: native_library.NativeLibrary, weight: Tensor, bias: Tensor | None, *, wide: bool

@@ -1,5 +1,3 @@
-"""Adapters behind linears, as lora.cpp computes them."""
-
 from __future__ import annotations
 
 import ctypes
@@ -16,11 +14,9 @@ from quire.kernels.cpu import native_library
 
 @dataclass(frozen=True, slots=True)
 class PackedLinearAdapter:
-    """What one adapter adds to one linear."""
-
     native: native_library.LoraAdapter
     buffers: tuple[object, ...]
-    """The memory that it points to."""
+    """Memory that `native` points to."""
 
 
 class CompiledLinearWithLora(LinearWithLora):
@@ -65,7 +61,7 @@ class CompiledLinearWithLora(LinearWithLora):
 
 
 def _pack_panels(weight: Tensor, together: int = 1) -> Tensor:
-    """[outs, inner] as [outs / 16, inner / together, 16, together], padded with zeros."""
+    """[outs, inner] to [outs / 16, inner / together, 16, together], zero-padded."""
     outs, inner = weight.shape
     padded = F.pad(weight, (0, 0, 0, -outs % 16))
     return padded.view(-1, 16, inner // together, together).transpose(1, 2).contiguous()

@@ -1,4 +1,4 @@
-"""Loads the compiled kernels, which build.py makes: the library for the best instruction set that this CPU has."""
+"""Loads the kernels built by build.py, for this CPU's best instruction set."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ISAS = {
     "avx512_amx": "AVX-512 with AMX tiles for linears, adapters and attention of 16 bits and fewer",
     "neon_dot": "NEON with dot product",
 }
-"""The best last; in the order of isa.cpp's bits."""
+"""In the order of isa.cpp's bits, best last."""
 
 _POINTER = ctypes.c_void_p
 _LONG = ctypes.c_long
@@ -36,7 +36,7 @@ _FLOAT = ctypes.c_float
 
 
 class QuantizedPart(ctypes.Structure):
-    """Mirrors exports.h, which explains the fields, as do the next three."""
+    """Mirrors exports.h, which explains the fields; so do the structures up to LoraLinear."""
 
     _fields_ = [
         *[(name, _POINTER) for name in ("packed", "factors")],
@@ -109,8 +109,6 @@ class Experts(ctypes.Structure):
 
 
 class LoraPart(ctypes.Structure):
-    """Mirrors exports.h, as do the next two."""
-
     _fields_ = [("up", _POINTER), *[(name, _INT) for name in ("first", "outs", "first_rank", "rank")]]
 
 
@@ -123,7 +121,7 @@ class LoraLinear(ctypes.Structure):
 
 
 class Argument(ctypes.Structure):
-    """Mirrors decoder/recorded.cpp, which explains the fields, as does the next one."""
+    """Mirrors decoder/recorded.cpp, which explains the fields; so does Call."""
 
     _fields_ = [(name, ctypes.c_int64) for name in ("kind", "value")]
 
@@ -147,26 +145,27 @@ _KV_FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 
 
 def kv_format(cache: Tensor, scales: KVScales) -> KVFormat | None:
-    """How a cache holds keys or values; None: in the type of the kernel."""
+    """None if the cache holds the kernel's dtype."""
     format_number = _KV_FORMATS.get(cache.dtype)
     return None if format_number is None else KVFormat(format_number, scales.key, scales.value)
 
 
 def view_as_kernel_blocks(cache: Tensor) -> Tensor:
-    """A cache of keys or values as kernels take it, also where its pages have several pieces."""
+    """Flatten blocks of several pieces."""
     return cache if cache.ndim == 3 else cache.flatten(0, 1)
 
 
 def to_ctypes(argument: Any) -> Any:
-    """A kernel's argument for ctypes. Tensors and structures become their addresses."""
+    """Tensors and structures become their addresses."""
     if isinstance(argument, Tensor):
         return argument.data_ptr()
     return ctypes.addressof(argument) if isinstance(argument, ctypes.Structure) else argument
 
 
 def relative_bias_stride_and_origin(bias: Tensor | None) -> tuple[int, int]:
-    """Of AttentionParams.relative_bias: its rows' stride, and the column of distance 0. Raises TypeError for what no
-    kernel takes."""
+    """Row stride of AttentionParams.relative_bias, and its column of distance 0. Raises TypeError if kernels do not
+    support it.
+    """
     if bias is None:
         return 0, 0
     if bias.dtype != torch.float32 or not bias.is_contiguous():
@@ -175,7 +174,7 @@ def relative_bias_stride_and_origin(bias: Tensor | None) -> tuple[int, int]:
 
 
 def check_sinks(sinks: Tensor | None, heads: int) -> None:
-    """Raise TypeError for AttentionParams.sinks that kernels do not take."""
+    """Raise TypeError if kernels do not support these AttentionParams.sinks."""
     if sinks is not None and (sinks.dtype != torch.float32 or not sinks.is_contiguous() or len(sinks) != heads):
         raise TypeError(f"sinks must be float32 and contiguous, one for each of {heads} heads")
 
@@ -193,9 +192,9 @@ _HUGE_PAGE_BYTES, _CHUNK_BYTES = 2 << 20, 32 << 20
 
 
 class WeightArena:
-    """Memory for weights, on huge pages where the system has them: with 4 KB pages, walking page tables costs up to a
-    third of the speed at which weights stream through. Tensors are pieces of large mappings; a mapping lives as long as
-    one of its pieces."""
+    """Memory for weights, on huge pages if available: with 4 KB pages, page table walks cost up to a third of the speed
+    of streaming weights. Tensors are pieces of large mappings, which live as long as one of them.
+    """
 
     def __init__(self) -> None:
         self._free_bytes = torch.empty(0, dtype=torch.uint8)
@@ -278,7 +277,7 @@ SIGNATURES = {
     "run_calls": [_POINTER, _INT, _POINTER, _LONG, _INT, _LONG],
     "sum_ranks": [*[_POINTER] * 2, _LONG, _INT],
 }
-"""Of the kernels that there are for each type."""
+"""Kernels that exist for each dtype."""
 _UNTYPED_SIGNATURES = {
     "compressed_size": [_POINTER, *[_INT] * 3],
     "compress": [_POINTER, _POINTER, *[_INT] * 3],
@@ -290,20 +289,21 @@ _UNTYPED_SIGNATURES = {
     "gather_ranks": [*[_POINTER] * 3, _LONG, _POINTER],
     "share_rank": [*[_POINTER] * 2, _LONG],
 }
-"""Of the others. compressed_size gives the bytes of a packed bfloat16 matrix when compressed; 0: compressing does not
-pay, or this instruction set cannot (compress12.h)."""
+"""compressed_size returns the bytes of a compressed bfloat16 matrix; 0: compression does not pay, or the instruction
+set does not support it (compress12.h).
+"""
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 class NativeLibrary:
-    """One loaded library. A kernel is an attribute: a table from dtype to the C function, or the one function."""
+    """A loaded library. Each kernel is an attribute: a dict from dtype to C function, or a single function."""
 
     if TYPE_CHECKING:
 
         def __getattr__(self, kernel: str) -> Any: ...
 
     def __init__(self, isa: str, weight_arena: WeightArena | None = None) -> None:
-        """weights: the memory of packed weights, by default one of its own."""
+        """Raises OSError if the library was built from other sources, or cannot be loaded."""
         self.isa, self.weight_arena = isa, WeightArena() if weight_arena is None else weight_arena
         library = self._library = ctypes.CDLL(str(HERE / f"{isa}.so"))
         sources = sorted([*HERE.rglob("*.cpp"), *HERE.rglob("*.h")])
@@ -325,22 +325,24 @@ class NativeLibrary:
         return function
 
     def call_wrapper_address(self, kernel: str, dtype: torch.dtype) -> int | None:
-        """Where the function is by which decoder/recorded.cpp calls a kernel."""
+        """Address of the function by which decoder/recorded.cpp calls a kernel."""
         return ctypes.cast(getattr(self._library, f"call_{kernel}_{_SUFFIXES[dtype]}"), _POINTER).value
 
 
 def load_library_or_reason() -> NativeLibrary | str:
-    """The library for the best instruction set that this CPU has, or, in one line, why there is none."""
+    """The best loadable library, or one line on why there is none."""
     try:
         isas = loadable_isas()
         missing = "the C++ kernels were not built; install a C++ compiler such as g++, then Quire again"
         return NativeLibrary(isas[-1]) if isas else missing
-    except (OSError, AttributeError) as error:  # a library that does not fit this machine, or is from another version
+    except (OSError, AttributeError) as error:  # built for another machine or version
         return f"the C++ kernels cannot be loaded: {error}"
 
 
 def loadable_isas() -> list[str]:
-    """The instruction sets that were built and that this CPU has, the best last; QUIRE_CPU_ISA cuts the list."""
+    """Instruction sets that were built and that this CPU has, best last. QUIRE_CPU_ISA is the last one used; raises
+    ValueError if it is unusable.
+    """
     built = [isa for isa in ISAS if (HERE / f"{isa}.so").exists()]
     if "plain" not in built:
         return []
@@ -356,17 +358,17 @@ def loadable_isas() -> list[str]:
 
 
 def best_unbuilt_isa() -> str | None:
-    """This CPU's best instruction set, where its library is not there, as in a checkout that was built elsewhere."""
+    """This CPU's best instruction set if its library is missing, as in a checkout built elsewhere."""
     best = _cpu_supported_isas()[-1]
     return None if (HERE / f"{best}.so").exists() else best
 
 
 def is_amx_refused() -> bool:
-    """Whether this CPU has AMX tiles and the operating system does not let the process use them."""
+    """True if the CPU has AMX tiles but the OS does not let the process use them."""
     return bool(ctypes.CDLL(str(HERE / "plain.so")).tiles_refused())
 
 
 def _cpu_supported_isas() -> list[str]:
-    """Those that this CPU has, as the plain library says, which must be there."""
+    """Needs the plain library."""
     bits = ctypes.CDLL(str(HERE / "plain.so")).usable_isas()
     return [isa for index, isa in enumerate(ISAS) if bits >> index & 1]

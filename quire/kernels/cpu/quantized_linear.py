@@ -1,4 +1,4 @@
-"""Linears of quantized weights (quantized.cpp): integer products of x, which is quantized as it comes."""
+"""Quantized linears (quantized.cpp): integer products of x, which is quantized on the fly."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from quire.kernels.cpu.linear import CompiledLinearBase
 from quire.kernels.quantized_tensors import GroupedWeight, QuantizedWeight, has_same_input_order
 
 _MAX_SCALE_BLOCK = 96
-"""Inputs of x that share a scale, as in quantized.h: docs/cpu.md has what more of them gain and cost."""
+"""Inputs of x per scale, as in quantized.h."""
 
 _OUTLIER_THRESHOLDS = {"8": math.inf, "auto": 0.4, "16": 0.0}
-"""By activation bits: blocks of a row's inputs whose largest is above so many times the root of the mean square of all
-blocks' have 16 bits, the others 8. docs/quantization.md has what it gains and costs."""
+"""By activation bits. A block of a row's inputs takes 16 bits instead of 8 if its maximum exceeds this many times the
+root mean square of all blocks' maxima.
+"""
 
 
 def as_grouped_weights(weights: Sequence[QuantizedWeight]) -> Sequence[GroupedWeight] | None:
-    """The weights, if the integer kernels can compute with them as one linear."""
+    """The weights, if the integer kernels can fuse them."""
     grouped = [each for each in weights if isinstance(each, GroupedWeight)]
     if len(grouped) < len(weights) or not all(
         has_same_input_order(each.input_order, grouped[0].input_order) for each in grouped
@@ -33,8 +34,9 @@ def as_grouped_weights(weights: Sequence[QuantizedWeight]) -> Sequence[GroupedWe
 
 
 class CompiledQuantizedLinear(CompiledLinearBase):
-    """Of weights that are `as_grouped_weights`, their outputs side by side. x is rounded to 8 or 16 bits (_OUTLIERS) in
-    blocks that share a scale; `bias` is added in float32."""
+    """Fused weights from `as_grouped_weights`. x is rounded to 8 or 16 bits (_OUTLIER_THRESHOLDS) in blocks that share
+    a scale; `bias` is added in float32.
+    """
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class CompiledQuantizedLinear(CompiledLinearBase):
 
     @property
     def nbytes(self) -> int:
-        """Of codes and scales."""
+        """Codes and factors."""
         return sum(each.memory.nbytes + each.factors.nbytes for each in self._packed)
 
     def pointer_addresses_and_weights(self, struct: native_library.PackedLinear) -> list[tuple[int, Tensor]]:
@@ -75,7 +77,7 @@ class CompiledQuantizedLinear(CompiledLinearBase):
         return [(ctypes.addressof(part) + where, packed.memory) for part, packed in pairs]
 
     def look_up_rows(self, ids: Tensor) -> Tensor:
-        """Rows of the weight, [ids, in] in the dtype of x."""
+        """[ids, in] in the dtype of x."""
         assert len(self._packed) == 1, "a table is one weight"
         ids = ids.long().contiguous()
         out = torch.empty((len(ids), self.in_features), dtype=self.dtype)
@@ -109,14 +111,13 @@ def _pack_part(library: native_library.NativeLibrary, weight: GroupedWeight, inn
 
 
 def _choose_activation_block_size(weights: Sequence[GroupedWeight], inner: int) -> int:
-    """Inputs of x that share a scale: as many as the weights' groups allow, up to _MOST_IN_BLOCK."""
+    """Inputs of x per scale: as many as the weights' groups allow, up to _MAX_SCALE_BLOCK."""
     common = math.gcd(*(each.group_size for each in weights if each.scales.shape[1] > 1)) or inner
     sizes = [size for size in range(16, _MAX_SCALE_BLOCK + 1, 16) if common % size == 0]
-    return max(sizes, default=64)  # one group for all inputs, however many: they are padded
+    return max(sizes, default=64)  # a single group of all inputs, which are padded
 
 
 def _merge_adjacent_weights(weights: Sequence[GroupedWeight]) -> list[GroupedWeight]:
-    """Neighbours whose codes are alike as one."""
     merged = list(weights[:1])
     for each in weights[1:]:
         last = merged[-1]

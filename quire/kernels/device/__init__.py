@@ -1,1 +1,1 @@
-"""What is the same for every kind of accelerator: what its libraries raise, in words that help."""
+"""Code for every kind of accelerator."""

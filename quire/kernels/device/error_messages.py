@@ -1,4 +1,4 @@
-"""What the libraries of a GPU raise, as one sentence that says what would help."""
+"""Turns errors of GPU libraries into one sentence with a remedy."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 
 _SOURCE_LOCATION = re.compile(r"at \d+:\d+:$")
-"""What Triton's compiler begins with; then comes the source, and what is wrong with it at the end."""
+"""First line of a Triton compiler error; the source follows, and the message is last."""
 _INSTALL_HINT = "Debian, Ubuntu: apt install gcc libc6-dev python3-dev"
 
 
 def describe_compiler_error(error: BaseException) -> str | None:
-    """What keeps Triton from compiling, in C, what starts its kernels; None where it is something else."""
+    """Return why Triton cannot compile the C launchers of its kernels; None for other errors."""
     if "Failed to find C compiler" in str(error):  # triton/runtime/build.py
         return (
             "Triton needs a C compiler to start its kernels and finds none: "
@@ -37,13 +37,13 @@ def describe_compiler_error(error: BaseException) -> str | None:
 
 
 def is_triton_error(error: BaseException) -> bool:
-    """Whether Triton raised it: a kernel does not compile, or asks for more than the GPU has. Its errors have no class
-    in common, and derive from Exception alone."""
+    """True if Triton raised it: a kernel does not compile, or exceeds the GPU's resources. Triton's errors have no
+    common base class but Exception.
+    """
     return any(kind.__module__.partition(".")[0] == "triton" for kind in type(error).__mro__)
 
 
 def describe_kernel_error(error: BaseException) -> str:
-    """One sentence on any error of a kernel."""
     if (compiler := describe_compiler_error(error)) is not None:
         return compiler
     lines = (str(error).strip() or "no message").splitlines()

@@ -1,4 +1,4 @@
-"""Copies between host and device; with CUDA neither waits for the other."""
+"""Copies between host and device. With CUDA neither waits for the other."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ _ALIGNMENT = 16
 
 
 def upload_arrays(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """The arrays as tensors on the device, in one copy, or none where all are empty, from pinned memory where
-    it goes to a GPU of CUDA's; on the CPU they share the arrays' memory.
-
-    PyTorch keeps the pinned memory until the copy is done, whatever becomes of the tensors.
+    """Copy arrays to the device in one piece, from pinned memory with CUDA; PyTorch keeps that until the copy is done.
+    On the CPU the tensors share the arrays' memory.
     """
     if device.type == "cpu":
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
@@ -29,7 +27,6 @@ def upload_arrays(arrays: Sequence[np.ndarray], device: torch.device) -> list[Te
 
 
 def copy_into(array: np.ndarray, target: Tensor) -> None:
-    """Into a tensor of the device that is there already, in one copy."""
     if target.device.type == "cpu":
         target.copy_(torch.from_numpy(array))
         return
@@ -40,7 +37,7 @@ def copy_into(array: np.ndarray, target: Tensor) -> None:
 
 
 def pack_arrays_into(staged: Tensor, arrays: Sequence[np.ndarray]) -> None:
-    """Lay the arrays one after another into host bytes, each at a multiple of 16."""
+    """Each array starts at a multiple of 16 bytes."""
     target = staged.numpy()
     for array, end in zip(arrays, _end_offsets(arrays), strict=True):
         begin = end - _padded_bytes(array)
@@ -48,7 +45,7 @@ def pack_arrays_into(staged: Tensor, arrays: Sequence[np.ndarray]) -> None:
 
 
 def unpack_arrays(laid: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-    """Bytes laid by `pack_arrays_into` as tensors of the arrays' types and shapes."""
+    """Views of bytes from `pack_arrays_into`, with the arrays' dtypes and shapes."""
     tensors = []
     for array, end in zip(arrays, _end_offsets(arrays), strict=True):
         begin = end - _padded_bytes(array)
@@ -66,13 +63,12 @@ def _end_offsets(arrays: Sequence[np.ndarray]) -> list[int]:
 
 
 class HostDownload:
-    """A copy of tensors to the host, on a stream of its own: later computations do not wait for it."""
+    """Copy of tensors to the host on a side stream, so that later computations do not wait for it."""
 
     def __init__(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
-        """`stream` is of the tensors' GPU, and None where they are on the host already, and where the device has none
-        of CUDA's; there `wait_for_copy` copies them."""
+        """stream: None if the tensors are on the host, or the device is not CUDA; `wait_for_copy` then copies."""
         self.tensors = list(tensors)
-        """Copies of these in the host's memory, once they are made."""
+        """Host copies, once they are done."""
         self._copied: torch.cuda.Event | None = None
         if stream is None:
             return
@@ -81,7 +77,7 @@ class HostDownload:
             for index, tensor in enumerate(tensors):
                 host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
                 self.tensors[index] = host.copy_(tensor, non_blocking=True)
-                tensor.record_stream(stream)  # else its memory could be reused before it is copied
+                tensor.record_stream(stream)  # keeps the memory until it is copied
             self._copied = stream.record_event()
 
     def wait_for_copy(self) -> list[Tensor]:

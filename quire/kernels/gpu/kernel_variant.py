@@ -1,8 +1,6 @@
-"""Kinds of Triton kernels: what is compiled apart, for arguments of other types, sizes that are constants, alignments.
-
-Triton compiles a kind, for seconds, when it is first launched. `dry_run_for_variants` says which ones something would
-launch, without a launch; another process may compile them (`KernelVariant.compile_variant`), and this one then finds
-them in Triton's folder."""
+"""Triton kernel variants, which compile for seconds at their first launch. `dry_run_for_variants` lists those that a
+function would launch; another process may compile them (`KernelVariant.compile_variant`) into Triton's cache folder.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +23,9 @@ class KernelVariant:
     module: str
     name: str
     specialization: str
-    """As Triton's hooks give it and `JITFunction.preload` takes it."""
+    """Text from Triton's hooks, for `JITFunction.preload`."""
     gpu_target: tuple[str, int | str, int]
-    """What it is compiled for, as `GPUTarget` takes it. Triton 3.6's specialization does not say it, 3.7's does."""
+    """Arguments of `GPUTarget`. Triton 3.6's specialization lacks it, 3.7's has it."""
 
     @property
     def kernel(self) -> JITFunction[Any]:
@@ -36,7 +34,7 @@ class KernelVariant:
 
     @property
     def marker_path(self) -> Path:
-        """An empty file beside what Triton keeps, where this kind was compiled before."""
+        """Empty file in Triton's cache that exists once the variant was compiled."""
         digest_fields = (
             self.module,
             self.name,
@@ -48,7 +46,7 @@ class KernelVariant:
         return Path(knobs.cache.dir, "quire", hashlib.sha256("\n".join(digest_fields).encode()).hexdigest())
 
     def compile_variant(self) -> None:
-        """Into Triton's folder. Raises what Triton raises; the GPU need not be there (`set_compile_target`)."""
+        """Compile into Triton's cache. Needs no GPU (`set_compile_target`). Raises Triton's errors."""
         self.kernel.preload(self.specialization)
         self.marker_path.parent.mkdir(parents=True, exist_ok=True)
         self.marker_path.touch()
@@ -62,11 +60,11 @@ _DEVICE_NUMBERS: dict[GPUTarget, int] = {}
 
 
 class CompileOnlyDriver:
-    """A driver of which the compiler asks the target alone."""
+    """A driver that only answers the compiler's question for the target."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
-        # Triton keeps what it has compiled by the number of the device.
+        # Triton keys its compiled kernels by device index.
         self._device_number = _DEVICE_NUMBERS.setdefault(target, len(_DEVICE_NUMBERS))
 
     def get_current_target(self) -> GPUTarget:
@@ -80,13 +78,14 @@ class CompileOnlyDriver:
 
 
 def set_compile_target(target: GPUTarget) -> None:
-    """Compile for this GPU from now on, in a process that has none and launches nothing."""
+    """For a process without a GPU that launches nothing."""
     driver.set_active(CompileOnlyDriver(target))
 
 
 def dry_run_for_variants(function: Callable[[], None]) -> list[KernelVariant]:
-    """The kinds that `function` would launch and that were not compiled in this process. Nothing is launched meanwhile,
-    not even what is compiled: what kernels write is not written. Not beside other threads that launch kernels."""
+    """Variants that `function` would launch and that this process has not compiled. Kernels are not launched and write
+    no results. No other thread may launch kernels meanwhile.
+    """
     variants: dict[KernelVariant, None] = {}
     run, hook = JITFunction.run, knobs.runtime.jit_cache_hook
 

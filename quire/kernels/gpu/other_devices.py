@@ -1,7 +1,5 @@
-"""Devices that PyTorch has beside CPUs and NVIDIA's and AMD's GPUs: mps (Apple's GPUs) and xpu (Intel's).
-
-Nothing here is made for them: PyTorch's own operations compute, by the backends sdpa and reference. A device that is
-neither cpu nor cuda is taken for such a one everywhere, so that PyTorch's PrivateUse1 can stand for it in tests.
+"""PyTorch devices other than CPUs, NVIDIA and AMD GPUs, which PyTorch computes in the backends sdpa and reference.
+Every device that is neither cpu nor cuda counts as one, so that PyTorch's PrivateUse1 can stand in for it in tests.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ import torch
 
 OTHER_DEVICES = {"mps": "Apple's GPUs", "xpu": "Intel's GPUs"}
 MPS_OUT_OF_MEMORY = "MPS backend out of memory"
-"""Part of the message of the RuntimeError that PyTorch raises there."""
+"""Part of PyTorch's RuntimeError message."""
 
 
 def is_other_device(device: torch.device) -> bool:
@@ -18,7 +16,7 @@ def is_other_device(device: torch.device) -> bool:
 
 
 def require_other_device(name: str) -> torch.device:
-    """Raises ValueError with one sentence where this PyTorch has none of OTHERS[name]."""
+    """Raises ValueError if this PyTorch finds no such device."""
     backend_module = getattr(torch, name, None)
     if backend_module is None or not backend_module.is_available():
         missing = f"{name} was asked for, but PyTorch {torch.__version__} finds none of {OTHER_DEVICES[name]} here"
@@ -27,17 +25,17 @@ def require_other_device(name: str) -> torch.device:
 
 
 def available_device_bytes(device: torch.device) -> int | None:
-    """Of the device's memory; None where PyTorch does not say."""
+    """Free bytes of device memory; None if PyTorch does not report them."""
     if device.type == "mps":
         return max(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory(), 0)
     try:
         return int(torch.xpu.mem_get_info(device)[0]) if device.type == "xpu" else None
-    except RuntimeError:  # some of Intel's drivers do not say
+    except RuntimeError:  # some Intel drivers do not report it
         return None
 
 
 def empty_device_caches() -> None:
-    """Hand what PyTorch keeps of freed memory back to the system."""
+    """Return freed memory that PyTorch keeps to the system."""
     for name in OTHER_DEVICES:
         backend_module = getattr(torch, name, None)
         if backend_module is not None and backend_module.is_available():
@@ -45,8 +43,9 @@ def empty_device_caches() -> None:
 
 
 def replacement_dtype_or_none(name: str, device: torch.device) -> str | None:
-    """What --dtype auto makes of a checkpoint's type there; None: it stays. Not all of Apple's chips compute bfloat16,
-    and none computes it faster than float16."""
+    """The dtype that --dtype auto uses in place of a checkpoint's; None: unchanged. Not all Apple chips compute
+    bfloat16, and none computes it faster than float16.
+    """
     if device.type == "mps":
         return "float16" if name != "float16" else None
     if device.type != "xpu":
@@ -57,5 +56,5 @@ def replacement_dtype_or_none(name: str, device: torch.device) -> str | None:
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
-    """For sums of many numbers: Apple's GPUs have no float64, and not all of Intel's."""
+    """Dtype of long sums: Apple's GPUs, and some of Intel's, lack float64."""
     return torch.float32 if is_other_device(device) else torch.float64

@@ -1,5 +1,6 @@
-"""A step of decodes and prompts as two calls of attention: one query of each of many sequences fits other kernels than
-many queries of a few do. In one call, a grid of the longest prompt's tiles for every decode has mostly empty blocks."""
+"""Attention of a mixed batch in two calls. Decodes and prefills suit different kernels, and one grid, sized for the
+longest prompt, would consist mostly of empty blocks.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +21,22 @@ from quire.kernels.recurrent.recurrence import RecurrenceMetadata, StateAndVerif
 
 @dataclass(frozen=True, slots=True)
 class PrefillDecodeSplit:
-    """Where the decodes of a step end, and what the sequences behind them count from their own beginning."""
+    """The end of a step's decodes, and offsets of the sequences after them."""
 
     num_decodes: int
-    """The first sequences, of one query each; at least 1, and less than all."""
+    """Leading sequences with one query each; at least 1, and fewer than all."""
     query_start: np.ndarray  # [prompts + 1] int32
-    key_start: np.ndarray  # the same of keys
+    key_start: np.ndarray  # [prompts + 1] int32
     max_context_lens: tuple[int, int]
-    """Contexts: of the decodes, and of those behind them."""
+    """Longest context of the decodes, and of the rest."""
     is_full_prefill: bool
-    """Whether all keys of those behind are this step's own."""
+    """All keys of the rest are this step's own."""
 
     @classmethod
     def from_lengths(cls, counts: np.ndarray, contexts: np.ndarray, key_start: np.ndarray) -> PrefillDecodeSplit | None:
-        """Of sequences with so many queries and keys, each [S] int64; key_start [S + 1]. None: they are all alike."""
+        """counts and contexts [S] int64: queries and keys per sequence; key_start [S + 1]. None if the step needs no
+        split.
+        """
         ones = counts == 1
         decodes = len(counts) if ones.all() else int(ones.argmin())
         if not 0 < decodes < len(counts):
@@ -47,8 +50,9 @@ class PrefillDecodeSplit:
     def metadata_with_parts(
         self, metadata: AttentionMetadata, query_start: Tensor, key_start: Tensor, block_size: int
     ) -> AttentionMetadata:
-        """The metadata with its two parts, as are those of the other groups of layers; query_start, key_start: ours on
-        the device. For attention alone: what else a step says of its tokens, the parts do not repeat."""
+        """A copy with both parts, also in its other groups. query_start and key_start are this split's, on the device.
+        The parts hold only what attention needs.
+        """
         first, behind = slice(self.num_decodes), slice(self.num_decodes, None)
         pages = [-(-longest // block_size) for longest in self.max_context_lens]
         decodes = AttentionMetadata(
@@ -79,8 +83,9 @@ class PrefillDecodeSplit:
 
 
 class PagedAttentionBackend(TorchBackend):
-    """On pages of [token, KV head, head_dim]: a step of decodes and prompts is two calls, and torch's own attention
-    computes what sees ahead of itself."""
+    """Pages are [token, KV head, head_dim]. Mixed batches are two attention calls; torch's attention computes
+    lookahead.
+    """
 
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
@@ -97,14 +102,15 @@ class PagedAttentionBackend(TorchBackend):
     def attend_batch_part(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        """As `paged_attention`, of a step that has no parts."""
+        """`paged_attention` for a step without parts."""
 
 
 def join_metadata(
     decodes: AttentionMetadata, prompts: AttentionMetadata, linear: LinearContext = NO_ADAPTERS
 ) -> AttentionMetadata:
-    """The metadata of a step of these two, which are its parts; linear: of all its tokens. It is made on the device
-    alone, so that a CUDA graph can hold it."""
+    """Metadata of a mixed batch with these two parts. linear: of all tokens. Made on the device alone, so that a CUDA
+    graph can hold it.
+    """
     first = len(decodes.context_lens)
     keys = decodes.key_start
     turns = None
@@ -161,7 +167,7 @@ def _join_recurrence_metadata(
 def attend_by_parts(
     attend: Callable[[Tensor, AttentionMetadata], Tensor], q: Tensor, metadata: AttentionMetadata
 ) -> Tensor:
-    """What `attend` gives for queries [T, H, D], part by part where a step has parts."""
+    """Apply `attend` to queries [T, H, D], part by part if the step has parts."""
     if not metadata.decode_prefill_parts:
         return attend(q, metadata)
     rows = q.split([len(part.positions) for part in metadata.decode_prefill_parts])

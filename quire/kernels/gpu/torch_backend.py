@@ -1,5 +1,3 @@
-"""The reference backend as a GPU needs it: Triton's kernels where PyTorch's operations do not do."""
-
 from __future__ import annotations
 
 import torch
@@ -10,7 +8,9 @@ from quire.kernels.reference import ReferenceBackend
 
 
 class TorchBackend(ReferenceBackend):
-    """Importing Triton takes a second, and not every platform has it: only what needs it imports it."""
+    """The reference backend on a GPU, with Triton where PyTorch does not suffice. Triton's import takes a second, and
+    some platforms lack it, so it is imported only when needed.
+    """
 
     def is_batch_invariant(self, device: torch.device, dtype: torch.dtype) -> bool:
         return self.deterministic if device.type == "cuda" else super().is_batch_invariant(device, dtype)
@@ -27,6 +27,6 @@ class TorchBackend(ReferenceBackend):
             return super().make_linear_with_lora(linear, slots)
         try:
             from quire.kernels.gpu.linears.triton_lora import TritonLinearWithLora
-        except ModuleNotFoundError:  # there is no Triton for this platform
+        except ModuleNotFoundError:
             raise ValueError("on a GPU adapters need Triton (pip install triton)") from None
         return TritonLinearWithLora(linear, slots)

@@ -1,16 +1,16 @@
-"""Triton kernels of paged attention; kernels/gpu/triton_paged_attention.py launches them.
+"""Triton kernels of paged attention.
 
-FlashAttention's tiling (Dao, 2023) over a paged KV cache, with the query heads of one key-value head packed into a
-tile's rows: row r is token r // GROUP, head r % GROUP. The online softmax runs in base 2.
+FlashAttention's tiling (Dao, 2023) over a paged KV cache. The query heads of a KV head are packed into a tile's rows:
+row r is token r // GROUP, head r % GROUP. The online softmax runs in base 2.
 
-Everything that bits depend on is explicit: every multiply-add that a compiler might fuse in one kernel and not in
-another is a tl.fma, a tile that needs no mask computes what it would compute with one, and keys that a row does not see
-leave its sums as they were, to the bit. So with splits of a fixed length a row gives the same bits from a decode step
-(splits stored, then reduced) as from a prefill (splits merged in registers).
+All that bits depend on is explicit: a multiply-add that a compiler might fuse in only some kernels is a tl.fma, masks
+change no bits, and keys that a row does not see leave its sums unchanged. So with fixed splits a row has the same bits
+from a decode (splits stored, then reduced) and from a prefill (splits merged in registers).
 
-Where RANKS divide the tokens of sequences (kernels/attention/context_shard.py), keys are this rank's, counted by
-themselves, and PAGE is what it has of a page; positions stay those in the sequence. Then nothing is finished: what is
-stored of a row are D weighted values, the peak in base 2 and the total, for merge_ranks."""
+With RANKS (kernels/attention/context_shard.py) keys are this rank's, numbered by themselves, PAGE is its share of a
+page, and positions are those in the sequence. A row's result is then D weighted values, the maximum in base 2 and the
+sum, for merge_ranks.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _find_tile_sequence(query_start, num_seqs, tile, BLOCK_Q: tl.constexpr):
-    """The sequence whose tile this is, and which of its tiles.
-
-    Sequence s begins at tile query_start[s] // BLOCK_Q + s: room enough for its tokens, known without the host.
+    """The tile's sequence, and its index there. Sequence s starts at tile query_start[s] // BLOCK_Q + s: enough room,
+    known without the host.
     """
     low, high = num_seqs * 0, num_seqs
     while high - low > 1:
@@ -40,7 +39,6 @@ def _find_tile_sequence(query_start, num_seqs, tile, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def num_local_tokens_before(position, rank, RANKS: tl.constexpr, PAGE: tl.constexpr):
-    """How many of the tokens before a position are this rank's."""
     if RANKS == 1:
         return position
     else:
@@ -50,7 +48,6 @@ def num_local_tokens_before(position, rank, RANKS: tl.constexpr, PAGE: tl.conste
 
 @triton.jit
 def local_to_global_position(key, rank, RANKS: tl.constexpr, PAGE: tl.constexpr):
-    """In the sequence, of this rank's keys."""
     if RANKS == 1:
         return key
     else:
@@ -59,7 +56,7 @@ def local_to_global_position(key, rank, RANKS: tl.constexpr, PAGE: tl.constexpr)
 
 @triton.jit
 def merge_softmax_parts(peak, total, acc, peak2, total2, acc2):
-    """Two parts of a softmax as one; for every row a peak in base 2, the sum of weights, and the weighted values."""
+    """Merge two parts: maximum in base 2, sum of weights, and weighted values of every row."""
     top = tl.maximum(peak, peak2)
     anchor = tl.where(top == float("-inf"), 0.0, top)
     keep, add = tl.exp2(peak - anchor), tl.exp2(peak2 - anchor)
@@ -73,7 +70,7 @@ def merge_softmax_parts(peak, total, acc, peak2, total2, acc2):
 
 @triton.jit
 def _add_sink_weight(peak, total, sinks, head, SINKS: tl.constexpr):
-    """The sum of a softmax's weights, with that of the head's sink; no row's bits depend on where it is added."""
+    """Add the weight of the head's sink to the sum; where it is added changes no bits."""
     if SINKS:
         total += tl.exp2(tl.fma(tl.load(sinks + head), _LOG2E, -peak))
     return total
@@ -81,7 +78,7 @@ def _add_sink_weight(peak, total, sinks, head, SINKS: tl.constexpr):
 
 @triton.jit
 def _load_kv_rows(cache, row, inside, d, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr):
-    """[BLOCK_N, D_PAD] keys or values. What is outside is 0: where nobody wrote, a page may hold anything."""
+    """[BLOCK_N, D_PAD], 0 outside, because unwritten parts of a page may hold anything."""
     at = cache + row[:, None] + d[None, :]
     if MASKED and D != D_PAD:
         return tl.load(at, mask=inside[:, None] & (d[None, :] < D), other=0.0)
@@ -95,7 +92,7 @@ def _load_kv_rows(cache, row, inside, d, D: tl.constexpr, D_PAD: tl.constexpr, M
 
 @triton.jit
 def _load_kv_scales(at, inside, MASKED: tl.constexpr):
-    """[BLOCK_N] float32: what the codes of each key, or value, are multiplied by."""
+    """[BLOCK_N] float32 scales of keys or values."""
     if MASKED:
         return tl.load(at, mask=inside, other=0.0).to(tl.float32)
     else:
@@ -104,7 +101,7 @@ def _load_kv_scales(at, inside, MASKED: tl.constexpr):
 
 @triton.jit
 def _first_visible_position(position, window, WINDOWED: tl.constexpr):
-    """The first key that a query sees, which may be below 0. WINDOWED: 1: windows; 2: chunks."""
+    """May be below 0. WINDOWED: 1 for sliding windows, 2 for chunks."""
     return position // window * window if WINDOWED == 2 else position - window + 1
 
 
@@ -114,7 +111,7 @@ def _online_softmax_step(
     KV_WIDTH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax: keys begin to begin + BLOCK_N, of them those before `end` where MASKED."""
+    """One step over keys begin to begin + BLOCK_N; MASKED: only those before `end`."""
     k_cache, v_cache, k_scales, v_scales, table, k_stride, v_stride = cache
     scale, value_scale, softcap, window, rank = rules
     d = tl.arange(0, D_PAD)
@@ -152,7 +149,7 @@ def _online_softmax_step(
     factors = value_scale + tl.zeros([BLOCK_N], tl.float32)
     if HELD == 1:
         factors = _load_kv_scales(v_scales + page * (v_stride // 2) + beside, inside, MASKED)
-    if HELD and v.dtype == tl.float16:  # whose range small weights would leave
+    if HELD and v.dtype == tl.float16:  # small weights would underflow
         v = (v.to(tl.float32) * factors[:, None]).to(v.dtype)
     elif HELD:
         weights *= factors[None, :]
@@ -166,7 +163,7 @@ def _attend_key_range(
     KV_WIDTH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Attention over keys begin, a multiple of BLOCK_N, to end; without a window, all rows see those before `full`."""
+    """Attention over keys begin, a multiple of BLOCK_N, to end. Without a window all rows see keys before `full`."""
     peak = tl.full([q.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q.shape[0]], tl.float32)
     acc = tl.zeros([q.shape[0], D_PAD], tl.float32)
@@ -192,12 +189,13 @@ def _load_query_tile(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """This program's queries [BLOCK_M, D_PAD], where each comes from, and the keys it needs: begin, full, end.
+    """This program's queries [BLOCK_M, D_PAD], their sequence and positions, and the range of their keys: begin, full,
+    end.
 
-    row: index of each packed row in [T * HEADS]; filled [BLOCK_M, D_PAD]: what of the tile is real.
+    row: index of each packed row in [T * HEADS]; filled [BLOCK_M, D_PAD]: mask of real elements.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a prompt's last tiles see the most keys: they start first
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a prompt's last tiles see the most keys, so they start first
     seq = tile
     if ONE_TOKEN:
         tile = 0
@@ -235,8 +233,9 @@ def attend(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """out [T, HEADS, D], of RANKS [T, HEADS, D + 2]. Grid: tiles, KV_HEADS. SPLIT: keys in each part of the softmax; 0:
-    it has one part."""
+    """out [T, HEADS, D], or [T, HEADS, D + 2] with RANKS. SPLIT: keys per part of the softmax; 0: one part. Grid:
+    tiles, KV_HEADS.
+    """
     seq, queried, position, row, filled, begin, full, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, window, rank,
         HEADS, HEADS // KV_HEADS, D, D_PAD, PAGE, BLOCK_M, BLOCK_N, ONE_TOKEN, WINDOWED, RANKS,
@@ -283,11 +282,11 @@ def attend_splits(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Parts of the softmax, for reduce_even_splits or reduce_fixed_splits: peaks, totals [T * HEADS, splits], weighted
+    """Parts of the softmax for reduce_even_splits or reduce_fixed_splits: peaks, totals [T * HEADS, splits], weighted
     [.., D].
 
-    Grid: tiles, KV_HEADS, programs that share a tile's splits. SPLIT: keys in a split, counted from position 0;
-    0: the tile's keys are split evenly, one split per program. An even split may be empty: its peak is -inf.
+    SPLIT: keys per split, counted from position 0; 0: a tile's keys are split evenly, one split per program. An even
+    split may be empty, with the peak -inf. Grid: tiles, KV_HEADS, programs that share a tile's splits.
     """
     seq, queried, position, row, filled, begin, full, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, window, rank,
@@ -318,7 +317,7 @@ def attend_splits(
 
 @triton.jit
 def _store_partial_softmax(at, peak, total, acc, d, D: tl.constexpr):
-    """What one rank found for a row: D + 2 numbers."""
+    """D + 2 numbers."""
     tl.store(at + d, acc, mask=d < D)
     tl.store(at + D, peak)
     tl.store(at + D + 1, total)
@@ -329,7 +328,7 @@ def reduce_even_splits(
     out, sinks, weighted, peaks, totals, splits, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     MOST_SPLITS: tl.constexpr, RANKS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """out [T * HEADS, D], of RANKS [T * HEADS, D + 2], from its parts, all at once. Grid: T * HEADS, tiles of D."""
+    """out [T * HEADS, D], or [T * HEADS, D + 2] with RANKS, from all parts at once. Grid: T * HEADS, tiles of D."""
     row = tl.program_id(0).to(tl.int64)
     split, d = tl.arange(0, MOST_SPLITS), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = split < splits
@@ -339,7 +338,7 @@ def reduce_even_splits(
     acc = tl.load(at, mask=inside[:, None] & (d[None, :] < D), other=0.0)
     top = tl.max(peak, 0)
     anchor = top
-    if RANKS != 1:  # of which one may have none of the keys
+    if RANKS != 1:  # a rank may have no keys
         anchor = tl.where(top == float("-inf"), 0.0, top)
     weight = tl.exp2(peak - anchor)
     whole, weighted_sum = tl.sum(total * weight, 0), tl.sum(acc * weight[:, None], 0)
@@ -356,8 +355,9 @@ def reduce_fixed_splits(
     BLOCK_D: tl.constexpr, PAGE: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, RANKS: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
-    """out [T * HEADS, D], of RANKS [T * HEADS, D + 2], from its parts in the order of their keys, as `attend` merges
-    them. Grid: T * HEADS, tiles of D."""
+    """out [T * HEADS, D], or [T * HEADS, D + 2] with RANKS, from parts in key order, as `attend` merges them. Grid: T *
+    HEADS, tiles of D.
+    """
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     position = tl.load(positions + row // HEADS).to(tl.int32)
@@ -386,7 +386,7 @@ def merge_ranks(
     out, sinks, parts, rows, HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, RANKS: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, D] of what each rank found, [RANKS, rows, D + 2], in their order; rows are T * HEADS. Grid: rows."""
+    """out [rows, D] from the ranks' parts [RANKS, rows, D + 2] in rank order; rows are T * HEADS. Grid: rows."""
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, D_PAD)
     peak, total, acc = float("-inf"), 0.0, tl.zeros([D_PAD], tl.float32)
     for rank in range(RANKS):

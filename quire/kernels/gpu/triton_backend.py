@@ -1,12 +1,3 @@
-"""The Triton backend: paged attention for pages of any size on any GPU that Triton compiles for.
-
-No call waits for the device, and every grid follows from shapes and from the metadata's two maxima. So a decode step
-replayed from a CUDA graph stays correct while its contexts grow. Tile sizes come from a table, not from autotuning: the
-first call of a kind compiles its kernel (this takes seconds; Triton then keeps it on disk), no later call does.
-Kernels: kernels/gpu/triton_attention.py, kernels/gpu/triton_fused.py, kernels/gpu/triton_short_conv.py,
-kernels/gpu/quantization/triton_quantized.py, and the rooms kernels/gpu/experts, mla and recurrent.
-"""
-
 from __future__ import annotations
 
 import torch
@@ -34,8 +25,13 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TritonBackend(TritonLinearBackend):
-    """Pages are [page, token, KV head, head_dim]: the layout of flash-attn, whose pages are larger. Of codes as
-    kernels/kv_quantization.py says."""
+    """Paged attention for any block size on any GPU that Triton compiles for. Pages are [page, token, KV head,
+    head_dim]; for quantized KV see kernels/kv_quantization.py.
+
+    The host never waits, and grids follow from shapes and the metadata's two maxima, so a decode replayed from a CUDA
+    graph stays correct as contexts grow. Tile sizes come from a table, not from autotuning: only the first launch of a
+    variant compiles, for seconds (cached on disk).
+    """
 
     name = "triton"
     block_size = 16
@@ -77,7 +73,6 @@ class TritonBackend(TritonLinearBackend):
         softmax: AttentionParams,
         shard: ContextShard | None,
     ) -> Tensor:
-        """Of a step that has no parts. own: see `paged_attention`."""
         if softmax.value_dim is not None:
             return latents.attend_absorbed(q, caches[0], metadata, softmax, fixed=self.deterministic, shard=shard)
         return paged_attention(q, *caches, metadata, softmax, fixed=self.deterministic, shard=shard)
@@ -105,7 +100,7 @@ class TritonBackend(TritonLinearBackend):
     def store_kv(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, scales: KVScales = UNIT_KV_SCALES
     ) -> None:
-        if k_cache.dtype in QUANTIZED_KV_DTYPES:  # which no model does: rope_and_store_kv stores
+        if k_cache.dtype in QUANTIZED_KV_DTYPES:  # unused by models, which call rope_and_store_kv
             super().store_kv(k, v, k_cache, v_cache, slots, scales)
         else:
             triton_fused.store_kv(k, v, k_cache, v_cache, slots)
@@ -113,7 +108,7 @@ class TritonBackend(TritonLinearBackend):
     def rope_and_store_kv(
         self, qkv: Tensor, rope: QKNormRopeParams, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        if not rope.has_fused_kernel:  # few families, in PyTorch's operations
+        if not rope.has_fused_kernel:  # a few families use PyTorch's operations
             return super().rope_and_store_kv(qkv, rope, k_cache, v_cache, metadata)
         return triton_fused.rope_and_store_kv(qkv, rope, k_cache, v_cache, metadata)
 

@@ -1,8 +1,6 @@
-"""Everything between the matrix products and attention, each as one Triton kernel. kernels/reference.py is the judge.
-
-Caches are [pages, page size, K, D] with pages of any size. Arithmetic is float32, as are the weights of norms, rounded
-once, at the end. Rows share nothing, so no bit depends on the batch. Norms and gates in 8 bits are in
-kernels/gpu/quantization/triton_rounded.py.
+"""Triton kernels for all between matrix products and attention; kernels/reference.py is the judge. Caches are [pages,
+page size, K, D]. Arithmetic and norm weights are float32, rounded once, at the end. Rows share nothing, so no bit
+depends on the batch.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ _ROPE_HEADS = 8
 def norm_row_with_residual(
     x, residual, weight, bias, at, i, inside, eps, SIZE: tl.constexpr, ADD: tl.constexpr, CENTRED: tl.constexpr
 ):  # fmt: skip
-    """The norm of the numbers of a row that lie at x + at; ADD: of x + residual, which replaces residual. CENTRED: the
-    mean is subtracted, and a bias added."""
+    """Norm of the row at x + at; ADD: of x + residual, which replaces residual. CENTRED: LayerNorm with bias."""
     value = tl.load(x + at, mask=inside, other=0.0)
     if ADD:
         beside = tl.load(residual + at, mask=inside, other=0.0)
@@ -60,7 +57,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """An RMSNorm where there is no bias."""
+    """RMSNorm if bias is None."""
     x = x.contiguous()
     out = torch.empty_like(x)
     _launch_norm(out, x, None, weight, bias, eps)
@@ -74,7 +71,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Likewise. In place: returns x and residual themselves where they are contiguous."""
+    """RMSNorm if bias is None. In place: returns x and residual themselves if they are contiguous."""
     x, residual = x.contiguous(), residual.contiguous()
     _launch_norm(x, x, residual, weight, bias, eps)
     return x, residual
@@ -93,14 +90,14 @@ def _launch_norm(
 
 
 def row_block_size_and_warps(size: int) -> tuple[int, int]:
-    """A block that holds a row, and the warps for it: 16 bytes of bfloat16 a thread and load, up to four loads."""
+    """A block holds a row; warps load 16 bytes of bfloat16 per thread, up to four times."""
     block = next_power_of_2(size)
     return block, min(16, max(1, block // 512))
 
 
 @triton.jit
 def gated_activation(gate_up, size, i, inside, GELU: tl.constexpr):
-    """Numbers i of a row of `size`, whose gates lie at gate_up, and what they gate behind these."""
+    """Elements i of a row of `size` gates at gate_up, followed by what they gate."""
     gate = tl.load(gate_up + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + size + i, mask=inside, other=0.0)
     slope = gate
@@ -112,7 +109,7 @@ def gated_activation(gate_up, size, i, inside, GELU: tl.constexpr):
 
 @triton.jit
 def _gate_kernel(out, gate_up, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """out [rows, size] of gate_up [rows, 2 * size]. Grid: rows, blocks of a row."""
+    """gate_up [rows, 2 * size] to out [rows, size]. Grid: rows, blocks of a row."""
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     tl.store(out + row * size + i, gated_activation(gate_up + row * 2 * size, size, i, inside, GELU), mask=inside)
@@ -140,7 +137,7 @@ def _launch_gate(gate_up: Tensor, *, gelu: bool) -> Tensor:
 def _store_kv_kernel(
     k, v, k_cache, v_cache, slots, k_stride, v_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr
 ):  # fmt: skip
-    """Keys and values [T, WIDTH] to their slots. Grid: T."""
+    """Store keys and values [T, WIDTH]. Grid: T."""
     token, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     slot = tl.load(slots + token)
     within = slot % PAGE * WIDTH + i
@@ -162,7 +159,7 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
 
 @triton.jit
 def _norm_head_halves(half, inverse, weight, inside, chosen):
-    """Half of every head, float32 [heads, half], normed where `chosen`."""
+    """Half of every head, float32 [heads, half], normalized where `chosen`."""
     return tl.where(chosen, half * inverse * tl.load(weight, mask=inside, other=0.0), half)
 
 
@@ -173,7 +170,7 @@ def _norm_rope_store_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_H: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROTATE: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one token of qkv [T, HEADS + 2 * KV_HEADS, D]. Grid: T, blocks of heads."""
+    """Some heads of a token of qkv [T, HEADS + 2 * KV_HEADS, D]. Grid: T, blocks of heads."""
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
     i = tl.arange(0, HALF_PAD)[None, :]

@@ -1,8 +1,9 @@
-"""Triton kernels that change logits in place, before a pick, without making the host wait.
+"""Triton kernels that change logits in place without making the host wait. The judge is HostLogitsProcessor in
+engine/worker/sampling/sampler.py.
 
-HostLogitsProcessor in engine/worker/sampling/sampler.py does the same on the host and is the judge. `tokens` [slots,
-most tokens] int32 are the token ids of every slot; per row, [R]: `slot` and `position`, its slot and its number of
-tokens so far."""
+`tokens` [slots, max tokens] int32 are every slot's token ids. `slot` and `position`, [R], are a row's slot and its
+number of tokens so far.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from quire.kernels.gpu.triton_launch_sizes import cdiv
 
 _BLOCK = tl.constexpr(1024)
 _PROMPT = tl.constexpr(1 << 30)
-"""The bit of a token's count that is set where the prompt has the token; the bits below count it in the output."""
+"""Bit of a token's count that is set if the prompt has the token; the bits below count it in the output."""
 
 
 @triton.jit(do_not_specialize=["stride"])
 def count_tokens(counts, tokens, slots, positions, num_prompts, stride, vocab):
-    """counts [R, vocab] int32, zeros before. Grid: rows, blocks of the longest row's tokens."""
+    """counts [R, vocab] int32, initially 0. Grid: rows, blocks of the longest row's tokens."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     inside = i < tl.load(positions + row)
@@ -33,7 +34,7 @@ def count_tokens(counts, tokens, slots, positions, num_prompts, stride, vocab):
 
 @triton.jit
 def apply_penalties(logits, counts, rows, repetitions, presences, frequencies, vocab):
-    """On rows [P] of logits, counts [P, vocab]. Grid: P, blocks of the vocabulary."""
+    """Apply to rows [P] of logits with counts [P, vocab]. Grid: P, blocks of the vocabulary."""
     index = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     inside = token < vocab
@@ -49,7 +50,7 @@ def apply_penalties(logits, counts, rows, repetitions, presences, frequencies, v
 
 @triton.jit(do_not_specialize=["number"])
 def add_at(logits, rows, tokens, values, number, vocab):
-    """logits[rows[i], tokens[i]] += values[i], for tokens of the vocabulary; every place once. Grid: blocks of i."""
+    """logits[rows[i], tokens[i]] += values[i] for tokens in the vocabulary; pairs are distinct. Grid: blocks of i."""
     i = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
     token = tl.load(tokens + i, mask=i < number, other=-1)
     inside = (token >= 0) & (token < vocab)
@@ -60,9 +61,9 @@ def add_at(logits, rows, tokens, values, number, vocab):
 
 @triton.jit(do_not_specialize=["stride"])
 def ban_words(logits, tokens, rows, slots, positions, words, ends, stride, vocab):
-    """-inf to the last token of each word whose other tokens a row ends with. Grid: words.
+    """Set the last token of each word to -inf if the row ends with the word's other tokens. Grid: words.
 
-    rows, slots, positions [words]; words: all of their tokens, ends [words + 1] where each begins and ends.
+    rows, slots, positions [words]; words: all words' tokens, with boundaries ends [words + 1].
     """
     index = tl.program_id(0)
     begin, last = tl.load(ends + index), tl.load(ends + index + 1) - 1
@@ -87,9 +88,8 @@ def penalize_tokens(
     *,
     longest: int,
 ) -> None:
-    """Repetition, presence and frequency penalties on the rows [P] of logits; `longest` is the largest position.
-
-    Positions and numbers are int64, penalties float32.
+    """Repetition, presence and frequency penalties on rows [P] of logits. `longest` is the largest position. Positions
+    and numbers are int64, penalties float32.
     """
     vocab, number = logits.shape[1], len(rows)
     counts = torch.zeros((number, vocab), dtype=torch.int32, device=logits.device)
@@ -100,7 +100,7 @@ def penalize_tokens(
 
 
 def add_logit_bias(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> None:
-    """logits[rows, tokens] += values, float32; every place at most once."""
+    """logits[rows, tokens] += values, float32; pairs must be distinct."""
     grid = (cdiv(len(rows), _BLOCK.value),)
     add_at[grid](logits, rows, tokens, values, len(rows), logits.shape[1], num_warps=4)
 
@@ -108,7 +108,7 @@ def add_logit_bias(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor)
 def ban_bad_words(
     logits: Tensor, tokens: Tensor, rows: Tensor, slot: Tensor, position: Tensor, words: Tensor, ends: Tensor
 ) -> None:
-    """Forbid the last token of every word that a row has begun: word w is words[ends[w] : ends[w + 1]], in rows[w]."""
+    """Ban the last token of word words[ends[w] : ends[w + 1]] in rows[w] if the row ends with its other tokens."""
     ban_words[len(rows),](
         logits, tokens, rows, slot, position, words, ends, tokens.stride(0), logits.shape[1], num_warps=1
     )

@@ -1,4 +1,4 @@
-"""Launches the kernels of triton_attention.py: tiles, splits, and what the kernels are handed."""
+"""Launches the kernels of triton_attention.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from quire.kernels.gpu.triton_launch_sizes import (
 )
 
 _MAX_AMD_STAGES = 2
-"""With more a tile of keys and values takes up to 96 KB of shared memory, of which its GPUs have 64."""
+"""More would take up to 96 KB of shared memory; AMD's GPUs have 64."""
 
 
 def paged_attention(
@@ -38,12 +38,12 @@ def paged_attention(
     fixed: bool,
     shard: ContextShard | None = None,
 ) -> Tensor:
-    """As in kernels/backend.py, of a step that has no parts; pages [P, page size, K, D] of any power-of-two size.
+    """`Backend.paged_attention` for a step without parts; pages [P, page size, K, D] of any power-of-two size.
 
-    fixed: sums are split at fixed positions and all tiles have one size, so that a row's bits do not depend on the
-    batch. Otherwise sums are split to fill the GPU, which depends on how many rows there are. own: of several ranks, of
-    which this one has these tokens in its pages; then it is `PartialSoftmax.to_packed_tensor` [T, H, D + 2], without
-    the sinks."""
+    fixed: batch-invariant, with fixed splits and one tile size; otherwise splits fill the GPU and depend on the number
+    of rows. shard: this rank's tokens; the result is then `PartialSoftmax.to_packed_tensor` [T, H, D + 2], without
+    sinks.
+    """
     q = q.contiguous()
     window = softmax.window if fixed else softmax.window_if_limiting(metadata.max_context_len)
     tokens, heads, dim = q.shape
@@ -105,14 +105,15 @@ def _compile_options(tiles: AttentionTiles) -> dict[str, int]:
 def choose_attention_tiles(
     group: int, max_query_len: int, padded_dim: int, dtype: torch.dtype, *, fixed: bool, hopper: bool
 ) -> AttentionTiles:
-    """Small tiles for decode steps, whose time is reading keys; large ones for prompts, whose time is arithmetic.
+    """Small tiles for decodes, whose time is reading keys; large ones for prompts, whose time is arithmetic. fixed: one
+    size.
 
-    fixed: one size for all. Chosen from ptxas's reports for sm_90, by what spills no register; all fit in the 99 KB of
-    shared memory of a consumer GPU. A table lookup before a load takes a pipeline stage of its own, hence five. hopper:
-    whose wgmma takes no fewer than 64 rows; others spill with so many of 256 numbers.
+    Chosen by ptxas's reports for sm_90 to spill no registers; all fit in a consumer GPU's 99 KB of shared memory. A
+    block table lookup takes a pipeline stage, hence five. hopper: wgmma needs 64 rows, with which other GPUs spill at
+    256 numbers.
     """
     rows, wide = next_power_of_2(group * max_query_len), padded_dim > 128
-    if dtype == torch.float32:  # in full precision, so without tensor cores
+    if dtype == torch.float32:  # full precision uses no tensor cores
         tiles = AttentionTiles(16, 16, 4, 2) if wide else AttentionTiles(16, 32, 4, 3)
     elif fixed:
         tiles = AttentionTiles(64 if hopper else 32, 32, 8, 3) if wide else AttentionTiles(64, 32, 4, 4)

@@ -1,11 +1,9 @@
-"""Triton kernels that pick tokens without making the host wait and without sorting. The judge is
+"""Triton kernels that sample tokens without making the host wait and without sorting. The judge is
 engine/worker/sampling/sampler.py: the same logits, parameters, seed and position give the same token.
 
-A token's weight is e^(its scaled logit less the largest), in fixed point: sums of these are exact whatever their order,
-so that neither chunks nor batches can change a pick. A filter keeps the tokens from a least weight up: the largest at
-which what is kept still suffices, found by bisection over the bits of its float32, which order as the values do. It is
-looked for among the candidates that a histogram by powers of two leaves, or, in a flat distribution, in the whole
-vocabulary.
+A token's weight is exp(scaled logit - largest), in fixed point, so sums are exact in any order, and neither chunks nor
+batches change a sample. A filter keeps tokens from a threshold weight up, found by bisection over float32 bits: among
+the candidates that a histogram by powers of two leaves or, in a flat distribution, in the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -19,17 +17,17 @@ from quire.kernels.gpu.triton_launch_sizes import cdiv, next_power_of_2
 
 _CHUNK = tl.constexpr(4096)
 _LEVELS = tl.constexpr(16)
-"""Level 0 is the largest weight, 1; level j is [2^-j, 2^(1 - j)); the last holds all of the rest."""
+"""Level 0 is the largest weight, 1; level j is [2^-j, 2^(1 - j)); the last level holds the rest."""
 _CANDIDATES = tl.constexpr(4096)
 _ONE = tl.constexpr(float(2**44))
-"""1 in fixed point: MAX_VOCAB of it still fit an int64."""
+"""1 in fixed point; MAX_VOCAB times it fits an int64."""
 MAX_VOCAB = 2**19 - 1
-"""The largest vocabulary that `sample_tokens` takes."""
+"""Largest vocabulary of `sample_tokens`."""
 
 
 @triton.jit
 def _load_token_weights(logits, at, inside, temperature, peak):
-    """Weights relative to the row's largest logit, `peak`: as float32 bits and in fixed point."""
+    """Weights relative to the row's largest logit, `peak`: float32 bits, and fixed point."""
     scaled = tl.div_rn(tl.load(logits + at, mask=inside, other=float("-inf")), temperature)
     top = tl.div_rn(peak, temperature)
     weight = tl.where(scaled == float("-inf"), 0.0, tl.exp(scaled - top))
@@ -44,7 +42,7 @@ def _row_peak(peaks, row, chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def find_chunk_peaks(peaks, places, logits, vocab, chunks):
-    """Each chunk's largest logit and the first token that has it: [rows, chunks]. Grid: rows, chunks."""
+    """Each chunk's largest logit and its first token: [rows, chunks]. Grid: rows, chunks."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * _CHUNK + tl.arange(0, _CHUNK)
     value = tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf"))
@@ -58,8 +56,9 @@ def sum_chunk_weights(
     counts, masses, kept, logits, peaks, temperatures, min_ps, vocab, chunks,
     CHUNKS: tl.constexpr, FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """kept [rows, chunks]: the weight of each chunk that min-p leaves. FILTERED: counts and masses [rows, chunks,
-    levels] of tokens and weight, before min-p. Grid: rows, chunks."""
+    """kept [rows, chunks]: each chunk's weight after min-p. FILTERED: counts and masses [rows, chunks, levels] of
+    tokens and weight before min-p. Grid: rows, chunks.
+    """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + row)
     if temperature > 0:
@@ -80,7 +79,7 @@ def sum_chunk_weights(
 
 @triton.jit
 def _find_cutoff_level(counts, masses, row, chunks, top_k, top_p, vocab, CHUNKS: tl.constexpr):
-    """The level that the filters cut, the tokens [CHUNKS] of each chunk down to it, and the weight of all levels."""
+    """The level in which top-k or top-p cuts, each chunk's tokens [CHUNKS] down to it, and the weight of all levels."""
     chunk, level = tl.arange(0, CHUNKS)[:, None], tl.arange(0, _LEVELS)
     at = (row * chunks + chunk) * _LEVELS + level[None, :]
     count = tl.load(counts + at, mask=chunk < chunks, other=0)
@@ -98,8 +97,9 @@ def gather_candidates(
     bits_found, tokens_found, counts, masses, logits, peaks, temperatures, top_ks, top_ps, vocab, chunks,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """The weights' bits and the tokens [rows, _CANDIDATES] that may be kept, in the vocabulary's order, where they are
-    that few. Grid: rows, chunks."""
+    """Weight bits and tokens [rows, _CANDIDATES] that may be kept, in vocabulary order, unless there are more. Grid:
+    rows, chunks.
+    """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
     if (temperature > 0) & ((top_k < vocab) | (top_p < 1)):
@@ -119,7 +119,7 @@ def gather_candidates(
 
 @triton.jit
 def _uniform(seed, position):
-    """SplitMix64 of (seed, position) as sampler.uniforms has it, float64 in [0, 1)."""
+    """SplitMix64 of (seed, position) as in sampler.uniforms, float64 in [0, 1)."""
     z = _mix(seed.to(tl.uint64, bitcast=True)) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     return (_mix(z) >> 11).to(tl.float64) * 1.1102230246251565e-16  # 2^-53
 
@@ -133,7 +133,7 @@ def _mix(z):
 
 @triton.jit
 def _first_cumsum_above(mass, target):
-    """(Index of the first of mass [N] up to which the sum exceeds target, the sum before it)."""
+    """Index of the first of mass [N] at which the sum exceeds target, and the sum before it."""
     sums = tl.cumsum(mass, 0)
     index = tl.min(tl.where(sums > target, tl.arange(0, mass.shape[0]), mass.shape[0] - 1), 0)
     return index, tl.sum(tl.where(tl.arange(0, mass.shape[0]) < index, mass, 0), 0)
@@ -141,7 +141,7 @@ def _first_cumsum_above(mass, target):
 
 @triton.jit
 def _draw_target_mass(mass, u):
-    """The integer part of u * mass, at most mass - 1 (the product may be rounded up to mass)."""
+    """Integer part of u * mass, at most mass - 1, because the product may round up to mass."""
     return tl.minimum((u * mass.to(tl.float64)).to(tl.int64), mass - 1)
 
 
@@ -149,7 +149,7 @@ def _draw_target_mass(mass, u):
 def _count_and_mass_at_least(
     least, bits, mass, row, logits, peaks, temperature, vocab, chunks, CHUNKS: tl.constexpr, ALL: tl.constexpr
 ):
-    """Number and weight of the tokens whose bits are at least `least`: of the candidates, or ALL of the vocabulary."""
+    """Number and weight of tokens with bits of at least `least`: candidates, or ALL of the vocabulary."""
     if ALL:
         count, total = least * 0, (least * 0).to(tl.int64)
         peak = _row_peak(peaks, row, chunks, CHUNKS)
@@ -169,7 +169,7 @@ def _top_k_top_p_threshold(
     bits, mass, whole, top_k, top_p, row, logits, peaks, temperature, vocab, chunks,
     CHUNKS: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """Bits of the least weight that top-k, then top-p of what top-k left, keep; `whole` is all weight."""
+    """Bits of the smallest weight that top-k, then top-p of the rest, keep; `whole` is all weight."""
     least = top_k * 0
     if top_k < vocab:
         for i in range(30):
@@ -196,7 +196,7 @@ def _top_k_top_p_threshold(
 
 @triton.jit
 def _pick_candidate(bits_found, tokens_found, found, whole, least, u, row, top_k, top_p, vocab):
-    """The pick among the row's `found` candidates; one of them, whatever the filters and `least` leave."""
+    """Sample from the row's `found` candidates; always returns one of them."""
     i = tl.arange(0, _CANDIDATES)
     at = row * _CANDIDATES + i
     bits = tl.load(bits_found + at, mask=i < found, other=0)
@@ -209,7 +209,7 @@ def _pick_candidate(bits_found, tokens_found, found, whole, least, u, row, top_k
 
 @triton.jit
 def _pick_in_chunk(logits, peak, temperature, row, chunk, left, least, vocab):
-    """The token of a chunk at which its weight, of tokens whose bits are `least` or more, first exceeds `left`."""
+    """First token of a chunk at which the cumulative weight of tokens with bits of at least `least` exceeds `left`."""
     token = chunk * _CHUNK + tl.arange(0, _CHUNK)
     bits, mass = _load_token_weights(logits, row * vocab + token, token < vocab, temperature, peak)
     index, _before = _first_cumsum_above(tl.where(bits >= least, mass, 0), left)
@@ -218,7 +218,7 @@ def _pick_in_chunk(logits, peak, temperature, row, chunk, left, least, vocab):
 
 @triton.jit
 def _pick_from_all_tokens(logits, peaks, temperature, row, least, u, vocab, chunks, CHUNKS: tl.constexpr):
-    """The pick among all tokens whose bits are `least` or more, chunk by chunk."""
+    """Sample from all tokens with bits of at least `least`, chunk by chunk."""
     _count, whole = _count_and_mass_at_least(
         least, least, least, row, logits, peaks, temperature, vocab, chunks, CHUNKS, True
     )
@@ -284,10 +284,11 @@ def sample_tokens(
     has_sampling: bool,
     has_filters: bool,
 ) -> Tensor:
-    """Token ids [R] int64 for logits [R, vocab] float32, the rest [R]: temperature float32, 0 for the first of the
-    largest; top_k int32, vocab for all; top_p float64; min_p float32; seed and position int64. Keeps the logits.
+    """Token ids [R] int64 for logits [R, vocab] float32, which stay unchanged.
 
-    drawn: some temperature is above 0; filtered: and there some top_k below vocab or top_p below 1.
+    The parameters are [R]: temperature float32, 0 for the first largest; top_k int32, vocab for all; top_p float64;
+    min_p float32; seed and position int64. has_sampling: some temperature is above 0. has_filters: some such row has
+    top_k below vocab or top_p below 1.
     """
     logits = logits.contiguous()
     rows, vocab = logits.shape

@@ -1,9 +1,5 @@
-"""Short convolutions in Triton: kernels/recurrent/short_conv.py says what they are, where a column lies, and is the
-judge.
-
-Three kernels: what pages are to hold, if they hold some, is stored first, for a row may begin with what another stores
-in a page; then all sums are made, of the step's own columns and of those that the slots have from before; then the
-slots get the new ones. Tokens share nothing else, so no bit depends on the batch.
+"""Short convolutions in Triton; kernels/recurrent/short_conv.py is the judge. Columns are stored in blocks first,
+because a row may start from what another stores there; slots are updated last, after their old columns were read.
 """
 
 from __future__ import annotations
@@ -18,13 +14,12 @@ from quire.kernels.gpu.triton_launch_sizes import cdiv, next_power_of_2
 from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 
 _MAX_CHANNELS = 512
-"""Channels of a program, at most."""
+"""Channels per program."""
 
 
 @triton.jit
 def _load_step_column(bcx, token, i, channels, wanted, GATED: tl.constexpr):
-    """The column of a token of bcx [T, 3 * channels], rounded to its type, or of x [T, channels]; 0 where it is not
-    `wanted`."""
+    """Column of a token of bcx [T, 3 * channels], rounded to its dtype, or of x [T, channels]; 0 unless `wanted`."""
     if not GATED:
         return tl.load(bcx + token * channels + i, mask=wanted, other=0.0)
     at = bcx + token * 3 * channels + i
@@ -37,14 +32,14 @@ def _load_step_column(bcx, token, i, channels, wanted, GATED: tl.constexpr):
 def _page_column_pointer(
     ends, table, row, table_stride, at, channels, BEFORE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr
 ):
-    """Where the column of a position at a piece's end lies, for a position from 0 on."""
+    """Pointer to the column of a position (0 or more) at a piece's end."""
     page = tl.load(table + row * table_stride + at // (PIECE * PIECES)).to(tl.int64)
     piece = page * PIECES + at % (PIECE * PIECES) // PIECE
     return ends + (piece * BEFORE + at % PIECE - (PIECE - BEFORE)) * channels
 
 
 _STEP_POINTERS = ["rows", "positions", "slots", "contexts", "table"]
-"""Pointers that lie anywhere."""
+"""Pointers without alignment."""
 
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_STEP_POINTERS)
@@ -53,7 +48,9 @@ def _store_conv_columns_kernel(
     BEFORE: tl.constexpr, KEPT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, GATED: tl.constexpr,
     IN_PAGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The columns of T tokens to their pages, or those that are not kept there to their slots. Grid: T, blocks."""
+    """Store T tokens' columns in their blocks, or in the slots those that blocks do not hold. Grid: T, blocks of
+    channels.
+    """
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row, at = tl.load(rows + token), tl.load(positions + token)
     is_end, inside = (at % PIECE >= PIECE - BEFORE) & (PIECES > 0), i < channels
@@ -72,9 +69,10 @@ def _conv_kernel(
     WIDTH: tl.constexpr, KEPT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, GATED: tl.constexpr,
     BIASED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out [T, channels]. PIECES: of a page; 0: pages have no columns. A column is the step's own where the tokens
-    before this one are of its sequence: rows may be one behind the other, as drafts in a CUDA graph are. Grid: T,
-    blocks of channels."""
+    """out [T, channels]. PIECES: per block; 0: blocks hold no columns. An earlier column is the step's own only if that
+    token has the same slot, as a sequence's rows may follow each other (drafts in a CUDA graph). Grid: T, blocks of
+    channels.
+    """
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < channels
     row, position = tl.load(rows + token), tl.load(positions + token)

@@ -1,1 +1,1 @@
-"""Latent attention in plain PyTorch: linears of single heads."""
+"""MLA in plain PyTorch."""

@@ -1,4 +1,4 @@
-"""Linears of which each has inputs and outputs of its own, in plain PyTorch: the judge of linear_blocks.cpp."""
+"""MLA's per-head linears in plain PyTorch: the judge of linear_blocks.cpp."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from quire.kernels.backend import AttentionMetadata, Linear, LinearContext
 
 
 class ReferencePerHeadLinear:
-    """`Backend.pack_per_head_linear`, block by block: each has its own inputs, and the `passed` numbers behind these
-    follow its outputs as they are."""
+    """`Backend.pack_per_head_linear`, head by head: the last `passthrough_dim` numbers of a head's input follow its
+    outputs unchanged.
+    """
 
     def __init__(self, linears: Sequence[Linear], passthrough_dim: int) -> None:
         self._linears, self._passthrough_dim = linears, passthrough_dim
@@ -29,21 +30,22 @@ class ReferencePerHeadLinear:
 
 @runtime_checkable
 class ExpandablePerHeadLinear(Protocol):
-    """Linears of single heads that bring queries into the space of latents, of a backend that need not do so: keys and
-    values of all heads can be made of a prompt's latents."""
+    """Linears that absorb queries into latent space, of a backend that can instead expand a prompt's latents into keys
+    and values of all heads.
+    """
 
     def should_expand(self, cache: Tensor, metadata: AttentionMetadata) -> bool:
-        """Whether that is to be done with the latents of these tokens, which are all their keys."""
+        """True if expanding is faster for these tokens; the cache must hold all their keys."""
 
     def attend_expanded(
         self, q: Tensor, expand: Linear, cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        """What attention gives, [T, H * V], for turned queries that were not brought there, [T, H, P + R]. expand: the
-        linears that bring values out of it. cache [P, page size, 1, L + R] has all latents of these tokens."""
+        """Attention [T, H * V] of rotated, unabsorbed queries [T, H, P + R]. expand: the linears that bring values out
+        of latent space. cache [P, page size, 1, L + R] holds all latents of these tokens.
+        """
 
 
 def as_worthwhile_expandable_or_none(
     blocks: Linear, cache: Tensor, metadata: AttentionMetadata
 ) -> ExpandablePerHeadLinear | None:
-    """Those that `Backend.pack_per_head_linear` made, if latents of these tokens are to be expanded."""
     return blocks if isinstance(blocks, ExpandablePerHeadLinear) and blocks.should_expand(cache, metadata) else None

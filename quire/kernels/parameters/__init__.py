@@ -1,1 +1,1 @@
-"""What kernels are told beside tensors: choices and numbers, which a model's architecture consists of too. No torch."""
+"""Kernel parameters other than tensors, shared with architecture specs. No torch."""

@@ -1,6 +1,4 @@
-"""Limits of latent attention."""
-
 from __future__ import annotations
 
 MAX_ROPE_DIM = 512
-"""Numbers of a rotated key, as kernels/cpu/mla/latent_store.cpp has room for."""
+"""Bound of kernels/cpu/mla/latent_store.cpp."""

@@ -1,44 +1,42 @@
-"""How a router chooses experts."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "mixer")
-"""By the numbers that kernels/cpu/decoder/routing.h gives them."""
+"""The index is the number in kernels/cpu/decoder/routing.h."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How many experts a token has, which, and what part each has of what they give together. Of equal ones the first
-    are chosen."""
+    """How a router chooses experts and weights their outputs. Of equal scores the first wins."""
 
     top_k: int
     score_function: Literal["softmax", "sigmoid", "mixer"] = "softmax"
-    """What a score weighs: its part of a softmax of all; its own sigmoid; or, in the order of the choice, its part of a
-    softmax of those that are not chosen before it and not much smaller (SparseMixer: Liu et al., 2024)."""
+    """Softmax over all experts; sigmoid of the score; or "mixer": in order of choice, softmax over the experts not yet
+    chosen and not much smaller (SparseMixer: Liu et al., 2024).
+    """
     is_normalized: bool = True
-    """The weights of those that are chosen are divided by their sum. SparseMixer's never are."""
+    """Divide the chosen weights by their sum. Has no effect on SparseMixer."""
     normalizer_eps: float = 0.0
-    """To that sum, so that it is not 0."""
+    """Added to that sum."""
     scale: float = 1.0
-    """Factor of all weights, in the end."""
+    """Factor of the final weights."""
     num_groups: int = 1
-    """Experts are in so many groups of equal size, side by side,"""
+    """Groups of consecutive experts, all of one size."""
     top_k_groups: int = 1
-    """of which so many are chosen first, and experts among theirs alone (DeepSeek-V2, 2024):"""
+    """Groups chosen first; experts are chosen within these (DeepSeek-V2, 2024)."""
     group_score_top_k: Literal[1, 2] = 1
-    """those with the largest sums of so many of their best experts."""
+    """A group's score is the sum of this many best experts."""
     softcap: float | None = None
-    """Scores s become c * tanh(s / c)."""
+    """c replaces a score s by c * tanh(s / c)."""
     weights_inputs: bool = False
-    """An expert's weight multiplies what it reads, not what it gives (Llama 4, 2025)."""
+    """Weights multiply an expert's input, not its output (Llama 4, 2025)."""
     jitter: float = 0.0
-    """Of SparseMixer: (largest - s) / max(|s|, largest) is at most twice this where s is not much smaller."""
+    """SparseMixer keeps scores s with (max - s) / max(|s|, max) of at most twice this."""
 
     def invalid_reason(self, count: int) -> str | None:
-        """Why so many experts cannot be chosen from like this; None: they can."""
+        """Return why this routing is impossible with `count` experts, or None."""
         if self.top_k > count:
             return f"{self.top_k} of {count} experts"
         if count % self.num_groups:

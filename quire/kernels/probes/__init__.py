@@ -1,1 +1,1 @@
-"""Small cases of what a model computes, by which a backend shows on a device that it computes right."""
+"""Small trials of what a model computes, run on a device before a backend is chosen."""

@@ -1,5 +1,6 @@
-"""Tries a backend on the device before it is chosen: what was built for another GPU, another PyTorch or another driver
-says so only when it runs."""
+"""Tries a backend on the device before it is chosen. A build for another GPU, PyTorch or driver only shows when it
+runs.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +20,18 @@ from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.reference import ReferenceBackend
 
 GraphCapture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
-"""Records a function: what replays it, and the tensor that holds its result after each replay."""
+"""Records a function; returns what replays it, and the tensor with its result after each replay."""
 
 _WINDOW = 7
 _NUM_PAGES = 5
 _QUERY_SCALE = 4.0
-"""What queries are multiplied with: then few keys count, and a scale that is a few percent off changes means by more
-than rounding does."""
+"""Factor of queries. Few keys then count, so a scale that is a few percent off changes means by more than rounding
+does.
+"""
 _ABSOLUTE_TOLERANCE, _RELATIVE_TOLERANCE = 0.03, 0.02
-"""Of means of normally distributed values, and of their own size. What 16-bit types and 8-bit pages round away is less;
-what a wrong scale, a missing key or another sequence's page changes is more."""
+"""For means of normally distributed values. Rounding of 16-bit types and 8-bit pages is below them; a wrong scale, a
+missing key or another sequence's page is above.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,41 +39,39 @@ class BackendProbe(ABC):
     device: torch.device
     dtype: torch.dtype
     capture: GraphCapture | None = field(default=None, kw_only=True)
-    """How decode steps will become graphs, if they will."""
+    """How decodes will become graphs, if they will."""
     kv_dtype: torch.dtype | None = field(default=None, kw_only=True)
-    """What pages hold; None: the model's type."""
+    """None: the model's dtype."""
 
     @torch.inference_mode()
     def __call__(self, backend: Backend) -> str | None:
-        """Why the backend cannot compute here, in one sentence; None where all comes out as the reference says."""
+        """Return one sentence on why the backend cannot compute here; None if its results match the reference."""
         try:
             return self.find_mismatch(backend)
-        except Exception as error:  # whatever a library raises, it is a reason not to choose it
+        except Exception as error:  # any error of a library is a reason not to choose it
             return describe_kernel_error(error)
 
     @abstractmethod
     def find_mismatch(self, backend: Backend) -> str | None:
-        """What comes out otherwise. Whatever it raises is a reason too."""
+        """Return a difference from the reference. Any exception counts as one."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedAttentionProbe(BackendProbe):
-    """A small case of a model's attention: two sequences, one of them several pages long, as prompts, as decodes, and
-    as a decode beside a prompt's last part."""
+    """A small case of a model's attention with two sequences, one several pages long: prefill, decode, and a mixed
+    batch.
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
     softcap: float | None = None
     has_windows: bool = False
-    """Some layers see a window of the keys; a library may be built without."""
+    """Some layers have sliding windows, which a library may be built without."""
     has_sinks: bool = False
-    """Heads have a score beside those of their keys."""
     only_prefill_graph: bool = False
-    """Whether the graph is to hold a part of a prompt, of which it knows at most how long it is; and nothing else is
-    tried."""
+    """Only try a graph with a prefill chunk, of which it knows just the maximum length."""
     has_chunked_windows: bool = False
-    """Those windows are chunks."""
 
     def find_mismatch(self, backend: Backend) -> str | None:
         windows = (None, _WINDOW) if self.has_windows else (None,)
@@ -124,8 +125,9 @@ class PagedAttentionProbe(BackendProbe):
         softmax: AttentionParams,
         expected: Tensor,
     ) -> str | None:
-        """A decode beside a part of a prompt. It is captured while the metadata says something else, so that what a
-        library takes from it on the host shows."""
+        """Replay a captured mixed batch. The metadata differs at capture, to reveal what a library reads from it on the
+        host.
+        """
         q, k_cache, v_cache = stored
         lengths = (2 * backend.block_size + 5, 3)
         rows, wanted = make_mixed_step(self.device, lengths, backend.block_size)
@@ -153,11 +155,11 @@ class PagedAttentionProbe(BackendProbe):
         return numbers.to(self.device, self.dtype)
 
     def _reference_output(self, qkv: Tensor, lengths: tuple[int, ...], softmax: AttentionParams) -> Tensor:
-        """[T, H, D] float32 on the CPU, by the reference."""
+        """[T, H, D] float32 on the CPU."""
         judge = ReferenceBackend()
         if softmax.sinks is not None:
             softmax = replace(softmax, sinks=softmax.sinks.cpu())
-        blocks = -(-max(lengths) // 3)  # three pages hold the longest
+        blocks = -(-max(lengths) // 3)  # three pages for the longest sequence
         held = torch.float32 if self.kv_dtype not in QUANTIZED_KV_DTYPES else self.kv_dtype
         head = self.head_dim + num_scale_elements(held)
         k_cache, v_cache = torch.zeros((2, _NUM_PAGES, blocks, self.kv_heads, head), dtype=held)
@@ -176,7 +178,7 @@ def check_graph_replay(
     before: Callable[[], None] = lambda: None,
     what: str = "decodes",
 ) -> str | None:
-    """Why a graph cannot hold the step; before: what happens between its capture and its replay."""
+    """Return why a graph cannot hold the step. before: called between capture and replay."""
     try:
         replay, result = capture(step)
         before()
@@ -188,7 +190,7 @@ def check_graph_replay(
 
 
 def is_close(got: Tensor, expected: Tensor) -> bool:
-    """False where there is a NaN, too."""
+    """False for NaN."""
     return bool(
         ((got.cpu().float() - expected).abs() < _ABSOLUTE_TOLERANCE + _RELATIVE_TOLERANCE * expected.abs()).all()
     )
@@ -197,8 +199,9 @@ def is_close(got: Tensor, expected: Tensor) -> bool:
 def make_mixed_step(
     device: torch.device, lengths: tuple[int, ...], block_size: int, *, swapped: bool = False
 ) -> tuple[Tensor, AttentionMetadata]:
-    """The step of the last part of one prompt, and of a token of the other sequence; and its tokens, among all.
-    swapped: one token of the first, and as many of the other as make the same number."""
+    """Indices and metadata of a step with the last chunk of the first prompt and one token of the second sequence.
+    swapped: one token of the first and a chunk of the second, with the same total.
+    """
     counts = (block_size + 2, 1)
     if swapped:
         counts, lengths = (1, block_size + 2), (1, block_size + 2)
@@ -209,7 +212,7 @@ def make_mixed_step(
 def last_tokens_metadata(
     device: torch.device, counts: tuple[int, ...], lengths: tuple[int, ...], block_size: int
 ) -> AttentionMetadata:
-    """The last counts[s] of lengths[s] tokens of two sequences, whose pages are (3, 1, 4) and (2, ...)."""
+    """The last counts[s] of lengths[s] tokens of two sequences with pages (3, 1, 4) and (2, ...)."""
     pages = ((3, 1, 4), (2, 2, 2))
     positions = [list(range(end - count, end)) for count, end in zip(counts, lengths, strict=True)]
     slots = [

@@ -1,5 +1,6 @@
-"""Tries on a GPU what towers of images are made of, before one is loaded there: norms, rotations by a table of their
-own, attention among all patches, and attention of a prompt's tokens that see each other."""
+"""Tries a vision tower's operations on a GPU before one is loaded: norms, RoPE with its own table, attention among all
+patches, and bidirectional attention within a prompt.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,6 @@ class EncoderProbe(BackendProbe):
     heads: int
     head_dim: int
     has_window: bool = False
-    """Tokens that see each other are tried within a window too."""
 
     def find_mismatch(self, backend: Backend) -> str | None:
         lengths = (2 * backend.block_size + 5, 3)
@@ -49,7 +49,7 @@ class EncoderProbe(BackendProbe):
         return None
 
     def _random_inputs(self, tokens: int) -> _ProbeInputs:
-        """On the host, of this type."""
+        """On the host, in the model's dtype."""
         generator, width = torch.Generator().manual_seed(0), self.heads * self.head_dim
         qkv = torch.randn((tokens, 3 * width), generator=generator)
         qkv[:, :width] *= _QUERY_SCALE
@@ -62,10 +62,11 @@ class EncoderProbe(BackendProbe):
     def _run_ops(
         self, backend: Backend, inputs: _ProbeInputs, lengths: tuple[int, ...], window: int | None, size: int
     ) -> list[Tensor]:
-        """What attention gives for all tokens and for the last one, and what a norm, a linear and others make of it.
-        size: tokens of a page."""
+        """Attention for all tokens and for the last one, then norms, a linear and others on its output. size: tokens
+        per page.
+        """
         device, dtype = inputs.qkv.device, inputs.qkv.dtype
-        shape = (_NUM_PAGES, size, self.heads, self.head_dim)  # as all backends on GPUs have it
+        shape = (_NUM_PAGES, size, self.heads, self.head_dim)  # the layout of all GPU backends
         k_cache, v_cache = torch.zeros((2, *shape), dtype=dtype, device=device)
         step = last_tokens_metadata(device, lengths, lengths, size)
         every = torch.arange(sum(lengths), device=device)
@@ -86,7 +87,6 @@ class EncoderProbe(BackendProbe):
         return [attended, last, backend.rms_norm(x, inputs.norm, 1e-6)]
 
     def _last_token_metadata(self, step: AttentionMetadata, lengths: tuple[int, ...]) -> AttentionMetadata:
-        """The last token alone."""
         size = lengths[-1]
         starts = torch.tensor([0, 1], dtype=torch.int32, device=step.positions.device)
         table, lens, positions, slots = (

@@ -1,5 +1,3 @@
-"""Tries attention over latents on the device, as kernels/probes/backend_probe.py tries that of keys and values."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -23,17 +21,18 @@ from quire.kernels.reference import ReferenceBackend
 _NUM_PAGES = 5
 _EPS = 1e-6
 _QUERY_SCALE = 2.0
-"""As kernels/probes/backend_probe.py has it; keys of latents are long, so scores are."""
+"""See backend_probe.py. Latent keys are long, so scores are large."""
 
 
 @dataclass(frozen=True, slots=True)
 class MLAProbe(BackendProbe):
-    """Two sequences, one of them several pages long: as prompts, absorbed and, where the backend does so, expanded; as
-    decodes; and as a decode beside a prompt's last part."""
+    """Tries MLA with two sequences, one several pages long: prefill, absorbed and if supported expanded; decode; and a
+    mixed batch.
+    """
 
     heads: int
     dims: tuple[int, int, int, int]
-    """Numbers of a latent, of what is rotated, of a query's other part, of a value."""
+    """Latent, rotated part, other part of a query, value."""
     is_interleaved: bool = True
 
     def find_mismatch(self, backend: Backend) -> str | None:
@@ -82,7 +81,7 @@ class MLAProbe(BackendProbe):
         return None if self.capture is None else check_graph_replay(self.capture, attend_decodes, expected[last])
 
     def _random_tensor(self, *shape: int) -> Tensor:
-        """As the model's type has it, in float32 on the CPU."""
+        """float32 on the CPU, rounded to the model's dtype."""
         generator = torch.Generator().manual_seed(sum(shape))
         return torch.randn(shape, generator=generator).to(self.dtype).float()
 
@@ -100,11 +99,11 @@ class MLAProbe(BackendProbe):
     def _reference_output(
         self, q: Tensor, kv: Tensor, weights: tuple[Tensor, Tensor], lengths: tuple[int, ...]
     ) -> Tensor:
-        """[T, H * value] float32 on the CPU, by the reference; what is stored, and queries, in the model's type."""
+        """[T, H * value] float32 on the CPU; stored keys and queries are rounded to the model's dtype."""
         latent, rotated, plain, _ = self.dims
         judge = ReferenceBackend()
         cpu = torch.device("cpu")
-        size = -(-max(lengths) // 3)  # three pages hold the longest
+        size = -(-max(lengths) // 3)  # three pages for the longest sequence
         held = self.dtype if self.kv_dtype is None else self.kv_dtype
         judge.block_size = size
         cache = torch.zeros(judge.kv_cache_shape(_NUM_PAGES, 1, latent + rotated, held), dtype=held)

@@ -1,5 +1,3 @@
-"""Tries a rule with matrices on the device, as kernels/probes/backend_probe.py tries attention."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,22 +14,23 @@ from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 from quire.kernels.reference import ReferenceBackend
 
 _TOKEN_COUNTS = (70, 2)
-"""Tokens of two sequences, whose slots are 2 and 0: enough for a GPU to compute the first by pieces. Then come two
-guesses of the first and one token of the second, and then, with one of the guesses right, a token of each."""
+"""Tokens of two sequences, in slots 2 and 0; the first is long enough for a GPU to compute in chunks. Then follow two
+draft tokens of the first and a token of the second, then, with one draft accepted, a token of each.
+"""
 _NUM_DRAFTS = 2
 _CONV_WIDTH = 4
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrenceProbe(BackendProbe):
-    """Prompts, guesses beside a decode, what becomes of them, and a decode's graph; with a convolution before it. The
-    judge rounds what the convolution gives, and the result, to the model's type too: of a state space of 128 numbers
-    other numbers in the sums change some results by more than a tolerance that finds faults."""
+    """Tries a recurrence after a convolution: prompts, drafts in a mixed step, their acceptance, and a decode graph.
+    The judge also rounds the convolution's output and the result to the model's dtype: in a state space of 128 numbers
+    unrounded inputs change some results by more than a useful tolerance.
+    """
 
     rule: Any
     """A Recurrence."""
     value_dim: int
-    """Numbers of a head's value."""
 
     def find_mismatch(self, backend: Backend) -> str | None:
         numbers, cpu = self._random_inputs(), torch.device("cpu")
@@ -61,7 +60,7 @@ class RecurrenceProbe(BackendProbe):
         return check_graph_replay(self.capture, restore_and_run, expected)
 
     def _random_inputs(self) -> Tensor:
-        """What tokens give side by side, as the model's type has it."""
+        """Inputs of tokens, concatenated, rounded to the model's dtype."""
         width = self.rule.input_dim + self.value_dim * self.rule.num_heads + self.rule.head_inputs_dim
         generator = torch.Generator().manual_seed(3)
         return (torch.randn((2, 80, width), generator=generator) / 2).to(self.dtype).float()
@@ -70,7 +69,7 @@ class RecurrenceProbe(BackendProbe):
 def _step_metadata(
     firsts: list[int], ends: tuple[int, ...], seen: list[int] | None, known: tuple[int, ...] | None
 ) -> AttentionMetadata:
-    """Of the tokens from `firsts` to `ends` of two sequences."""
+    """Tokens `firsts` to `ends` of two sequences."""
     counts = [end - first for first, end in zip(firsts, ends, strict=True)]
     at = [position for first, end in zip(firsts, ends, strict=True) for position in range(first, end)]
     lens = torch.tensor(ends, dtype=torch.int32)
@@ -85,7 +84,7 @@ def _step_metadata(
 
 
 class _ProbeLayer:
-    """What a layer keeps of three slots, and its two operations."""
+    """A layer's state in three slots, and its two operations."""
 
     def __init__(self, backend: Backend, rule: Any, value: int, device: torch.device, dtype: torch.dtype) -> None:
         self._backend = backend
@@ -103,7 +102,7 @@ class _ProbeLayer:
         return self.make_step_function(numbers, metadata)().cpu().float()
 
     def make_step_function(self, numbers: Tensor, metadata: AttentionMetadata) -> Callable[[], Tensor]:
-        """A function that computes the step, and reads nothing on the host."""
+        """Return a function that computes the step and reads nothing on the host."""
         there, counts = _move_tensors(metadata, self._device), metadata.query_start.diff().tolist()
         firsts = (metadata.context_lens - metadata.query_start.diff()).tolist()
         rows = [
@@ -128,7 +127,6 @@ class _ProbeLayer:
 
 
 def _move_tensors(instance: Any, device: torch.device) -> Any:
-    """A dataclass, with its tensors there."""
     values = {each.name: getattr(instance, each.name) for each in fields(instance)}
     moved_tensors = {name: each.to(device) for name, each in values.items() if isinstance(each, Tensor)}
     moved_drafts = {

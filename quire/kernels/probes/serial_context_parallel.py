@@ -1,5 +1,3 @@
-"""What ranks that divide the tokens of sequences compute, by one process: for trials and tests."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -17,8 +15,10 @@ from quire.kernels.reference import ReferenceBackend
 
 
 class SerialContextParallel(ReferenceBackend):
-    """Attention of so many ranks, one after another. A page has all ranks' tokens, which are those of one process in
-    the same order, so a rank's cache is a view. Pages of codes, whose scales lie behind them all, have no such view."""
+    """Context parallel attention of all ranks in one process, for trials and tests. A page holds all ranks' tokens in
+    the order of one process, so a rank's cache is a view. Quantized pages have no such view, as scales follow all
+    codes.
+    """
 
     name = "in turn"
 

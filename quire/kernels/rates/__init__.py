@@ -1,1 +1,1 @@
-"""How fast this machine is, measured by the kernels that serve."""
+"""Speed of this machine."""

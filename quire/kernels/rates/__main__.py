@@ -1,6 +1,7 @@
-"""How fast this machine reads memory and multiplies, by the kernels that serve: `python -m quire.kernels.rates`.
+"""Measure memory bandwidth and FLOPS with the serving kernels: `python -m quire.kernels.rates`.
 
-Prints JSON: `bandwidth` in bytes and `flops` in operations of bfloat16 a second, each the best of some tries.
+Prints JSON: `bandwidth` in bytes per second and `flops` in bfloat16 operations per second, each the best of several
+tries.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def _best_seconds(weight: torch.Tensor, x: torch.Tensor) -> float:
 
 
 def measure_rates() -> dict[str, float]:
-    """One row times 256 MiB of float32, which no cache holds; and many rows times a matrix of bfloat16."""
+    """Time one row times 256 MiB of float32, more than caches hold, and many rows times a bfloat16 matrix."""
     reading = _best_seconds(torch.ones(_NUM_OUTPUTS, _NUM_INPUTS), torch.ones(1, _NUM_INPUTS))
     weight = torch.randn(_NUM_INPUTS, _NUM_INPUTS, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
     multiplying = _best_seconds(weight, torch.ones(_NUM_ROWS, _NUM_INPUTS, dtype=torch.bfloat16))

@@ -1,13 +1,11 @@
-"""The gated delta rule (Yang et al., 2024) with what stands around it in Qwen's models, in plain PyTorch: the judge of
-the compiled kernels.
+"""The gated delta rule (Yang et al., 2024) as in Qwen's models, in plain PyTorch.
 
-Each value head of a sequence has a matrix S [key, value]. A token's q and k, of one key head, are divided by their
-lengths, and q by sqrt(key). With decay = exp(rate * softplus(a + shift)) and beta = sigmoid(b), both of the head:
+Each value head of a sequence has a matrix S [key, value]. q and k of its key head are normalized to length 1, and q is
+divided by sqrt(key). With decay = exp(rate * softplus(a + dt_bias)) and beta = sigmoid(b) of the head:
 
     S = decay * S;  S = S + k (beta * (v - k S))^T;  result = q S
 
-Results are normed (RMSNorm of each head) and multiplied with SiLU of the token's gate z. Whatever the type of what is
-given, S and the arithmetic are float32. How tokens follow one another, and what becomes of guesses: recurrence.py.
+Results go through a per-head RMSNorm and are multiplied by SiLU of the gate z. S and the arithmetic are float32.
 """
 
 from __future__ import annotations
@@ -27,17 +25,15 @@ L2_NORM_EPS = 1e-6
 @dataclass(frozen=True, slots=True)
 class DeltaRule(Recurrence):
     decay_rate: Tensor
-    """[heads] float32, below 0,"""
+    """[heads] float32, below 0."""
     dt_bias: Tensor
-    """and of the same shape: as above."""
+    """[heads] float32."""
     norm_weight: Tensor
-    """[value] float32, the norm's weight,"""
+    """[value] float32."""
     eps: float
-    """and what it adds to the mean of squares."""
     num_key_heads: int
-    """Of as many value heads each, which stand side by side."""
+    """Each serves the same number of consecutive value heads."""
     key_dim: int
-    """Numbers of q and of k."""
 
     @property
     def num_heads(self) -> int:
@@ -49,12 +45,12 @@ class DeltaRule(Recurrence):
 
     @property
     def input_dim(self) -> int:
-        """Numbers of a token's q, k and v."""
+        """q, k and v of a token."""
         return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
 
     @property
     def head_inputs_dim(self) -> int:
-        """Of b and a."""
+        """b and a."""
         return 2 * self.num_heads
 
     def advance_and_read_state(self, numbers: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:

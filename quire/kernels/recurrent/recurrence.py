@@ -1,9 +1,7 @@
-"""States of sequences that are matrices, one for each head, and how tokens change them, in plain PyTorch: what the
-delta rule (delta_rule.py) and selective state spaces (state_space.py) have in common.
+"""Recurrent states that are one matrix per head, in plain PyTorch, the judge of the compiled kernels.
 
-Tokens are computed one after the other, so that no bit depends on how a sequence was cut into steps. A slot keeps the
-matrices behind the last token that was no guess, and what of guesses the rule takes: a later step applies those that
-were right before its own tokens, with the same arithmetic.
+Tokens are computed one by one, so no bit depends on how a sequence was cut into steps. A slot keeps the matrices after
+the last verified token, and the inputs of draft tokens. A later step applies the accepted ones before its own tokens.
 """
 
 from __future__ import annotations
@@ -17,29 +15,31 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RecurrentStates:
-    """What a layer keeps of sequences, by slot."""
+    """State of a layer, by slot."""
 
     matrices: Tensor
     """[slots, heads, key, value] float32"""
     draft_inputs: Tensor
-    """[slots, most guesses, kept] of the type of what is given: that of position p at p % most guesses"""
+    """[slots, max drafts, draft_inputs_dim] in the input dtype; position p is at p % max drafts"""
 
 
 @dataclass(frozen=True, slots=True)
 class StateAndVerifiedCounts:
-    """Which tokens of a step's sequences are guesses, or were some in the step before."""
+    """Which tokens of the sequences are draft tokens, or were in the previous step."""
 
     num_state_tokens: Tensor
-    """[S] int32: so many tokens the matrices have seen. Those behind them up to the step's own were guesses, which the
-    slot keeps and which turned out right."""
+    """[S] int32: tokens already applied to the matrices. Tokens from there to the step's own are accepted draft tokens,
+    kept in the slot.
+    """
     num_verified_tokens: Tensor
-    """[S] int32: so many tokens are no guesses; the others, the last ones, may turn out wrong."""
+    """[S] int32: tokens before the first draft token of this step."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrenceMetadata:
-    """A step's sequences, as AttentionMetadata has them. Where attention has a row for each token, a slot's rows, which
-    stand side by side, are one of them, in the place of the first; in the others' places are empty ones."""
+    """A step's sequences, as in AttentionMetadata. If attention has one row per token, a slot's consecutive rows are
+    one sequence in the first one's place; the other places are empty.
+    """
 
     query_start: Tensor
     context_lens: Tensor
@@ -47,34 +47,35 @@ class RecurrenceMetadata:
 
 
 class Recurrence(ABC):
-    """A rule by which a token changes the matrices, and what becomes of what it reads."""
+    """A rule by which tokens update and read the state matrices."""
 
     __slots__ = ()
 
     @property
     @abstractmethod
     def input_dim(self) -> int:
-        """Numbers of a token that go into the matrices, or read them."""
+        """Numbers per token that update or read the matrices."""
 
     @property
     @abstractmethod
     def head_inputs_dim(self) -> int:
-        """Numbers of a token beside them, as many for each head."""
+        """Additional numbers per token, equally many for each head."""
 
     @property
     def draft_inputs_dim(self) -> int:
-        """Numbers that are kept of a guess."""
+        """Numbers kept of a draft token."""
         return self.input_dim + self.head_inputs_dim
 
     @abstractmethod
     def advance_and_read_state(self, numbers: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
-        """The matrices [heads, key, value] behind a token that gives these numbers [kept], and what it reads [heads,
-        value]. One token at a time: PyTorch's functions of many numbers at once give bits that depend on how many
-        these are."""
+        """Apply one token's numbers [draft_inputs_dim]; return the new matrices [heads, key, value] and the readout
+        [heads, value]. One token at a time, because PyTorch's elementwise functions give bits that depend on the
+        length.
+        """
 
     @abstractmethod
     def gate_readout(self, read: Tensor, z: Tensor) -> Tensor:
-        """What comes of it [heads * value], with the token's gates z, in their type."""
+        """Normalize and gate a readout: [heads * value] in z's dtype."""
 
 
 def run_recurrence(
@@ -86,8 +87,7 @@ def run_recurrence(
     sequences: RecurrenceMetadata,
     slots_of: Tensor,
 ) -> Tensor:
-    """Operations.run_recurrence; slots_of [S]: of the sequences. Raises IndexError for more guesses than a slot
-    keeps."""
+    """`Operations.run_recurrence` for slots_of [S]. Raises IndexError for more draft tokens than a slot keeps."""
     numbers, firsts = torch.cat([inputs, head_inputs], dim=1), sequences.context_lens - sequences.query_start.diff()
     guesses = sequences.state_and_verified_counts or StateAndVerifiedCounts(firsts, sequences.context_lens)
     each = (
@@ -107,8 +107,9 @@ def run_recurrence(
 def _run_sequence(
     inputs: Tensor, rule: Recurrence, states: RecurrentStates, slot: int, context: int, seen: int, known: int
 ) -> list[Tensor]:
-    """What the last tokens read of a sequence of `context` tokens, `known` of which are no guesses; the matrices have
-    seen the first `seen`."""
+    """Readouts of the last tokens of a sequence of `context` tokens. The first `known` are verified; the matrices hold
+    the first `seen`.
+    """
     first, most = context - len(inputs), states.draft_inputs.shape[1]
     stop = min(max(known, seen), context)
     if not 0 <= first - seen <= most or context - stop > most:
@@ -130,5 +131,4 @@ def _run_sequence(
 
 
 def to_compute_dtype(numbers: Tensor) -> Tensor:
-    """In the type of the arithmetic."""
     return numbers.to(torch.float64 if numbers.dtype == torch.float64 else torch.float32)

@@ -1,14 +1,12 @@
-"""Selective scans as Mamba has them (Gu and Dao, 2023), in plain PyTorch: the judge of the compiled kernels.
+"""Mamba's selective scans (Gu and Dao, 2023) in plain PyTorch.
 
-Each channel of a sequence has numbers S [key] of its own. A token gives x of the channel, a number dt of the channel,
-and b and c [key] of all channels, which some families norm first (an RMSNorm). With step = softplus(dt + shift):
+Each channel of a sequence has a state S [key]. A token gives x and dt per channel, and b and c [key] for all channels,
+which some families normalize first (RMSNorm). With step = softplus(dt + dt_bias):
 
     S = exp(rate * step) * S + b (step * x);  y = c S + skip * x
 
-y is multiplied with SiLU of the token's gate z. S and the arithmetic are float32. Here so many channels are a head,
-whose numbers are one matrix [key, value]: heads are what threads and ranks divide. How tokens follow one another, and
-what becomes of guesses: recurrence.py. State spaces as Mamba 2 has them, with one rate and one step for a whole head:
-state_space.py.
+y is multiplied by SiLU of the gate z. S and the arithmetic are float32. Here a fixed number of channels is a head with
+one matrix [key, value]; threads and ranks divide heads.
 """
 
 from __future__ import annotations
@@ -25,17 +23,16 @@ from quire.kernels.recurrent.recurrence import Recurrence, to_compute_dtype
 @dataclass(frozen=True, slots=True)
 class SelectiveScan(Recurrence):
     decay_rate: Tensor
-    """[heads, key, value] float32, below 0,"""
+    """[heads, key, value] float32, below 0."""
     dt_bias: Tensor
-    """[heads * value] float32,"""
+    """[heads * value] float32."""
     skip: Tensor
-    """and of the same shape: as above."""
+    """[heads * value] float32."""
     b_norm: Tensor | None
-    """[key] float32, the weight of b's norm,"""
+    """[key] float32; None, as c_norm then is: no norms."""
     c_norm: Tensor | None
-    """and of c's; None, both of them: there are no norms."""
+    """[key] float32."""
     eps: float
-    """What these add to the mean of squares."""
 
     @property
     def num_heads(self) -> int:
@@ -51,12 +48,12 @@ class SelectiveScan(Recurrence):
 
     @property
     def input_dim(self) -> int:
-        """Numbers of a token's x, b and c."""
+        """x, b and c of a token."""
         return self.num_heads * self.value_dim + 2 * self.key_dim
 
     @property
     def head_inputs_dim(self) -> int:
-        """Of dt."""
+        """dt of a token."""
         return self.num_heads * self.value_dim
 
     def advance_and_read_state(self, numbers: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,12 @@
 """Short convolutions in plain PyTorch: the judge of the compiled kernels.
 
-A gated one (LFM2: Liquid AI, 2025), of a token's numbers b, c and x, in each channel: the column b * x, rounded to
-their type; the sum of the last `width` columns, weighed; and c times that sum. One without gates, as stands before
-delta nets (Yang et al., 2024): x itself is the column, and the SiLU of the sum what it gives. Before a sequence's
-beginning columns are 0. A column has one place, which follows from its position alone, so that no bit depends on how a
-sequence was cut into steps: the last ones of every piece of some tokens lie in their page, for whoever begins behind
-them, all others in the sequence's slot. Where another state of the sequence is too large for pages, so that nobody
-begins behind a page without a whole slot, all lie there.
+Gated (LFM2: Liquid AI, 2025): per channel, the column is b * x rounded to their dtype, and the result is c times the
+weighted sum of the last `width` columns. Without gates, as before delta nets (Yang et al., 2024): the column is x, and
+the result is SiLU of the sum. Columns before the sequence are 0.
+
+A column's place follows from its position alone, so no bit depends on how a sequence was cut into steps. The last
+columns of every piece of some tokens lie in its block, for prefix cache hits; all others, or all if another state is
+too large for blocks, lie in the sequence's slot.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor
 @dataclass(frozen=True, slots=True)
 class ShortConv:
     weight: Tensor
-    """[width, channels] float32, of the oldest column first; width is at least 2."""
+    """[width, channels] float32, oldest column first; width is at least 2."""
     bias: Tensor | None
-    """[channels] float32, added to the sum."""
+    """[channels] float32."""
     is_gated: bool = True
 
     @property
@@ -31,22 +31,22 @@ class ShortConv:
 
     @property
     def num_input_parts(self) -> int:
-        """Numbers of a token that it takes for each channel."""
+        """Inputs of a token per channel."""
         return 3 if self.is_gated else 1
 
 
 @dataclass(frozen=True, slots=True)
 class ConvStates:
-    """Where a layer's columns lie, all of the type of what is convolved."""
+    """A layer's stored columns, in the dtype of the convolution's input."""
 
     piece_ends: Tensor | None
-    """[pages, pieces of a page, width - 1, channels]: the last columns of each piece; None: pages have none,"""
+    """[blocks, pieces per block, width - 1, channels]: the last columns of each piece; None: blocks hold none."""
     piece_tokens: int
-    """A piece has so many tokens, at least width - 1."""
+    """Tokens per piece, at least width - 1."""
     slot_columns: Tensor
-    """[slots, kept, channels]: the others of a sequence's last ones, that of position p at p % kept. `columns_per_slot`
-    is at least width - 1, and as many more as a row may have drafts: those that turn out wrong overwrite nothing that
-    is needed."""
+    """[slots, columns_per_slot, channels]; position p is at p % columns_per_slot. That is at least width - 1 plus the
+    maximum of draft tokens, so that rejected ones overwrite nothing that is still needed.
+    """
 
     @property
     def columns_per_slot(self) -> int:
@@ -56,8 +56,9 @@ class ConvStates:
 def short_conv(
     bcx: Tensor, conv: ShortConv, columns: ConvStates, where: tuple[Tensor, Tensor, Tensor], block_table: Tensor
 ) -> Tensor:
-    """Operations.short_conv; where: AttentionMetadata's query_start, context_lens and state_slots. Row by row: what one
-    stores in a page, a later one may begin with."""
+    """`Operations.short_conv`; where: query_start, context_lens and state_slots of AttentionMetadata. Sequences run in
+    order, since a later one may start from what an earlier one stores in a block.
+    """
     fresh, gates = bcx, None
     if conv.is_gated:
         b, gates, x = bcx.chunk(3, dim=-1)
@@ -74,7 +75,7 @@ def short_conv(
 def _convolve_sequence(
     fresh: Tensor, c: Tensor | None, conv: ShortConv, places: _ColumnLocator, context: int
 ) -> Tensor:
-    """Of the last tokens of a sequence of `context` tokens; keeps their columns."""
+    """Convolve the last tokens of a sequence of `context` tokens and store their columns."""
     wide, first = torch.float64 if fresh.dtype == torch.float64 else torch.float32, context - len(fresh)
     past = [
         places.stored_column_view(at) if at >= 0 else torch.zeros_like(fresh[0])
@@ -87,15 +88,13 @@ def _convolve_sequence(
     for at in range(first, context):
         if at >= context - places.columns.columns_per_slot or places.is_stored_in_page(at):
             places.stored_column_view(at).copy_(fresh[at - first])
-    if c is None:  # row by row: of many numbers at once the bits would depend on how many these are
+    if c is None:  # row by row: vectorized SiLU's bits depend on the length
         return torch.stack([torch.nn.functional.silu(row) for row in total]).to(fresh.dtype)
     return (c.to(wide) * total).to(fresh.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class _ColumnLocator:
-    """Of one sequence's columns."""
-
     columns: ConvStates
     pages: list[int]
     slot: int

@@ -1,14 +1,12 @@
-"""Selective state spaces as Mamba 2 has them (Dao and Gu, 2024), with what stands behind them, in plain PyTorch: the
-judge of the compiled kernels.
+"""Mamba 2's selective state spaces (Dao and Gu, 2024) in plain PyTorch.
 
-Each head of a sequence has a matrix S [key, value]. A token gives x [value] of the head, b and c [key] of a group of
-heads, and a number dt of the head. With step = softplus(dt + shift), held between two limits:
+Each head of a sequence has a matrix S [key, value]. A token gives x [value] and dt per head, and b and c [key] per
+group of heads. With step = softplus(dt + dt_bias), clamped to dt_limits:
 
     S = exp(rate * step) * S + b (step * x)^T;  y = c S + skip * x
 
-y is rounded to the type of what is given, multiplied with SiLU of the token's gate z, and normed: an RMSNorm over the
-heads of a group, before the gate, behind it, or none. S and the arithmetic are float32. How tokens follow one another,
-and what becomes of guesses: recurrence.py.
+y is rounded to the input dtype, multiplied by SiLU of the gate z, and normalized: an RMSNorm over the heads of a group,
+before or after the gate, or none. S and the arithmetic are float32.
 """
 
 from __future__ import annotations
@@ -25,25 +23,20 @@ from quire.kernels.recurrent.recurrence import Recurrence, to_compute_dtype
 @dataclass(frozen=True, slots=True)
 class StateSpace(Recurrence):
     decay_rate: Tensor
-    """[heads] float32, below 0,"""
+    """[heads] float32, below 0."""
     dt_bias: Tensor
-    """of the same shape,"""
+    """[heads] float32."""
     skip: Tensor
-    """and the same again: as above."""
+    """[heads] float32."""
     norm_weight: Tensor | None
-    """[heads * value] float32, the norm's weight; None: there is no norm."""
+    """[heads * value] float32; None: no norm."""
     eps: float
-    """What it adds to the mean of squares."""
     num_groups: int
-    """Of as many heads each, which stand side by side."""
+    """Groups of consecutive heads, all of one size."""
     key_dim: int
-    """Numbers of b and of c."""
     value_dim: int
-    """Numbers of a head's x."""
     dt_limits: tuple[float, float] = (0.0, float("inf"))
-    """Of steps."""
     norm_before_gate: bool = False
-    """The norm stands before the gate."""
 
     @property
     def num_heads(self) -> int:
@@ -51,12 +44,12 @@ class StateSpace(Recurrence):
 
     @property
     def input_dim(self) -> int:
-        """Numbers of a token's x, b and c."""
+        """x, b and c of a token."""
         return self.num_heads * self.value_dim + 2 * self.num_groups * self.key_dim
 
     @property
     def head_inputs_dim(self) -> int:
-        """Of dt."""
+        """dt of a token."""
         return self.num_heads
 
     def advance_and_read_state(self, numbers: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:

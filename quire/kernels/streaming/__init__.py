@@ -1,1 +1,1 @@
-"""Layers whose weights lie elsewhere and come, one layer after the other, to where they are multiplied."""
+"""Layers with weights in host memory or on disk."""

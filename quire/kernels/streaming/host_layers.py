@@ -1,9 +1,8 @@
-"""Layers of a GPU's model in the host's memory (--cpu-offload-gb): each lies there in one piece of pinned memory, which
-a stream of its own copies to the layer's slot on the GPU while the layers before it are computed.
+"""Layers of a GPU's model in pinned host memory (--cpu-offload-gb). A side stream copies each to its slot on the GPU
+while earlier layers are computed.
 
-A pass copies all that it needs, from its first layer on, and leaves nothing on its way: so it may be captured into a
-CUDA graph, copies included, and be followed by any other. A slot is overwritten behind the event that says that its
-layer was computed; a layer is computed behind the event that says that its copy has arrived.
+A pass copies all that it needs and leaves no copy in flight, so a CUDA graph may hold it, copies included. A slot is
+overwritten after the event that its layer was computed; a layer is computed after the event that its copy has arrived.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from quire.kernels.backend import Backend, Linear
 from quire.kernels.streaming.layer_streamer import LayerSelector, LayerStreamer
 
 _ALIGNMENT = 256
-"""Bytes: a tensor begins at a multiple of it, as those that PyTorch allocates."""
+"""Bytes, as PyTorch aligns its own allocations."""
 
 
 @runtime_checkable
 class OffloadableLinear(Protocol):
-    """A linear that reads these tensors at each call, wherever they lie then."""
+    """A linear that reads these tensors at each call, so their storage may move between calls."""
 
     @property
     def offloadable_tensors(self) -> Sequence[Tensor]: ...
@@ -34,13 +33,12 @@ class OffloadableLinear(Protocol):
 @dataclass(frozen=True, slots=True)
 class _OffloadedTensor:
     device_tensor: Tensor
-    """What kernels read."""
     host_tensor: Tensor
 
 
 class HostLayerStreamer(LayerStreamer):
     def __init__(self, backend: Backend, device: torch.device, choice: LayerSelector, slots: int) -> None:
-        """On a CPU, for tests, all is done at once."""
+        """On a CPU, for tests, copies are synchronous."""
         super().__init__(choice, slots)
         self.backend, self._device = backend, device
         self._offloaded: dict[int, list[_OffloadedTensor]] = {}
@@ -53,11 +51,11 @@ class HostLayerStreamer(LayerStreamer):
         self.choose_streamed_layers(sizes)
 
     def register_packed_linear(self, layer: int, linear: Linear) -> None:
-        """Its tensors leave the device, so that loading never holds more than the layers that stay."""
+        """Move the linear's tensors off the device, so that loading never holds more than the resident layers."""
         if not self.is_streamed(layer) or not isinstance(linear, OffloadableLinear):
             return
         for tensor in linear.offloadable_tensors:
-            if not tensor.is_contiguous():  # one copy takes a layer, as bytes
+            if not tensor.is_contiguous():  # a layer is copied as bytes, at once
                 continue
             self._offloaded.setdefault(layer, []).append(
                 _OffloadedTensor(tensor, tensor.cpu().clone().view(tensor.shape))
@@ -99,7 +97,7 @@ class HostLayerStreamer(LayerStreamer):
 
     def begin_pass(self) -> None:
         if self._copy_stream is not None:
-            self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))  # earlier passes have read the slots
+            self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))
         for layer in self.initial_layers:
             self._start_copy(layer)
 

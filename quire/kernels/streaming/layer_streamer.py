@@ -1,8 +1,6 @@
-"""What all ways of streaming layers share: which layers are streamed, and which comes when.
-
-Streamed layers take turns in a few slots of memory, each of the largest layer's size; a layer has the same slot always,
-so its linears find their weights at addresses that never change. While a layer is computed, the next ones come. All
-other layers are kept where they are multiplied. The bytes are those that were packed, so results have the same bits.
+"""Base of layer streaming. Streamed layers take turns in a few memory slots of the largest layer's size. A layer always
+has the same slot, so its linears find their weights at fixed addresses. The bytes are those that were packed, so
+results keep their bits.
 """
 
 from __future__ import annotations
@@ -14,61 +12,58 @@ from quire.kernels.backend import Linear
 from quire.kernels.streaming.weight_offloader import WeightOffloader
 
 LayerSelector = Callable[[Sequence[int]], list[int]]
-"""Of the bytes of each layer to those that are streamed, ascending. Raises ValueError where that cannot be."""
+"""Bytes of each layer to the streamed layers, ascending. Raises ValueError if no choice fits."""
 
 
 class LayerHooks:
-    """Who a pass through the layers tells where it is. They are all there, where nothing else is said."""
+    """Callbacks of a pass through the layers; these do nothing, for layers that are all resident."""
 
     streamed_layers: Sequence[int] = ()
-    """The layers that are streamed, ascending; known once the weights are settled."""
+    """Ascending; known once weights are loaded."""
 
     def begin_pass(self) -> None:
-        """A pass through the layers begins."""
+        """Called before the first layer."""
 
     def enter_layer(self, layer: int) -> None:
-        """The layer is computed next: its weights are there for what is computed from now on."""
+        """Called before a layer is computed; work queued after this finds its weights."""
 
     def leave_layer(self, layer: int) -> None:
-        """It was computed, or what computes it is queued."""
+        """Called once a layer is computed, or its work is queued."""
 
 
 class LayerStreamer(LayerHooks, WeightOffloader):
-    """`finish_loading` raises ValueError as Choice does, too."""
+    """`finish_loading` also raises the selector's ValueError."""
 
     def __init__(self, choice: LayerSelector, slots: int) -> None:
-        """slots: how many layers may be there, or on their way, at a time."""
+        """slots: number of layers that may be in memory, or on their way, at once."""
         self._select_layers, self._num_slots = choice, slots
         self.streamed_layers = []
         self._stream_positions: dict[int, int] = {}
 
     def set_expected_layer_bytes(self, sizes: Sequence[int]) -> None:
-        """Bytes of each layer's weights, about, before they are read. Raises ValueError as Choice does."""
+        """Approximate bytes of each layer's weights, before they are read. Raises the selector's ValueError."""
         return None
 
     @abstractmethod
     def register_packed_linear(self, layer: int, linear: Linear) -> None:
-        """A linear of this layer, among those that the process has, was packed."""
+        """Called after a linear of this process was packed."""
 
     def is_streamed(self, layer: int) -> bool:
-        """False: it is kept."""
         return layer in self._stream_positions
 
     def slot_of(self, layer: int) -> int:
-        """Of a layer that is streamed."""
+        """The layer must be streamed."""
         return self._stream_positions[layer] % self._num_slots
 
     def next_in_slot(self, layer: int) -> int | None:
-        """The layer that has the same slot next in this pass; None: none has."""
+        """The layer that takes this slot next in this pass."""
         following = self._stream_positions[layer] + self._num_slots
         return self.streamed_layers[following] if following < len(self.streamed_layers) else None
 
     @property
     def initial_layers(self) -> Sequence[int]:
-        """The layers that the slots begin with."""
         return self.streamed_layers[: self._num_slots]
 
     def choose_streamed_layers(self, sizes: Sequence[int]) -> None:
-        """Which of the layers, of so many bytes each, are streamed."""
         self.streamed_layers = self._select_layers(sizes)
         self._stream_positions = {layer: place for place, layer in enumerate(self.streamed_layers)}

@@ -1,4 +1,4 @@
-"""What all ways share by which weights lie elsewhere than where they are multiplied: on a disk, or in a GPU's host."""
+"""Base of weights kept on disk or in a GPU's host memory."""
 
 from __future__ import annotations
 
@@ -10,41 +10,42 @@ if TYPE_CHECKING:
 
 
 class OffloadCounts(NamedTuple):
-    """Since the weights were loaded; of this process."""
+    """Counts of this process since its weights were loaded."""
 
     experts_read: int = 0
-    """Experts that steps have read, each once a step,"""
+    """Each expert counts once a step."""
     experts_kept: int = 0
-    """of them those that were kept in memory."""
+    """Experts read that were in memory."""
     experts_guessed: int = 0
-    """Experts that were asked for before their layer's router had chosen,"""
+    """Experts prefetched before their layer's router had chosen."""
     experts_guessed_right: int = 0
-    """of them those that it then chose."""
     disk_bytes: int = 0
-    """What the process has read from disks; 0 where the system does not say."""
+    """Bytes this process has read from disks; 0 if the OS does not report them."""
 
 
 class WeightOffloader(ABC):
     backend: Backend
-    """Packs the weights that lie elsewhere."""
+    """Packs the offloaded weights."""
 
     @abstractmethod
     def finish_loading(self) -> None:
-        """All weights are there. Raises ValueError where none can lie elsewhere, and where what stays has no room."""
+        """Call once all weights are loaded. Raises ValueError if none can be offloaded, or if the resident ones do not
+        fit.
+        """
 
     @property
     @abstractmethod
     def summary(self) -> str:
-        """What is where, for people to read."""
+        """Text for the log."""
 
     @property
     @abstractmethod
     def saved_bytes(self) -> int:
-        """Bytes that the weights would take besides, where they are multiplied, if all were kept there."""
+        """Bytes saved on the computing device."""
 
     def prepare_for_step(self) -> None:  # noqa: B027 - nothing, where steps are alike
-        """A step begins: nothing is being read."""
+        """Called before a step, when no read is in flight."""
 
     def total_offload_counts(self) -> OffloadCounts:
-        """Nothing, where no disk is read."""
+        """All 0 if no disk is read."""
         return OffloadCounts()

@@ -1,5 +1,3 @@
-"""Mixtures of experts, as experts.cpp computes them."""
-
 from __future__ import annotations
 
 import ctypes
@@ -16,7 +14,7 @@ from quire.kernels.routing import MoE, MoEComponents
 
 
 def make_compiled_moe(library: native_library.NativeLibrary, experts: MoEComponents) -> MoE | None:
-    """None where a linear is not one of ours."""
+    """None if a linear is not compiled."""
     linears = [experts.router, *experts.gate_up, *experts.down]
     ours = [each for each in linears if isinstance(each, CompiledLinearBase)]
     if len(ours) < len(linears):
@@ -39,7 +37,7 @@ def _native_routing(rule: Routing, correction: Tensor | None, factors: Tensor | 
 
 
 class CompiledMoE:
-    """Of linears that are all compiled, and have no room for adapters."""
+    """MoE in experts.cpp; its linears are compiled and have no adapter slots. The router input defaults to x."""
 
     def __init__(
         self,
@@ -48,8 +46,8 @@ class CompiledMoE:
         router: CompiledLinearBase,
         *linears: CompiledLinearBase,
     ) -> None:
-        """`linears`: each expert's gate_up, then each one's down."""
-        self._experts = experts  # alive: what the pointers below point to
+        """linears: each expert's gate_up, then each one's down."""
+        self._experts = experts  # keeps the targets of the pointers below alive
         self._dtype, num_experts = linears[0].dtype, len(experts.down)
         self._widths = linears[0].in_features, router.in_features
         self._gate_up, self._down = (
@@ -73,10 +71,8 @@ class CompiledMoE:
             for struct, linear in pairs
         ]
         self.expert_buffers = [up + down for up, down in zip(each[:num_experts], each[num_experts:], strict=True)]
-        """The packed weights of each expert."""
 
     def __call__(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
-        """routed: what the router reads; None: x."""
         router_input = x if router_input is None else router_input
         for each, width in zip((x, router_input), self._widths, strict=True):
             if each.dtype != self._dtype or each.shape != (len(x), width):

@@ -1,6 +1,6 @@
-"""Layers on a disk: their packed weights lie in a MappedWeightArena's file, of which a thread reads the next layer into
-memory while this one is computed. Reads go past the system's own cache where the file system lets them: of a file that
-is read from beginning to end again and again, and is larger than that cache, nothing would be found in it."""
+"""Layers in a MappedWeightArena's file: a thread reads the next layer while this one is computed. Reads bypass the page
+cache if possible, which is useless for a larger file that is read from beginning to end repeatedly.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quire.kernels.streaming.layer_streamer import LayerSelector, LayerStreamer
 from quire.kernels.streaming.weight_offloader import OffloadCounts
 
 _READ_BYTES = 16 << 20
-"""Bytes of one read."""
+"""Size of one read."""
 
 
 class _PendingRead(NamedTuple):
@@ -34,12 +34,11 @@ class _PendingRead(NamedTuple):
 
 class DiskLayerStreamer(LayerStreamer):
     def __init__(self, arena: MappedWeightArena, choice: LayerSelector, slots: int) -> None:
-        """choice: asked once all layers are in the file. `backend` is set by who makes it, for it packs into the
-        arena."""
+        """choice is called once all layers are in the file. The caller must set a `backend` that packs into `arena`."""
         super().__init__(choice, slots)
         self._arena = arena
         self._buffers: dict[int, list[RelocatableWeights]] = {}
-        self._reader = ThreadPoolExecutor(1, "weights")  # which ends when this is let go
+        self._reader = ThreadPoolExecutor(1, "weights")  # ends when this object is freed
         self._pending_reads: dict[int, _PendingRead] = {}
         self._initial_disk_bytes = 0
 
@@ -73,16 +72,15 @@ class DiskLayerStreamer(LayerStreamer):
         self._initial_disk_bytes = disk_read_bytes()
 
     def _buffer_extent_bytes(self, held: RelocatableWeights) -> int:
-        """Of whole pages, as reads past the system's cache want it."""
+        """Multiple of the page size, for direct I/O."""
         return self._arena.file_extent(held.weights).size
 
     def _allocate_aligned(self, size: int) -> Tensor:
-        """[size] uint8 from the beginning of a page on, with room behind it for what kernels read ahead."""
+        """[size] uint8 aligned to a page, with room after it for the kernels' read-ahead."""
         whole = native_library.WeightArena().allocate_bytes(size + 2 * mmap.PAGESIZE)
         return whole[-whole.data_ptr() % mmap.PAGESIZE :]
 
     def _set_layer_pointers(self, layer: int, memory: Tensor) -> Tensor:
-        """Kernels find the layer's weights there from now on."""
         begin = 0
         for held in self._buffers.get(layer, ()):
             set_weights_pointer(held, memory[begin:])
@@ -141,7 +139,7 @@ class DiskLayerStreamer(LayerStreamer):
             )  # for the next step
 
     def _start_read(self, layer: int) -> _PendingRead:
-        """What brings it to its slot, unless it is there, or on its way."""
+        """Start reading a layer into its slot, unless it is there or being read."""
         slot = self.slot_of(layer)
         pending = self._pending_reads.get(slot)
         if pending is None or pending.layer != layer or (pending.done.done() and pending.done.exception() is not None):

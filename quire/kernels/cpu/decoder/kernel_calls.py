@@ -1,5 +1,4 @@
-"""Defines once, for each operation of a layer, which kernel it calls with which arguments. `ImmediateCalls` calls the
-kernels at once; the recorder (layer_recorder.py) notes the same calls."""
+"""Maps each operation of a layer to a kernel and its arguments."""
 
 from __future__ import annotations
 
@@ -28,62 +27,63 @@ _UNLIMITED = 2**31 - 1
 
 
 class StepInputs(NamedTuple):
-    """What kernels read of a step's metadata: tensors and numbers."""
+    """A step's metadata for kernels: tensors and numbers."""
 
     query_start: Any
     context_lens: Any
     block_table: Any
     table_stride: Any
-    """The table's columns."""
+    """Columns of the block table."""
     num_sequences: Any
-    """The table's rows."""
     state_slots: Any
     num_state_tokens: Any
     num_verified_tokens: Any
 
 
 class KernelCalls(ABC):
-    """Operations of kernels/backend.py on contiguous tensors or on their stand-ins. x is [T, ...] and has a type that
-    kernels take. The operations raise TypeError or ValueError for other arguments that kernels do not take."""
+    """Operations of kernels/backend.py on contiguous tensors, or placeholders of them. x is [T, ...] in a kernel dtype.
+    Raises TypeError or ValueError for arguments that kernels do not support.
+    """
 
     @abstractmethod
     def empty_like(self, x: Any) -> Any:
-        """An uninitialized result with x's shape and type."""
+        """Uninitialized."""
 
     @abstractmethod
     def empty_half_width(self, x: Any) -> Any:
-        """An uninitialized result that is half as wide as x."""
+        """Uninitialized."""
 
     @abstractmethod
     def empty_per_token(self, x: Any, *shape: int) -> Any:
-        """An uninitialized result of x's type, with this shape for each token of x."""
+        """Uninitialized [T, *shape] with x's dtype."""
 
     @abstractmethod
     def view_per_token(self, x: Any, *shape: int) -> Any:
-        """A view of x with this shape for each token."""
+        """View x as [T, *shape]."""
 
     @abstractmethod
     def rows_and_width(self, x: Any) -> tuple[Any, Any]:
-        """The number of rows along the last axis of x, and their width."""
+        """Number and width of the rows along x's last axis."""
 
     @abstractmethod
     def num_tokens_argument(self, x: Any) -> Any: ...
 
     @abstractmethod
     def token_width_argument(self, x: Any) -> Any:
-        """How many numbers each token has."""
+        """Numbers per token."""
 
     @abstractmethod
     def num_elements_argument(self, x: Any) -> Any:
-        """How many numbers x has."""
+        """Numbers in x."""
 
     @abstractmethod
     def step_inputs(self, metadata: Any) -> StepInputs: ...
 
     @abstractmethod
     def call_kernel(self, kernel: str, result: Any, *arguments: Any, error_message: str = "") -> Any:
-        """Call a kernel with tensors, structures and numbers, and the number of threads behind them; `error_message`:
-        what it means where it refuses, if it can. Returns `result`."""
+        """Call a kernel with tensors, structures, numbers and finally the number of threads; return `result`. A kernel
+        that reports failure raises IndexError with error_message, or RankEnded.
+        """
 
     def rms_norm(self, x: Any, weight: Tensor, eps: float) -> Any:
         out = self.empty_like(x)
@@ -117,7 +117,6 @@ class KernelCalls(ABC):
         return self.call_gated("gelu_mul", gate_up)
 
     def call_gated(self, kernel: str, gate_up: Any, *rules: float) -> Any:
-        """Call a kernel whose input is a gate and up, side by side."""
         out = self.empty_half_width(gate_up)
         return self.call_kernel(kernel, out, gate_up, out, *self.rows_and_width(out), *rules)
 
@@ -180,7 +179,7 @@ class KernelCalls(ABC):
         *more: int,
         num_ranks: int = 1,
     ) -> Any:
-        """`num_ranks`: the number of ranks that have as many heads as q each."""
+        """num_ranks: ranks with q's number of heads each."""
         pages, kernel_caches = len(caches[0]), _kernel_cache_arguments(q, caches, softmax.kv_scales)
         (*_, heads, dim), step = q.shape, self.step_inputs(metadata)
         out = self.empty_per_token(q, heads, softmax.value_dim or dim)
@@ -287,7 +286,7 @@ class KernelCalls(ABC):
 
 
 class ImmediateCalls(KernelCalls):
-    """Calls kernels at once. It makes no tensor that is not returned."""
+    """Creates no tensor that is not returned."""
 
     def __init__(self, library: native_library.NativeLibrary) -> None:
         self._library = library
@@ -326,13 +325,13 @@ class ImmediateCalls(KernelCalls):
         dtype = next(each.dtype for each in arguments if isinstance(each, Tensor))
         function = getattr(self._library, kernel)[dtype]
         failed = function(*map(native_library.to_ctypes, arguments), get_num_threads())
-        if error_message and failed:  # others return nothing
+        if error_message and failed:  # other kernels return nothing
             raise RankEnded if kernel == "ranks_attention" and failed == 1 else IndexError(error_message)
         return result
 
 
 def check_cache_dtypes(x: Any, caches: CachePair) -> None:
-    """Raise TypeError if the caches have a type that cannot serve x."""
+    """Raise TypeError if caches of this dtype cannot serve x."""
     keys, values = (each.dtype for each in caches)
     if keys != values or (keys != x.dtype and keys not in QUANTIZED_KV_DTYPES):
         raise TypeError(f"keys and values of {keys} and {values} cannot serve {x.dtype}")
@@ -341,7 +340,6 @@ def check_cache_dtypes(x: Any, caches: CachePair) -> None:
 def _kernel_cache_arguments(
     x: Any, caches: CachePair, scales: KVScales
 ) -> tuple[Tensor, Tensor, native_library.KVFormat | None]:
-    """The caches as kernels take them, and the format of their numbers."""
     check_cache_dtypes(x, caches)
     k_cache, v_cache = (native_library.view_as_kernel_blocks(each) for each in caches)
     return k_cache, v_cache, native_library.kv_format(k_cache, scales)

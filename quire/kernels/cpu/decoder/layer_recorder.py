@@ -1,5 +1,6 @@
-"""Layers in one call, as a CUDA graph computes them on a GPU: the kernels that their operations would call are noted
-once, with the pointers that they are called with, and recorded.cpp runs the list."""
+"""Several layers in one call, like a CUDA graph: records kernel calls with their pointers once; recorded.cpp runs the
+list.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +28,18 @@ from quire.kernels.cpu.ranks.shared_collective import SharedCollective
 from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
 
 _FIXED, _PER_TOKEN, _BUFFER, _STEP_VALUE, _PAGES_FETCH = range(5)
-"""How an argument follows from its value, as recorded.cpp has it."""
+"""How recorded.cpp derives an argument from its value."""
 _ALIGNMENT = 64
-"""Bytes of a token's part of a buffer: a multiple of this."""
+"""Bytes; a token's part of a buffer is a multiple of it."""
 
 
 class _UnsupportedOperation(Exception):
-    """An operation that no compiled kernel computes."""
+    """No compiled kernel computes the operation."""
 
 
 @dataclass(slots=True, eq=False)
 class _StepArgument:
-    """An argument that a step gives."""
+    """An argument whose value is known at each step."""
 
     kind: int
     value: int
@@ -75,21 +76,22 @@ _TOKENS, _PAGES = _StepArgument(_PER_TOKEN, 1), _StepArgument(_PAGES_FETCH, 0)
 ) = (_StepArgument(_STEP_VALUE, number) for number in range(11))
 _STRIDE, _SEQUENCES, _THREADS = (_StepArgument(_STEP_VALUE, number) for number in range(11, 14))
 _FIRST_TABLE = 14
-"""The step's number of the first group's table; its slots follow, then those of the other groups."""
+"""Index of the first KV cache group's block table in a step's values; its slot mapping follows, then the other groups'.
+"""
 
 
 class _LayerRecorder(KernelCalls, Operations):
-    """Takes buffers for tensors. Raises _UnsupportedOperation."""
+    """Uses placeholders for tensors. Raises _UnsupportedOperation."""
 
     def __init__(self, library: native_library.NativeLibrary, hidden: int, dtype: torch.dtype, groups: int) -> None:
         self._library = library
         self._hidden = hidden
         self._dtype = dtype
-        # Kernels, and what they are called with, which lives on here.
+        # Kernels with their arguments, which this keeps alive.
         self._recorded_calls: list[tuple[str, tuple[Any, ...]]] = []
         self._attention_dtype = dtype
-        self._layer_ends = [0]  # calls before each layer, and before the end
-        self._used_bytes = self._token_bytes = 0  # bytes of buffers: of this layer, and of the one that needs most
+        self._layer_ends = [0]  # index of each layer's first call, and of the end
+        self._used_bytes = self._token_bytes = 0  # buffer bytes per token of this layer, and the maximum over layers
         step: Any = (_STARTS, _CONTEXTS, None, None, _POSITIONS, None, 0, 0, LinearContext(cast(Any, _ADAPTERS)))
         paged: list[Any] = [_StepArgument(_STEP_VALUE, _FIRST_TABLE + number) for number in range(2 * groups)]
         per_layer_inputs: Any = _PER_LAYER_INPUTS
@@ -99,7 +101,7 @@ class _LayerRecorder(KernelCalls, Operations):
         self._metadata = first.with_block_tables(paged[::2], paged[1::2])
 
     def record_layer(self, layer: LayerFunction, *, starts: bool) -> None:
-        """What a layer returns must be where it found it, so that any layers can be run."""
+        """A layer must return its result where it found its input, so that any range of layers can run."""
         self._used_bytes = 0
         stream: Any = _PlaceholderTensor(_STEP_VALUE, _RESIDUAL.value, (self._hidden,), self._dtype)
         layer_input: Any = stream if starts else _PlaceholderTensor(_STEP_VALUE, _X.value, (self._hidden,), self._dtype)
@@ -189,7 +191,7 @@ class _LayerRecorder(KernelCalls, Operations):
     def concat_columns(self, x: Any, y: Any) -> Any:
         second = (
             y.elements_per_token if isinstance(y, _PlaceholderTensor) else self._hidden
-        )  # what lies beside the stream, as wide as it
+        )  # as wide as the residual stream
         out = self._allocate_buffer(x.elements_per_token + second)
         return self.call_kernel("join", out, x, y, out, *self.rows_and_width(x), second)
 
@@ -200,7 +202,7 @@ class _LayerRecorder(KernelCalls, Operations):
         return self.call_kernel("cast", out, x, out, self.num_elements_argument(x))
 
     def _allocate_buffer(self, *shape: int, dtype: torch.dtype | None = None) -> _PlaceholderTensor:
-        """dtype: by default the model's."""
+        """dtype: default is the model's."""
         buffer = _PlaceholderTensor(_BUFFER, self._used_bytes, shape, self._dtype if dtype is None else dtype)
         self._used_bytes += -(-buffer.elements_per_token * buffer.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         self._token_bytes = max(self._token_bytes, self._used_bytes)
@@ -216,7 +218,7 @@ class _LayerRecorder(KernelCalls, Operations):
         return result
 
     def finish_recording(self) -> None:
-        """No layer follows."""
+        """Call after the last layer."""
         self._calls = (native_library.Call * len(self._recorded_calls))()
         for call, (kernel, arguments) in zip(self._calls, self._recorded_calls, strict=True):
             encoded = [
@@ -264,7 +266,7 @@ def record_layers(
     starts: bool,
     groups: int,
 ) -> RecordedLayers | None:
-    """`Backend.record_layers`; None where a linear, a mixture or the ranks' sums are not ours."""
+    """`Backend.record_layers`; None if a linear, MoE or collective is not compiled."""
     recorder = _LayerRecorder(library, hidden, dtype, groups)
     try:
         for index, layer in enumerate(layers):
@@ -276,7 +278,7 @@ def record_layers(
 
 
 def _encode_argument(each: Any, kind: type) -> native_library.Argument:
-    """`kind`: of the kernel's own argument."""
+    """kind: ctypes type of the kernel's argument."""
     match each:
         case _StepArgument():
             return native_library.Argument(each.kind, each.value)

@@ -1,7 +1,6 @@
-"""Weights in a file (MappedWeightArena), and experts there: it is mapped into memory, so that the system reads what is
-multiplied, and lets go of it when memory is short; the most used ones are copied into memory that it cannot let go.
-Results have the bits that they have where all is in memory: the same kernels read the same bytes. Layers of dense
-models in such a file: from_disk.py."""
+"""Weights and experts in a mapped file (MappedWeightArena): the OS reads what is multiplied and drops it when memory is
+short, except the most used experts, which are copied to pinned slots. Bits are those of weights in memory.
+"""
 
 from __future__ import annotations
 
@@ -22,30 +21,30 @@ from quire.kernels.experts import DiskExperts
 from quire.kernels.streaming.weight_offloader import OffloadCounts
 
 _CHUNK_BYTES = 64 << 20
-"""Bytes that are mapped at a time, and at most wait to be written while weights are loaded."""
+"""Bytes mapped at a time, and the maximum of unwritten bytes during loading."""
 _MAX_MOVED_BYTES = 64 << 20
-"""Bytes that are copied then, at most."""
+"""Maximum copied at a rebalance."""
 _REPLACEMENT_FACTOR = 1.25
-"""An expert takes another's place in memory where it is so many times as much used."""
+"""An expert replaces a pinned one if it is used more than this many times as often."""
 _PROCESS_IO_FILE = Path("/proc/self/io")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class RelocatableWeights(NamedTuple):
-    """Packed weights that a kernel reads."""
+    """Packed weights that a kernel finds through a pointer."""
 
     pointer_address: int
-    """Where the address of the weights stands."""
+    """Address of that pointer."""
     weights: Tensor
     """[bytes] uint8."""
 
 
 class ReopenedFile:
-    """A file that is open another time, to be read past the system's cache if its file system lets it."""
+    """A second descriptor of an open file, for direct I/O if the file system allows."""
 
     def __init__(self, descriptor: int) -> None:
-        """descriptor: of the first time; the file need not have a name."""
+        """The file need not have a name."""
         again, flags = f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC
         try:
             self.descriptor, self.is_direct = os.open(again, flags | os.O_DIRECT), True
@@ -58,28 +57,27 @@ class ReopenedFile:
 
 class _FileExtent(NamedTuple):
     address: int
-    """Address, at the beginning of a page of memory."""
+    """Page-aligned."""
     offset: int
-    """In the file."""
     size: int
     """Bytes."""
 
 
 class MappedWeightArena(native_library.WeightArena):
-    """Memory for weights in a file without a name, which is gone with the process, however that ends."""
+    """Weights in an unnamed file, which is gone with the process, however that ends."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises OSError where no file can be made there."""
+        """Raises OSError if no file can be created there."""
         super().__init__()
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         self._size = 0
-        self._chunks: list[tuple[mmap.mmap, int]] = []  # each with its offset in the file
+        self._chunks: list[tuple[mmap.mmap, int]] = []  # with their offsets in the file
         self._extents: dict[int, _FileExtent] = {}
         self.moes: list[tuple[native_library.Experts, Sequence[Sequence[RelocatableWeights]]]] = []
-        """In the order of the layers; of each expert what it holds."""
+        """In layer order, with each expert's weights."""
 
     def allocate_bytes(self, size: int) -> Tensor:
-        """[size] uint8, on pages of its own. Raises OSError where the disk is full."""
+        """[size] uint8, on pages of its own. Raises OSError if the disk is full."""
         rounded = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         if rounded > len(self._free_bytes):
             self._map_chunk(max(_CHUNK_BYTES, rounded))
@@ -90,9 +88,10 @@ class MappedWeightArena(native_library.WeightArena):
         return piece
 
     def _map_chunk(self, size: int) -> None:
-        """The last page of a chunk is for what kernels read ahead. Its bytes are allocated: a hole in a file that a
-        full disk cannot fill would end the process."""
-        self._flush_chunks(self._chunks[-1:])  # what was packed
+        """Each chunk ends with a page for the kernels' read-ahead. Space is reserved on disk: a hole that a full disk
+        cannot fill would kill the process.
+        """
+        self._flush_chunks(self._chunks[-1:])
         descriptor, whole = self._file.fileno(), size + mmap.PAGESIZE
         os.posix_fallocate(descriptor, self._size, whole)
         chunk = mmap.mmap(descriptor, whole, flags=mmap.MAP_SHARED, offset=self._size)
@@ -101,14 +100,12 @@ class MappedWeightArena(native_library.WeightArena):
         self._free_bytes = torch.frombuffer(chunk, dtype=torch.uint8)[:size]
 
     def _flush_chunks(self, chunks: Sequence[tuple[mmap.mmap, int]]) -> None:
-        """To the disk, if it is not there already."""
         for chunk, offset in chunks:
             chunk.flush()
             chunk.madvise(mmap.MADV_DONTNEED)
             os.posix_fadvise(self._file.fileno(), offset, len(chunk), os.POSIX_FADV_DONTNEED)
 
     def flush_and_drop_pages(self) -> None:
-        """All is on the disk, and nothing of it in memory."""
         self._flush_chunks(self._chunks)
 
     def reopen_for_direct_io(self) -> ReopenedFile:
@@ -118,12 +115,11 @@ class MappedWeightArena(native_library.WeightArena):
         return self._extents[weights.data_ptr()]
 
     def prefetch_weights(self, weights: Tensor) -> None:
-        """Have the system read them, without waiting."""
+        """Asynchronous."""
         piece = self.file_extent(weights)
         _LIBC.madvise(piece.address, piece.size, mmap.MADV_WILLNEED)
 
     def drop_pages(self, weights: Tensor) -> None:
-        """They are not read here any more."""
         piece = self.file_extent(weights)
         _LIBC.madvise(piece.address, piece.size, mmap.MADV_DONTNEED)
         os.posix_fadvise(self._file.fileno(), piece.offset, piece.size, os.POSIX_FADV_DONTNEED)
@@ -131,7 +127,7 @@ class MappedWeightArena(native_library.WeightArena):
 
 @dataclass(frozen=True, slots=True)
 class _ExpertTables:
-    """What mapped.h reads and writes: of all experts, layer by layer."""
+    """Tables that mapped.h reads and writes, over all experts, layer by layer."""
 
     structs: Sequence[native_library.MappedExperts]
     extent_lists: Sequence[object]
@@ -144,10 +140,10 @@ class _ExpertTables:
 
 class MappedDiskExperts(DiskExperts):
     def __init__(self, arena: MappedWeightArena, memory: int) -> None:
-        """memory: bytes for the most used experts. `backend` is set by who makes it, for it packs into the arena."""
+        """memory: bytes for the most used experts. The caller sets `backend`, which must pack into the arena."""
         self._arena, self._memory = arena, memory
         self.rebalance_interval = 32
-        """Steps after which it is looked at which experts are the most used."""
+        """Steps between choices of the pinned experts."""
         self._steps = self._initial_disk_bytes = 0
 
     def finish_loading(self) -> None:
@@ -159,13 +155,13 @@ class MappedDiskExperts(DiskExperts):
         self._tables = _build_expert_tables(self._arena)
         self.set_prefetching(is_on=True)
         places = torch.cat([torch.arange(len(experts)) for _, experts in mixtures])
-        self._layer_major_order = places.argsort(stable=True)  # the first of all layers, then the second
+        self._layer_major_order = places.argsort(stable=True)  # each layer's first expert, then each one's second
         self._scores = torch.zeros(len(self._experts))
         self._pin_initial_experts()
         self._initial_disk_bytes = disk_read_bytes()
 
     def _pin_initial_experts(self) -> None:
-        """Before anything is known of their use: as many of each layer."""
+        """Pin equally many of each layer, while their use is unknown."""
         self._slot_bytes = max(sum(_aligned_bytes(held.weights) for held in expert) for expert in self._experts)
         slots = min(self._memory // self._slot_bytes, len(self._experts))
         if self._memory and not slots:
@@ -177,7 +173,6 @@ class MappedDiskExperts(DiskExperts):
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all experts."""
         return sum(len(held.weights) for expert in self._experts for held in expert)
 
     @property
@@ -195,11 +190,11 @@ class MappedDiskExperts(DiskExperts):
         )
 
     def drop_cached_pages(self) -> None:
-        """The system keeps nothing of the file in memory, as where it has no room: for measurements."""
+        """For measurements: as if the OS had no memory for the file."""
         self._arena.flush_and_drop_pages()
 
     def set_prefetching(self, is_on: bool) -> None:
-        """Whether the next layer's experts are asked for before they are chosen: for measurements."""
+        """For measurements: whether the next layer's experts are prefetched before they are chosen."""
         following = [*(ctypes.addressof(each) for each, _ in self._arena.moes[1:]), None]
         for noted, mixture in zip(self._tables.structs, following, strict=True):
             noted.next = mixture if is_on else None
@@ -210,7 +205,7 @@ class MappedDiskExperts(DiskExperts):
             self._rebalance_pinned()
 
     def _rebalance_pinned(self) -> None:
-        """Put the most used experts in the place of the least used ones. Older uses count half, again and again."""
+        """Replace the least used pinned experts by the most used ones. Earlier uses are halved each time."""
         self._scores = self._scores / 2 + self._tables.uses
         self._tables.uses.zero_()
         wanted = self._layer_major_order[
@@ -237,7 +232,6 @@ class MappedDiskExperts(DiskExperts):
         self._slot_of[expert], self._tables.pinned[expert] = slot, 1
 
     def _reclaim_expert_slot(self, expert: int) -> int:
-        """The slot that it had."""
         for held in self._experts[expert]:
             set_weights_pointer(held, held.weights)
         self._tables.pinned[expert] = 0
@@ -284,7 +278,9 @@ def _aligned_bytes(weights: Tensor) -> int:
 
 
 def disk_read_bytes() -> int:
-    """What this process has had read from disks, page faults and pages asked for included."""
+    """Bytes that this process has read from disks, including page faults and prefetches; 0 if the OS does not report
+    them.
+    """
     try:
         lines = _PROCESS_IO_FILE.read_text().splitlines()
     except OSError:

@@ -1,5 +1,3 @@
-"""What delta_rule.cpp, selective_scan.cpp and state_space.cpp take."""
-
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -13,16 +11,14 @@ from quire.kernels.recurrent.selective_scan import SelectiveScan
 from quire.kernels.recurrent.state_space import StateSpace
 
 COMPILED_RULES = (DeltaRule, StateSpace, SelectiveScan)
-"""Those that a kernel computes; the reference computes all others."""
+"""The reference computes other rules."""
 
 
 class RecurrenceKernelArguments(NamedTuple):
-    """A rule as its kernel takes it."""
-
     kernel: str
     weights: tuple[Tensor | None, ...]
     sizes: tuple[int, int, int, int]
-    """Groups of heads, heads, numbers of a key and of a value."""
+    """Groups of heads, heads, key and value dimensions."""
     rules: tuple[float, ...]
 
 
@@ -48,7 +44,7 @@ def recurrence_kernel_arguments(rule: Recurrence) -> RecurrenceKernelArguments:
 
 
 def check_recurrence(rule: Recurrence, states: RecurrentStates, dtype: torch.dtype) -> None:
-    """Raise TypeError, or ValueError, for what the kernels do not take."""
+    """Raise TypeError or ValueError for what the kernels do not support."""
     _, weights, (groups, heads, key, value), _ = recurrence_kernel_arguments(rule)
     wide = [states.matrices, *(each for each in weights if each is not None)]
     if any(each.dtype != torch.float32 for each in wide):

@@ -1,5 +1,3 @@
-"""What short_conv.cpp takes."""
-
 from __future__ import annotations
 
 import torch
@@ -7,11 +5,11 @@ import torch
 from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 
 MAX_CONV_WIDTH = 16
-"""That a token sees, itself included: as short_conv.cpp has it."""
+"""Tokens, as in short_conv.cpp."""
 
 
 def check_short_conv(conv: ShortConv, columns: ConvStates, dtype: torch.dtype) -> None:
-    """Raise TypeError, or ValueError, for what the kernel does not take."""
+    """Raise TypeError or ValueError for what the kernel does not support."""
     if conv.weight.dtype != torch.float32 or (conv.bias is not None and conv.bias.dtype != torch.float32):
         raise TypeError("weight and bias of a convolution must be float32")
     stored = [each for each in (columns.piece_ends, columns.slot_columns) if each is not None]

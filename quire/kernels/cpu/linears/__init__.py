@@ -1,1 +1,1 @@
-"""Which kernel of the CPU backend multiplies which weight."""
+"""Choice of the CPU's linear kernels."""

@@ -1,5 +1,3 @@
-"""How the CPU backend packs weights: which kernel multiplies them, and what the reference multiplies instead."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -21,27 +19,26 @@ _MAX_EXPERTS = 1024
 class CpuLinearBackend(ReferenceBackend):
     keeps_weights_quantized = True
     library: native_library.NativeLibrary
-    """The compiled kernels; there are none where something is `missing_reason`."""
+    """Unset if there is a `missing_reason`."""
 
     def __init__(
         self, library: native_library.NativeLibrary | None, *, deterministic: bool, activation_bits: str
     ) -> None:
-        """As `CpuBackend`."""
         super().__init__(deterministic=deterministic)
         self.activation_bits = activation_bits
         loaded_library = native_library.load_library_or_reason() if library is None else library
         self.missing_reason = loaded_library if isinstance(loaded_library, str) else None
-        """Why there are no compiled kernels, in one line; None where there are."""
+        """One line on why there are no compiled kernels, or None."""
         if not isinstance(loaded_library, str):
             self.library = loaded_library
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
-        """Our own kernel (linear.cpp), which gives a row the same bits in every batch.
+        """Uses our batch-invariant kernel (linear.cpp).
 
-        Against oneDNN with packed weights, on one Zen 4 core: 1.5 to 3 times as fast for one row, 1.1 for 32, level
-        from 128 up, in both dtypes. Held to AVX-512 without bf16, oneDNN takes 3 times as long for bfloat16, and on
-        AVX2 it refuses to pack it; in float32 on AVX2 it is the faster for more than a few rows, so it stays there,
-        but for routers of experts, which a compiled mixture calls.
+        Against oneDNN with packed weights on one Zen 4 core: 1.5 to 3 times as fast for one row, 1.1 for 32, equal from
+        128 up, in both dtypes. On AVX-512 without bf16 oneDNN takes 3 times as long for bfloat16, and on AVX2 it cannot
+        pack it. In float32 on AVX2 oneDNN is faster for more than a few rows, and is used except for routers, which a
+        compiled MoE calls.
         """
         router = wide and weight.dtype in self.library.linear and len(weight) <= _MAX_EXPERTS
         if not (router or self.prefers_native_linear(weight.dtype)) or weight.shape[1] * weight.element_size() % 4:
@@ -55,16 +52,16 @@ class CpuLinearBackend(ReferenceBackend):
         )
 
     def prefers_native_linear(self, dtype: torch.dtype) -> bool:
-        """Whether unquantized linears of this type are our own kernel's, which layers run in one call need."""
+        """True if our kernel serves unquantized linears of this dtype, which record_layers requires."""
         narrow = dtype == torch.float32 and self.library.isa in ("plain", "avx2")
         return dtype in self.library.linear and not (narrow and torch.backends.mkldnn.is_available())
 
     def pack_quantized(
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool = False
     ) -> Linear:
-        """With integer products (quantized_linear.cpp), or of bfloat16 for 8-bit floats (quantization/float8.cpp).
-        Groups of other than 16 n inputs, parts that order their inputs differently, and such of both kinds are
-        dequantized."""
+        """Integer products (quantized.cpp), or bfloat16 products for float8 (quantization/float8.cpp). Groups that are
+        no multiple of 16 inputs, weights with different input orders, and mixtures of both kinds are dequantized.
+        """
         if dtype not in self.library.linear:
             return super().pack_quantized(weights, bias, dtype=dtype, wide=wide)
         if (floats := float8_linear.as_float8_weights(weights)) is not None:

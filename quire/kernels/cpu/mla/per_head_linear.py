@@ -1,5 +1,3 @@
-"""Calls linear_blocks.cpp, and says what latent_store.cpp takes."""
-
 from __future__ import annotations
 
 import ctypes
@@ -16,7 +14,7 @@ from quire.kernels.parameters.latent import MAX_ROPE_DIM
 
 
 def check_latent_params(latent: LatentNormRopeParams) -> None:
-    """Raise TypeError, or ValueError, for what the kernel does not take."""
+    """Raise TypeError or ValueError for what latent_store.cpp does not support."""
     if latent.norm_weight.dtype != torch.float32 or latent.cos_sin.dtype != torch.float32:
         raise TypeError("the norm and the rotation of latents must be float32")
     size, rotated = latent.latent_and_rope_dims
@@ -27,18 +25,18 @@ def check_latent_params(latent: LatentNormRopeParams) -> None:
 def make_compiled_per_head_linear(
     library: native_library.NativeLibrary, linears: Sequence[Linear], passthrough_dim: int
 ) -> Linear | None:
-    """None where a linear is not one of ours."""
+    """None if a linear is not compiled."""
     ours = [each for each in linears if isinstance(each, CompiledLinearBase)]
     return CompiledPerHeadLinear(library, ours, passthrough_dim) if len(ours) == len(linears) else None
 
 
 class CompiledPerHeadLinear:
-    """Linears of as many inputs and outputs, which are all compiled."""
+    """Compiled linears of equal shapes (linear_blocks.cpp)."""
 
     def __init__(
         self, library: native_library.NativeLibrary, linears: Sequence[CompiledLinearBase], passthrough_dim: int
     ) -> None:
-        self._linear_refs = linears  # alive: what the pointers below point to
+        self._linear_refs = linears  # keeps the targets of the pointers below alive
         first, count = linears[0], len(linears)
         self.dtype = first.dtype
         self.in_features = count * (first.in_features + passthrough_dim)

@@ -1,5 +1,3 @@
-"""Linears of 8-bit floats (float8.cpp): products of bfloat16 with x as it is."""
-
 from __future__ import annotations
 
 import ctypes
@@ -13,12 +11,11 @@ from quire.kernels.cpu.linear import CompiledLinearBase
 from quire.kernels.quantized_tensors import Float8Weight, QuantizedWeight
 
 _PANEL_OUTPUTS = 64
-"""Outputs that are packed together."""
+"""Outputs packed together."""
 
 
 def as_float8_weights(weights: Sequence[QuantizedWeight]) -> Sequence[Float8Weight] | None:
-    """The weights, if the kernel can compute with them as one linear: blocks of equally many inputs, whole steps of
-    four."""
+    """The weights, if the kernel can fuse them: scales span equally many inputs, a multiple of 4 like all inputs."""
     floats = [each for each in weights if isinstance(each, Float8Weight)]
     if len(floats) < len(weights):
         return None
@@ -27,7 +24,9 @@ def as_float8_weights(weights: Sequence[QuantizedWeight]) -> Sequence[Float8Weig
 
 
 class Float8Linear(CompiledLinearBase):
-    """Of weights that are `as_float8_weights`, their outputs side by side. `bias` is added in float32."""
+    """float8 weights (float8.cpp) times unrounded x in bfloat16 products; outputs are concatenated, and `bias` is added
+    in float32.
+    """
 
     def __init__(
         self,
@@ -59,5 +58,5 @@ class Float8Linear(CompiledLinearBase):
 
     @property
     def nbytes(self) -> int:
-        """Of codes and scales."""
+        """Codes and scales."""
         return self._codes.nbytes + self._scales.nbytes

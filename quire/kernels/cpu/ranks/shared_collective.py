@@ -1,4 +1,4 @@
-"""What ranks compute together, through memory that all of them have mapped (collective.cpp)."""
+"""Collectives through shared memory (collective.cpp)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from quire.kernels.cpu import native_library
 
 _HEADER_BYTES = 8192
 _CLOSED_OFFSET = 8
-"""Where in the memory it says that a rank has ended."""
+"""Offset of the flag that a rank has ended."""
 _MIN_BUFFER_BYTES = 1 << 20
-"""Bytes of a buffer at least; longer tensors are summed piece by piece."""
+"""Longer tensors are summed in pieces."""
 _MAX_SPINS = 2000
-"""Some 50 microseconds, which is longer than a rank is behind another in a step, where each has its cores."""
+"""About 50 microseconds, more than a rank lags behind within a step if each has its own cores."""
 
 
 def create_shared_memory(count: int, row_bytes: int) -> int:
-    """A file in memory for so many ranks, whose descriptor may be handed to them. row_bytes: of the longest row that
-    they will put side by side."""
+    """Descriptor of a memory file for `count` ranks, which they may inherit. row_bytes: the longest row that they will
+    gather.
+    """
     capacity = -(-max(_MIN_BUFFER_BYTES, row_bytes) // 4096) * 4096
     descriptor = os.memfd_create("quire-ranks") if hasattr(os, "memfd_create") else _create_unlinked_file()
     os.ftruncate(descriptor, _HEADER_BYTES + 2 * count * capacity)
@@ -37,8 +38,9 @@ class SharedCollective(Collective):
     def __init__(
         self, library: native_library.NativeLibrary, descriptor: int, rank: int, count: int, parent: int = 0
     ) -> None:
-        """`descriptor`: what `create_shared_memory` gave, which may be closed afterwards. `parent`: the process that
-        this one ends with, where it is another's; 0: none."""
+        """descriptor: from `create_shared_memory`; may be closed afterwards. parent: process that this one ends with;
+        0: none.
+        """
         size = os.fstat(descriptor).st_size
         self._mapped = mmap.mmap(descriptor, size)
         self._memory = torch.frombuffer(self._mapped, dtype=torch.uint8)
@@ -79,6 +81,6 @@ class SharedCollective(Collective):
 
 
 def _create_unlinked_file() -> int:
-    """For systems without files in memory."""
+    """For systems without memfd_create."""
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())

@@ -1,1 +1,1 @@
-"""Mixtures of experts on a GPU: rows are sorted by expert on the device, a product is one kernel for all."""
+"""MoE on a GPU: rows are sorted by expert on the device, and one kernel multiplies for all experts."""

@@ -1,4 +1,4 @@
-"""A mixture of experts by the kernels of triton_experts.py: routed, sorted, multiplied and weighed on the device."""
+"""MoE with the kernels of triton_experts.py."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 
 _SORT_BLOCK = 4096
 _COMBINE_BLOCK = 1024
-"""Numbers of a token that one program weighs."""
+"""Outputs of a token per program."""
 _ALIGNMENT = 16
-"""Bytes: kernels read so many at once."""
+"""Bytes per load."""
 _UNQUANTIZED_FORM = (triton_quantized.NUMBERS, 0, 0, False, False)
 _DENSE_STEP = 64
 _MAX_SMALL_TILE_ROWS, _MIN_LARGE_TILE_ROWS = 16, 64
-"""Rows of an expert, on average, up to which tiles are small, and from which on they are large,"""
+"""Average rows per expert up to which tiles are small, and above which they are large."""
 _LARGE_TILES, _LARGE_TILE_BYTES = MatmulTiles(128, 256, 8, 4), 192 * 1024
-"""so large for 16 bits, where there is that much shared memory;"""
+"""Tiles for 16-bit weights, and the shared memory they need."""
 _MAX_WIDE_STEP, _WIDE_TILE_BYTES = 128, 120 * 1024
-"""of codes of so many inputs a step."""
+"""For quantized weights: the most inputs per step for large tiles, and the shared memory they need."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLinearGroup:
-    """One linear of every expert. The weights stay where they are; the kernel finds them by their addresses."""
+    """One linear of every expert. The kernel finds the weights, which are not copied, by address."""
 
     parts: list[PackedWeight]
-    """One of each expert, all alike; of 16 bits too."""
+    """One per expert, all of one format; 16-bit weights too."""
     biases: list[Tensor] | None
     address_table: Tensor
     """[5, experts] int64."""
@@ -51,7 +51,7 @@ class ExpertLinearGroup:
 
     @classmethod
     def from_linears(cls, linears: Sequence[Linear], *, fixed: bool) -> ExpertLinearGroup | None:
-        """None where they are of no kind that the kernel knows, or differ."""
+        """None if the linears differ or the kernel does not know them."""
         packed_parts = [_packed_weight_and_bias(each) for each in linears]
         known = [each for each in packed_parts if each is not None]
         if (
@@ -79,7 +79,7 @@ class ExpertLinearGroup:
     def multiply_experts(
         self, x: Tensor, order: Tensor, starts: Tensor, per_token: int, count: int, *, of_tokens: bool
     ) -> Tensor:
-        """[rows, outs], as `multiply_experts` says it. count: of all experts, those of other ranks too."""
+        """`multiply_experts` of triton_experts.py: [rows, outs]. count: experts on all ranks."""
         part = self.parts[0]
         rows = len(order)
         experts = len(self.parts)
@@ -99,8 +99,9 @@ class ExpertLinearGroup:
 
 
 class GroupedMoE:
-    """Linears that `ExpertLinearGroup` knows. A row's sums follow from the row alone, in one order; where tiles are
-    fixed, its bits too."""
+    """A row's sums depend on the row alone and have one order; with fixed tiles its bits do, too. The router input
+    defaults to x.
+    """
 
     def __init__(
         self, backend: Backend, experts: MoEComponents, gate_up: ExpertLinearGroup, down: ExpertLinearGroup
@@ -111,7 +112,6 @@ class GroupedMoE:
         self._down = down
 
     def __call__(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
-        """routed: what the router reads; None: x."""
         experts = self._experts
         router_input = x if router_input is None else router_input
         x = x.contiguous()
@@ -122,7 +122,7 @@ class GroupedMoE:
         here = len(self._gate_up.parts)
         order, starts = sort_rows_by_expert(chosen, here, experts.first_expert)
         each, read = experts.routing.top_k, x
-        if experts.routing.weights_inputs:  # as many rows of each token as it has experts
+        if experts.routing.weights_inputs:  # top_k rows per token
             read, shares = (x[:, None] * shares[:, :, None]).to(x.dtype).flatten(0, 1), torch.ones_like(shares)
         rows_of_token = 1 if experts.routing.weights_inputs else each
         gate_up = self._gate_up.multiply_experts(read, order, starts, rows_of_token, count, of_tokens=True)
@@ -142,13 +142,13 @@ class GroupedMoE:
 
 
 def make_grouped_moe(backend: Backend, experts: MoEComponents, *, fixed: bool) -> GroupedMoE | None:
-    """None where a linear is of a kind that the kernels do not know."""
+    """None if the kernels do not know a linear."""
     gate_up, down = (ExpertLinearGroup.from_linears(each, fixed=fixed) for each in (experts.gate_up, experts.down))
     return None if gate_up is None or down is None else GroupedMoE(backend, experts, gate_up, down)
 
 
 def route_on_device(experts: MoEComponents, x: Tensor) -> tuple[Tensor, Tensor, int]:
-    """As `route_tokens`, contiguous, and weights in float32: by one kernel where the routing is of a usual kind."""
+    """`route_tokens` with contiguous results and float32 weights. Common kinds of routing take one kernel."""
     routing = experts.routing
     if routing.score_function == "mixer" or routing.num_groups > 1 or routing.softcap is not None:
         chosen, shares, count = route_tokens(experts, x)
@@ -167,8 +167,9 @@ def route_on_device(experts: MoEComponents, x: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def sort_rows_by_expert(chosen: Tensor, experts: int, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Order and starts of the rows of chosen [tokens, top_k] int64, by so many experts from `first` on; the order
-    of what other ranks multiply is not written."""
+    """Row order and starts for chosen [tokens, top_k] int64 and `experts` experts from `first` on. Rows of other ranks
+    are not in the order.
+    """
     order = torch.empty(chosen.numel(), dtype=torch.int32, device=chosen.device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=chosen.device)
     kernels.sort_rows[experts,](chosen, order, starts, chosen.numel(), first, experts, _SORT_BLOCK, num_warps=8)
@@ -176,12 +177,12 @@ def sort_rows_by_expert(chosen: Tensor, experts: int, first: int = 0) -> tuple[T
 
 
 def data_ptr_lists(tensors: Sequence[Sequence[Tensor]]) -> list[list[int]]:
-    """Where they lie, as long as they live."""
+    """Valid only while the tensors live."""
     return [[each.data_ptr() for each in row] for row in tensors]
 
 
 def _packed_weight_and_bias(linear: Linear) -> tuple[PackedWeight, Tensor | None] | None:
-    """A linear of one part, and its bias."""
+    """None unless the linear has a single part."""
     if isinstance(linear, DenseLinear):
         weight, inner = linear.weight, linear.weight.shape[1]
         part = PackedWeight(weight, weight, None, None, inner, _UNQUANTIZED_FORM, inner, _DENSE_STEP, len(weight))
@@ -193,7 +194,7 @@ def _packed_weight_and_bias(linear: Linear) -> tuple[PackedWeight, Tensor | None
 
 
 def _choose_expert_tiles(rows: int, dtype: torch.dtype, part: PackedWeight, *, fixed: bool) -> MatmulTiles:
-    """For so many rows of each expert; the figures of an H100 chose them."""
+    """rows: per expert. Measured on an H100."""
     tiles = choose_matmul_tiles(rows, dtype, fixed=fixed, part=part)
     if fixed or rows <= _MAX_SMALL_TILE_ROWS or dtype == torch.float32:
         return tiles

@@ -1,8 +1,8 @@
-"""The Triton kernels of a mixture: kernels/gpu/experts/grouped_moe.py launches them. None of them needs a number on the
-host, so a CUDA graph holds them; none has atomics, so all sums have one order.
+"""Triton kernels of grouped_moe.py. CUDA graphs can hold them, as none needs a number on the host. None uses atomics,
+so every sum has one order.
 
-A row is a token and one of the experts that it chose: row t * top_k + j is token t's j-th choice. Sorted, the rows
-of an expert are side by side, and starts [experts + 1] says where.
+Row t * top_k + j is token t with its j-th expert. Sorted rows of an expert lie between consecutive starts [experts +
+1].
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 from quire.kernels.gpu.quantization.triton_quantized import accumulate_output_tile, weight_row_pointers
 
 CODES, SCALES, OFFSETS, FACTORS, BIASES = range(5)
-"""Rows of a table of addresses: where each expert's tensors lie."""
+"""Rows of the address table."""
 
 
 @triton.jit
@@ -22,8 +22,9 @@ def choose_experts(
     EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, PER_TOKEN: tl.constexpr, PER_TOKEN_PAD: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, CORRECTED: tl.constexpr,
 ):  # fmt: skip
-    """A token's experts chosen [tokens, PER_TOKEN] int64, the best first, and their shares, float32, as `route` of
-    kernels/routing.py says it of scores [tokens, EXPERTS]; without groups. Grid: tokens."""
+    """`choose_experts` of kernels/routing.py without groups: scores [tokens, EXPERTS] to chosen [tokens, PER_TOKEN]
+    int64, best first, and shares, float32. Grid: tokens.
+    """
     token, i = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS_PAD)
     inside = i < EXPERTS
     score = tl.load(scores + token * EXPERTS + i, mask=inside, other=float("-inf")).to(tl.float32)
@@ -35,7 +36,7 @@ def choose_experts(
     wanted = score
     if CORRECTED:
         wanted = weight + tl.load(correction + i, mask=inside, other=0.0).to(tl.float32)
-    # Numbers in their order as integers, what is no number first; below all of them what is taken, or not there.
+    # Integers in the order of the numbers, NaN highest; taken and missing experts are below all.
     bits = (wanted + 0.0).to(tl.int32, bitcast=True)
     rank = tl.where(wanted == wanted, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
     rank = tl.where(inside, rank, -0x80000000)
@@ -54,8 +55,9 @@ def choose_experts(
 
 @triton.jit(do_not_specialize=["rows", "first"])
 def sort_rows(chosen, order, starts, rows, first, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sort the rows by chosen [rows] int64 their expert, of which `first` and those behind it are here, others on other
-    ranks: order [rows] int32, stable, of those that are here. Grid: EXPERTS."""
+    """Stable sort of rows by expert, chosen [rows] int64, into order [rows] int32. Only EXPERTS experts from `first` on
+    are on this rank. Grid: EXPERTS.
+    """
     expert, i = tl.program_id(0), tl.arange(0, BLOCK)
     before = expert * 0
     for begin in range(0, rows, BLOCK):
@@ -72,7 +74,7 @@ def sort_rows(chosen, order, starts, rows, first, EXPERTS: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _locate_expert_tile(starts, tile, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The expert whose tile this is, EXPERTS where there are fewer tiles; its first row, and where the expert's end."""
+    """The tile's expert (EXPERTS if there is no such tile), its first row, and the end of the expert's rows."""
     expert = tl.arange(0, EXPERTS_PAD)
     real = expert < EXPERTS
     first = tl.load(starts + expert, mask=real, other=0)
@@ -87,7 +89,7 @@ def _locate_expert_tile(starts, tile, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.con
 
 @triton.jit
 def _expert_tensor_pointer(table, kind: tl.constexpr, expert, like, EXPERTS: tl.constexpr):
-    """Where a tensor of the expert begins; of the type of `like`."""
+    """Pointer of the type of `like`."""
     return tl.multiple_of(tl.load(table + kind * EXPERTS + expert).to(like.dtype), 16)
 
 
@@ -99,9 +101,10 @@ def multiply_experts(
     FACTORED: tl.constexpr, BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     LINES: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, outs]: each row multiplied by its expert's weight [outs, inner]. OF_TOKENS: x [tokens, inner] are the
-    tokens', and out has the sorted order; else x has that, and out the rows' own. Grid: tiles times tiles of outputs.
-    codes, scales, factors, bias: any expert's, for their types alone."""
+    """Multiply rows by their expert's weight [outs, inner]. OF_TOKENS: x [tokens, inner] to out [rows, outs] in sorted
+    order; otherwise x is sorted and out in row order. Grid: tiles times output tiles. codes, scales, factors, bias only
+    give types.
+    """
     tile = tl.program_id(0) % tiles
     expert, begin, end = _locate_expert_tile(starts, tile, EXPERTS, EXPERTS_PAD, BLOCK_M)
     if expert >= EXPERTS:
@@ -143,8 +146,9 @@ def multiply_experts(
 def combine_expert_outputs(
     out, given, shares, chosen, size, first, EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """out [tokens, size] of what the experts gave, [tokens * PER_TOKEN, size], and shares [tokens, PER_TOKEN] float32,
-    summed in the order of the choice; of experts that are not here nothing was given. Grid: tokens, blocks."""
+    """Sum given [tokens * PER_TOKEN, size] with shares [tokens, PER_TOKEN] float32 into out [tokens, size], in order of
+    choice. Experts of other ranks are skipped. Grid: tokens, blocks.
+    """
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for choice in tl.static_range(PER_TOKEN):

@@ -1,1 +1,1 @@
-"""What images need of a GPU beside text: attention that looks ahead."""
+"""Bidirectional attention for images."""

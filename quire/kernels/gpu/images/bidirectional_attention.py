@@ -1,5 +1,6 @@
-"""Attention that sees keys behind a query's own position, as among an image's tokens and patches: torch's
-scaled_dot_product_attention over keys and values that are gathered out of pages of [token, KV head, head_dim]."""
+"""Attention to later keys, as among an image's tokens and patches: torch's scaled_dot_product_attention over KV
+gathered from pages [token, KV head, head_dim].
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
 
 
 def can_attend_bidirectional(k_cache: Tensor, softmax: AttentionParams) -> bool:
-    """Whether `attend_bidirectional` computes it; the reference does all of it."""
+    """True if `attend_bidirectional` supports these; the reference supports all."""
     plain = (
         softmax.softcap is None
         and softmax.relative_bias is None
@@ -28,9 +29,10 @@ def can_attend_bidirectional(k_cache: Tensor, softmax: AttentionParams) -> bool:
 def attend_bidirectional(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
 ) -> Tensor:
-    """As `Operations.paged_attention`, of queries that see all keys of their sequence; with a window, which counts from
-    a query's own position back, they are the last ones of their sequence. Sequences of one shape that stand side by
-    side are one call. Nothing waits for the device where the metadata knows its shapes."""
+    """`Operations.paged_attention` for queries that see all keys of their sequence. With a window, which reaches back
+    from each query, they must be the sequence's last. Consecutive sequences of one shape are one call. The host waits
+    for the device only if metadata.query_key_lens is empty.
+    """
     out = torch.empty_like(q)
     row = 0
     first = 0
@@ -57,7 +59,9 @@ def attend_bidirectional(
 
 
 def _zero_unseen_kv(keys_or_values: Tensor, seen: Tensor) -> Tensor:
-    """[S, K, L, D] without what no query sees: pages before a window may hold NaN, whose part no weight of 0 is 0."""
+    """Zero unseen keys or values in [S, K, L, D]: pages before a window may hold NaN, which a weight of 0 does not
+    cancel.
+    """
     return keys_or_values.masked_fill(~seen.any(0)[:, None], 0)
 
 

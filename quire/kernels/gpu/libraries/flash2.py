@@ -1,7 +1,6 @@
-"""The backend on flash-attn 2 (Dao, 2023): https://github.com/Dao-AILab/flash-attention, version 2.8 up to 2.8.3.
-
-Its later sources read the longest context on the host in every paged decode, which no CUDA graph can hold, and choose
-other splits by default. INSTALL is how it is installed: its build imports torch, which an isolated build does not have.
+"""flash-attn 2 (Dao, 2023): https://github.com/Dao-AILab/flash-attention, versions 2.8 to 2.8.3. Later sources read the
+longest context on the host in every paged decode, which no CUDA graph can hold, and choose other splits by default.
+INSTALL disables build isolation because flash-attn's build imports torch.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.libraries.flash_backend import FlashLibraryBackend, gather_step_kv, import_library
 
 REQUIREMENT = "flash-attn>=2.8,<2.8.4"
-"""What pyproject.toml asks for too."""
+"""As in pyproject.toml."""
 INSTALL = f"pip install --no-build-isolation '{REQUIREMENT}'"
 _MIN_VERSION, _FIRST_REFUSED_VERSION = (2, 8), (2, 8, 4)
 
@@ -33,18 +32,17 @@ class Flash2Backend(FlashLibraryBackend):
     def attend_batch_part(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        """One query per sequence goes to the split-KV decode kernel, everything else to the ragged one: with pages, or
-        where all keys are the step's own with copies of these in a row, for which it has a faster kernel.
+        """Steps with one query per sequence use the split-KV decode kernel, others the ragged one, over pages or, for
+        full prefills, contiguous copies of the keys, which is faster.
 
-        The decode kernel cuts a sequence's keys into as many parts as fill the GPU; a deterministic backend allows one
-        part. Keys are then always reduced in the same order: both functions run the same kernel, over tiles aligned to
-        position 0.
+        A deterministic backend allows one split. Keys are then reduced in one order, since both functions run the same
+        kernel over tiles aligned to position 0.
         """
         window = softmax.window if self.deterministic else softmax.window_if_limiting(metadata.max_context_len)
         options = {
             "softmax_scale": softmax.scale,
             "causal": True,
-            # (left, right): a window counts the query itself; flash-attn counts the keys to its left, -1 is unlimited.
+            # (left, right), -1: unlimited. Our window includes the query; flash-attn's left counts only earlier keys.
             "window_size": (-1, -1) if window is None else (window - 1, 0),
             "softcap": softmax.softcap or 0.0,
         }
@@ -75,17 +73,15 @@ class Flash2Backend(FlashLibraryBackend):
 
 
 def _import_flash2() -> ModuleType | str:
-    """The library, or why it cannot be used."""
     module = import_library("flash_attn", "flash-attn", INSTALL)
     if isinstance(module, str):
         return module
-    if not hasattr(module, "flash_attn_with_kvcache"):  # flash-attn 4 shares the folder, as a namespace
+    if not hasattr(module, "flash_attn_with_kvcache"):  # flash-attn 4 shares the namespace package
         return f"what is installed as flash_attn is not flash-attn 2 ({INSTALL})"
     return _version_error(module.__version__) or module
 
 
 def _version_error(version: str) -> str | None:
-    """Why this version of flash-attn cannot be used; None where it can."""
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
     if _MIN_VERSION <= numbers < _FIRST_REFUSED_VERSION:
         return None

@@ -1,6 +1,5 @@
-"""The backend on flash-attn 3 (Shah et al., 2024), for Hopper: the package flash_attn_3, whose wheels PyTorch builds.
-
-Written against flash_attn_interface.py and flash_api.cpp of its repository, as of August 2026.
+"""flash-attn 3 (Shah et al., 2024) for Hopper: package flash_attn_3, with wheels built by PyTorch. Written against its
+flash_attn_interface.py and flash_api.cpp of August 2026.
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ class Flash3Backend(FlashLibraryBackend):
     def attend_batch_part(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        """One function for all: with cumulative counts its queries are ragged, without them one per sequence. It
-        chooses its splits on the host from the width of the page table, so a graph's are those of its longest context.
-        """
+        """Splits are chosen on the host by the block table's width; a CUDA graph has those of its longest context."""
         window = softmax.window_if_limiting(metadata.max_context_len)
         one_each = metadata.max_query_len == 1
         ragged = {} if one_each else {"cu_seqlens_q": metadata.query_start, "max_seqlen_q": metadata.max_query_len}
@@ -42,7 +39,7 @@ class Flash3Backend(FlashLibraryBackend):
             page_table=metadata.block_table,
             softmax_scale=softmax.scale,
             causal=True,
-            # (left, right): a window counts the query itself; flash-attn counts the keys to its left, -1 is unlimited.
+            # (left, right), -1: unlimited. Our window includes the query; flash-attn's left counts only earlier keys.
             window_size=(-1, -1) if window is None else (window - 1, 0),
             softcap=softmax.softcap or 0.0,
             num_splits=0 if one_each else 1,

@@ -1,8 +1,8 @@
-"""The backend on flash-attn 4, for Hopper and the Blackwell of data centres: flash_attn.cute, of the package
-flash-attn-4, which is Python that compiles itself when it is first called.
+"""flash-attn 4 for Hopper and data-center Blackwell: flash_attn.cute of package flash-attn-4, Python that compiles
+itself at its first call.
 
-Written against flash_attn/cute/interface.py of 4.0.0b36: paged, ragged keys on compute
-capability 9 and 10 alone; splits on 10 alone; on 10 no head of 256 with a count of keys for each sequence.
+Written against flash_attn/cute/interface.py of 4.0.0b36: paged ragged keys need compute capability 9 or 10, splits need
+10, and on 10 heads of 256 cannot have per-sequence key counts.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.libraries.flash_backend import FlashLibraryBackend, import_library
 
 INSTALL = "pip install 'flash-attn-4>=4.0.0b36'"
-"""So far all of its versions are betas, which pip takes only when one is named."""
+"""All versions so far are betas, which pip installs only if one is named."""
 _MAX_BLACKWELL_HEAD_DIM = 128
 _CACHE_VARIABLE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
-"""Without it every start compiles anew. The folder is the temporary one, or what ..._CACHE_DIR names."""
+"""Without it every start compiles anew. ..._CACHE_DIR names the folder; the default is temporary."""
 
 
 class Flash4Backend(FlashLibraryBackend):
     name = "flash4"
     block_size = 128
-    """The keys of its tiles on Blackwell, for which it reads pages by TMA."""
+    """Keys per tile on Blackwell, so that pages are read by TMA."""
     package = "flash-attn-4"
     compute_majors = (9, 10)
     batch_variance_reason = "its tiles and splits depend on the batch"
@@ -45,15 +45,14 @@ class Flash4Backend(FlashLibraryBackend):
         return reason
 
     def can_split_keys(self, device: torch.device) -> bool:
-        """True if several thread blocks can share the keys of a sequence."""
+        """True if several thread blocks can share a sequence's keys."""
         return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
 
     def attend_batch_part(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        """Steps of one query each are Triton's on Hopper, where flash-attn 4 does not split keys.
-
-        Counts are given as numbers: without them it would choose splits for the whole cache.
+        """On Hopper, where flash-attn 4 does not split keys, Triton computes decodes. Without explicit counts it would
+        choose splits for the whole cache.
         """
         one_each = metadata.max_query_len == 1
         fallback = self._ops_for(q)
@@ -70,17 +69,16 @@ class Flash4Backend(FlashLibraryBackend):
             page_table=metadata.block_table,
             softmax_scale=softmax.scale,
             causal=True,
-            # (left, right): a window counts the query itself; flash-attn counts the keys to its left.
+            # (left, right): our window includes the query; flash-attn's left counts only earlier keys.
             window_size=(None, None) if window is None else (window - 1, 0),
             softcap=softmax.softcap or 0.0,
-            num_splits=0 if one_each and self.can_split_keys(q.device) else 1,  # 0: as many as fill the GPU
+            num_splits=0 if one_each and self.can_split_keys(q.device) else 1,  # 0: fill the GPU
             **ragged,
         )
         return out.squeeze(1) if one_each else out
 
 
 def _import_flash4() -> Callable[..., tuple[Tensor, Tensor | None]] | str:
-    """Its function, or why it cannot be used."""
     os.environ.setdefault(_CACHE_VARIABLE, "1")
     module = import_library("flash_attn.cute", "flash-attn 4", INSTALL)
     return module if isinstance(module, str) else cast(Callable[..., Any], module.flash_attn_varlen_func)

@@ -1,5 +1,6 @@
-"""What the backends on flash-attn's kernels share: large pages, laid out [page, token, KV head, head_dim], and
-everything beside attention: Triton's fused kernels on a GPU, where Triton is installed."""
+"""Base of flash-attn backends: large pages [page, token, KV head, head_dim]. Everything but attention uses Triton's
+fused kernels on a GPU if Triton is installed.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +31,21 @@ _MAX_HEAD_DIM = 256
 
 class FlashPagedBackend(PagedAttentionBackend):
     block_size = 256
-    """flash-attn 2 takes multiples of 256 alone."""
+    """flash-attn 2 requires multiples of 256."""
     cuda_graph_support = "steps"
 
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(deterministic=deterministic)
         self.reference: Backend = ReferenceBackend()
-        """Computes everything besides attention for tensors that are not on a GPU,"""
+        """Computes all but attention for tensors outside a GPU."""
         self.fused_ops = _make_fused_backend(deterministic=deterministic)
-        """and for those that are."""
+        """Computes all but attention for GPU tensors."""
         self.keeps_weights_quantized = self.fused_ops.keeps_weights_quantized
 
     def unsupported_reason(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
     ) -> str | None:
-        """What flash-attn 2's kernels ask of a model and a GPU, whoever built them."""
+        """Requirements of flash-attn 2's kernels."""
         if device.type != "cuda":
             return f"runs on NVIDIA GPUs, not on {device.type}"
         if dtype not in _DTYPES:
@@ -132,17 +133,17 @@ class FlashPagedBackend(PagedAttentionBackend):
 
 
 class FlashLibraryBackend(FlashPagedBackend):
-    """On a library, which may be missing."""
+    """A flash-attn library that may not be installed."""
 
     package = ""
-    """What pip calls it."""
+    """pip name."""
     compute_majors: tuple[int, ...] = ()
-    """The major versions of the compute capability that it is made for; (): no less than FlashPagedBackend asks for."""
+    """Supported major compute capabilities; (): FlashPagedBackend's requirement."""
     batch_variance_reason = ""
     """Why a row's bits depend on the batch; "": they need not."""
 
     def __init__(self, library: Any, *, deterministic: bool = False) -> None:
-        """`library`: the library, or why it cannot be used."""
+        """library: the module, or why it is unusable."""
         super().__init__(deterministic=deterministic)
         self._missing_reason = library if isinstance(library, str) else None
         self._library = library
@@ -166,24 +167,24 @@ class FlashLibraryBackend(FlashPagedBackend):
 
 
 def import_library(name: str, what: str, install: str) -> ModuleType | str:
-    """A library's module, or why it cannot be used. what: the library, for messages."""
+    """Return the module, or why it is unusable. what: the library's name in messages."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
         if not f"{name}.".startswith(f"{error.name}."):
             return f"{what} cannot be loaded, it lacks {error.name}"
         return f"{what} is not installed ({install})"
-    except (ImportError, OSError) as error:  # built for another PyTorch or CUDA
+    except (ImportError, OSError) as error:
         return f"{what} cannot be loaded, install it for this PyTorch ({str(error).splitlines()[0]})"
 
 
 def gather_step_kv(cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-    """The keys or values of the step's own tokens [T, K, D], out of their pages."""
+    """Keys or values of the step's own tokens [T, K, D]."""
     return cache.flatten(0, 1)[metadata.slot_mapping]
 
 
 def unsupported_architecture_reason(device: torch.device, majors: tuple[int, ...]) -> str | None:
-    """Why kernels for these major versions of the compute capability alone do not run there."""
+    """Return why kernels for these major compute capabilities do not run on the device, or None."""
     major, minor = torch.cuda.get_device_capability(device)
     if major in majors:
         return None
@@ -191,10 +192,11 @@ def unsupported_architecture_reason(device: torch.device, majors: tuple[int, ...
 
 
 def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> bool:
-    """Whether code built for these ("sm_90", "compute_120"; as `torch.cuda.get_arch_list`) runs on such a GPU.
+    """True if code built for these architectures ("sm_90", "compute_120", as in `torch.cuda.get_arch_list`) runs on the
+    GPU.
 
-    Machine code (sm) runs on its own major version, from its minor version on; PTX (compute) on all later ones. A
-    suffix ties code to one version ("a") or to one major version ("f").
+    Machine code (sm) runs on its major version from its minor version on; PTX (compute) runs on all later versions.
+    Suffix "a" ties code to one version, "f" to one major version.
     """
     for kind, major, minor, suffix in re.findall(r"\b(sm|compute)_(\d+)(\d)([af]?)\b", " ".join(architectures)):
         target = (int(major), int(minor))
@@ -209,9 +211,8 @@ def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> b
 
 
 def _make_fused_backend(*, deterministic: bool) -> Backend:
-    """What computes beside attention on a GPU."""
     try:
         from quire.kernels.gpu.triton_backend import TritonBackend
-    except ModuleNotFoundError:  # there is no Triton for this platform
+    except ModuleNotFoundError:
         return TorchBackend(deterministic=deterministic)
     return TritonBackend(deterministic=deterministic)

@@ -1,9 +1,6 @@
-"""Attention by torch's own scaled_dot_product_attention, over keys and values that are gathered out of their pages: for
-GPUs that no paged kernel serves, such as those before compute capability 8.0. Everything beside attention is plain
-PyTorch.
-
-Gathering reads and writes each key and value once more than a paged kernel does, so a decode costs some three times the
-memory's time.
+"""torch's scaled_dot_product_attention over KV gathered from pages, for GPUs without a paged kernel, such as those
+before compute capability 8.0. Gathering reads and writes each key and value once more: a decode takes about three times
+the memory's time.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ class SdpaBackend(TorchBackend):
         return None
 
     def is_batch_invariant(self, device: torch.device, dtype: torch.dtype) -> bool:
-        return False  # its sums follow the longest context of the batch
+        return False  # its sums depend on the batch's longest context
 
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
@@ -67,7 +64,7 @@ class SdpaBackend(TorchBackend):
 def _attend_batch(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
 ) -> Tensor:
-    if metadata.max_query_len == 1:  # without a look at the host, so that a CUDA graph holds it
+    if metadata.max_query_len == 1:  # reads nothing on the host, for CUDA graphs
         return _attend_decodes(q, k_cache, v_cache, metadata.block_table, metadata.context_lens, softmax)
     out = torch.empty_like(q)
     starts = metadata.query_start.tolist()
@@ -83,19 +80,19 @@ def _attend_batch(
 def _attend_decodes(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor, softmax: AttentionParams
 ) -> Tensor:
-    """One query each [S, H, D], whose key is the last of its context."""
+    """q [S, H, D]: one query per sequence, at its last position."""
     k, v = (cache[table.long()].flatten(1, 2).transpose(1, 2) for cache in (k_cache, v_cache))  # [S, K, L, D]
     at = torch.arange(k.shape[2], device=q.device)
     seen = at < lens[:, None]
     if softmax.window is not None:
         seen &= at >= softmax.first_visible_key(lens[:, None] - 1)
-    unseen = ~seen[:, None, :, None]  # what was never written may be NaN, whose part no weight of 0 is 0
+    unseen = ~seen[:, None, :, None]  # unwritten KV may be NaN, which a weight of 0 does not cancel
     k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
     return _call_sdpa(q[:, :, None], k, v, seen[:, None, None], softmax)[:, :, 0]
 
 
 def _attend_prompt(q: Tensor, k: Tensor, v: Tensor, softmax: AttentionParams) -> Tensor:
-    """The last queries [T, H, D] of a sequence whose keys and values are [C, K, D]."""
+    """q [T, H, D] are the last queries of a sequence with k, v [C, K, D]."""
     keys = torch.arange(len(k), device=q.device)
     query_positions = keys[len(k) - len(q) :, None]
     seen = keys <= query_positions

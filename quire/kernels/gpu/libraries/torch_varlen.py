@@ -1,6 +1,6 @@
-"""The backend on PyTorch's own build of flash-attn 2, torch.nn.attention.varlen: what serves where flash-attn is not
-installed. It takes block tables and a number of splits from torch 2.13 on (2.12 has the arguments, but its flash-attn 2
-refuses them), and has no softcap."""
+"""PyTorch's own flash-attn 2, torch.nn.attention.varlen. It takes block tables and a number of splits from torch 2.13
+on (2.12 has the arguments, but rejects them), and has no softcap.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class TorchVarlenBackend(FlashPagedBackend):
     ) -> Tensor:
         """Raises NotImplementedError for a softcap.
 
-        Keys are never split among thread blocks: paged and split, PyTorch leaves rows unwritten
-        (https://github.com/pytorch/pytorch/issues/194167). One query per sequence fills few thread blocks then, and
-        a causal window keeps flash-attn from packing the query heads of a group, so such steps are Triton's. Not where
-        deterministic: a token must have the same bits in a step of its own as in a chunk of its prompt.
+        Keys are never split: with pages and splits PyTorch leaves rows unwritten
+        (https://github.com/pytorch/pytorch/issues/194167). Without splits decodes fill few thread blocks, and a causal
+        window keeps flash-attn from packing a group's query heads, so Triton computes decodes. Not if deterministic: a
+        token needs the same bits in a decode and in a prefill chunk.
         """
         if softmax.softcap is not None:
             raise NotImplementedError(_NO_SOFTCAP)
@@ -59,9 +59,7 @@ class TorchVarlenBackend(FlashPagedBackend):
             return fallback.paged_attention(q, k_cache, v_cache, metadata, softmax)
         assert self._library is not None
         window = softmax.window if self.deterministic else softmax.window_if_limiting(metadata.max_context_len)
-        plain = (
-            metadata.is_full_prefill and not self.deterministic
-        )  # then a faster kernel takes copies of the keys in a row
+        plain = metadata.is_full_prefill and not self.deterministic  # contiguous copies of keys allow a faster kernel
         return self._library(
             q,
             gather_step_kv(k_cache, metadata) if plain else k_cache,
@@ -71,7 +69,7 @@ class TorchVarlenBackend(FlashPagedBackend):
             metadata.max_query_len,
             metadata.max_context_len,
             scale=softmax.scale,
-            # (left, right): -1 is unlimited, and a window counts the query itself, PyTorch the keys to its left.
+            # (left, right), -1: unlimited. Our window includes the query; PyTorch's left counts only earlier keys.
             window_size=(-1 if window is None else window - 1, 0),
             enable_gqa=q.shape[1] != k_cache.shape[2],
             seqused_k=None if plain else metadata.context_lens,

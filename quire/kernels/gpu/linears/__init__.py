@@ -1,1 +1,1 @@
-"""Linears of a GPU: of dense weights, with adapters, and which kernel multiplies which weight."""
+"""Dense and LoRA linears of a GPU."""

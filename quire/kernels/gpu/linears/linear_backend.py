@@ -1,5 +1,3 @@
-"""How the Triton backend packs weights: which kernel multiplies them, and what the reference multiplies instead."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

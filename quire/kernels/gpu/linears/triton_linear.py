@@ -1,10 +1,8 @@
-"""The matrix products of --deterministic on a GPU: sums that do not depend on the batch.
+"""Batch-invariant matrix products for --deterministic on a GPU.
 
-A library chooses its tiles, and whether to split the inner dimension, by the number of rows; so the same row gets other
-bits in another batch (He and Thinking Machines, "Defeating Nondeterminism in LLM Inference", 2025). Here one tiling per
-weight serves every number of rows, and nothing is split: an output is one sum, over the inner dimension in order.
-The price is speed: for many rows these tiles are smaller than the best, for one row a product without splits fills
-fewer of the GPU's processors.
+Libraries choose tiles, and splits of the inner dimension, by the number of rows, so a row's bits depend on the batch
+(He and Thinking Machines, "Defeating Nondeterminism in LLM Inference", 2025). Here a weight has one tiling and no
+splits, which is slower: tiles are too small for many rows, and one row fills few of the GPU's processors.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from quire.kernels.gpu.triton_launch_sizes import cdiv
 _ROWS_PER_TILE = 64
 _INNER_STEP = 64
 _MIN_WIDE_OUTPUTS = 8192
-"""From this many outputs on, tiles are twice as wide: there are still enough tiles to fill the GPU."""
+"""From here on tiles are twice as wide, since enough of them remain to fill the GPU."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -30,8 +28,9 @@ def _linear_kernel(
     x, weight, bias, out, rows, outs, inner,
     BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, outs] = x [rows, inner] @ weight [outs, inner].T + bias; a program computes one tile of out. Tiles of
-    the same weights are neighbours in the grid, so that they find these in the cache."""
+    """out [rows, outs] = x [rows, inner] @ weight [outs, inner].T + bias, one tile per program. Tiles of the same
+    weights are neighbors in the grid, to share the cache.
+    """
     tiles_m = tl.cdiv(rows, BLOCK_M)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -59,7 +58,7 @@ def _linear_kernel(
 
 @dataclass(frozen=True, slots=True)
 class DenseLinear:
-    """A linear that tells its weight, which mixtures of experts multiply by another kernel."""
+    """A linear that exposes its weight, because MoE multiplies it with another kernel."""
 
     weight: Tensor
     """[outs, inner], contiguous."""
@@ -69,7 +68,6 @@ class DenseLinear:
 
     @property
     def offloadable_tensors(self) -> tuple[Tensor, ...]:
-        """As kernels/streaming/host_layers.py has it."""
         return (self.weight,)
 
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
@@ -77,7 +75,7 @@ class DenseLinear:
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
-    """As in kernels/backend.py; a row has the same bits in every batch."""
+    """`Backend.pack_linear`, batch-invariant."""
     weight = weight.contiguous()
     outs, inner = weight.shape
     block_n = 128 if outs >= _MIN_WIDE_OUTPUTS else 64

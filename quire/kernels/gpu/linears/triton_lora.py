@@ -1,10 +1,9 @@
-"""What adapters add to a linear's outputs (LoRA: Hu et al., 2021) for many adapters in one batch, in Triton.
+"""LoRA (Hu et al., 2021) for many adapters in one batch, in Triton.
 
-As in Punica (Chen et al., 2023) and S-LoRA (Sheng et al., 2023) a first kernel shrinks inputs to an adapter's rank and
-a second one expands them. Rows are visited in the order of their adapters, so a tile of rows holds few; each adapter of
-a tile has a program of its own, which masks the others' rows. Tiles have one size and inner dimensions are split at
-fixed places, so a row's bits depend on the row and its adapter alone. Tables have fixed addresses and grids follow from
-shapes, so a CUDA graph can hold the kernels.
+As in Punica (Chen et al., 2023) and S-LoRA (Sheng et al., 2023) one kernel shrinks inputs to the rank, another expands
+them. Rows are sorted by adapter; each adapter of a tile has a program, which masks other rows. Tiles and inner splits
+are fixed, so a row's bits depend on the row and its adapter alone. Tables have fixed addresses and grids follow from
+shapes, for CUDA graphs.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from quire.kernels.quantized_tensors import (
 )
 
 _ROWS_PER_TILE = 16
-"""Of a tile: the fewest that the tensor cores multiply, as most of a batch's adapters have few rows."""
+"""The tensor cores' minimum, as most adapters have few rows."""
 _OUTPUTS_PER_TILE = 64
 _INNER_STEP = 64
 _SPLIT_INPUTS = 1024
-"""Inputs of one sum; a decode step has too few tiles to fill a GPU without splits."""
+"""Inputs of one sum; without splits a decode step has too few tiles to fill a GPU."""
 _MAX_SHRINK_RANKS, _MAX_EXPAND_RANKS = 64, 32
-"""In a tile of either kernel; with 64 ranks of float32 the second one spills registers."""
+"""Per tile; with 64 float32 ranks the expand kernel spills registers."""
 
 
 @triton.jit
 def _tile_rows_of_adapter(adapters, order, rows, tile, nth, BLOCK_M: tl.constexpr):
-    """The rows of a tile, a mask of those that have its nth adapter, and that adapter's slot (0: none)."""
+    """Rows of a tile, a mask of those with its nth adapter, and that adapter's slot (0: none)."""
     i = tl.arange(0, BLOCK_M)
     at = tile * BLOCK_M + i
     inside = at < rows
@@ -58,7 +57,8 @@ def _shrink_kernel(
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """middle [splits, rows, PARTS * RANKS] = x [rows, inner] @ down [slots, PARTS * RANKS, inner].T, for the ranks that
-    a row's adapter has. Grid: tiles * most adapters of one, parts * blocks of ranks, splits."""
+    a row's adapter has. Grid: tiles * max adapters per tile, parts * rank blocks, splits.
+    """
     row, mine, slot = _tile_rows_of_adapter(
         adapters, order, rows, tl.program_id(0) // most, tl.program_id(0) % most, BLOCK_M
     )
@@ -89,9 +89,10 @@ def _expand_kernel(
     PARTS: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Adds middle @ up to out [rows, outs]. up [slots, RANKS * outs]: of each part, one after the other, [RANKS, its
-    outs]; places [blocks, 4]: part, its first output, its end, the block's first output. Grid: tiles * most adapters of
-    one, blocks of outputs."""
+    """Add middle @ up to out [rows, outs]. up [slots, RANKS * outs] holds [RANKS, outs of the part] part by part.
+    places [blocks, 4]: part, its first output, its end, the block's first output. Grid: tiles * max adapters per tile,
+    blocks.
+    """
     row, mine, slot = _tile_rows_of_adapter(
         adapters, order, rows, tl.program_id(0) // most, tl.program_id(0) % most, BLOCK_M
     )
@@ -124,10 +125,10 @@ def _expand_kernel(
 
 @dataclass(frozen=True, slots=True)
 class PinnedLoraDeltas:
-    """What one adapter adds to one linear, in the host's memory."""
+    """One adapter's deltas for one linear, in host memory."""
 
     parts: tuple[tuple[int, Tensor, Tensor], ...]
-    """Number of the part, down [rank, in], up transposed [rank, outs]."""
+    """Part index, down [rank, in], up transposed [rank, outs]."""
     ranks: Tensor
     """[parts] int32."""
 
@@ -158,7 +159,7 @@ class TritonLinearWithLora(LinearWithLora, RoundedInputLinear):
         self._output_blocks = torch.tensor(places, dtype=torch.int32).to(device)
 
     def input_roundings(self, rows: int) -> tuple[ActivationRounding | None, ...]:
-        """Adapters multiply x as it is."""
+        """Adapters need x unrounded."""
         linear = self._linear
         return (*linear.input_roundings(rows), None) if isinstance(linear, RoundedInputLinear) else (None,)
 
@@ -191,7 +192,7 @@ class TritonLinearWithLora(LinearWithLora, RoundedInputLinear):
         return out
 
     def pack_one_adapter(self, deltas: Sequence[LoraDelta]) -> PinnedLoraDeltas:
-        """In pinned memory, from which the GPU reads while the host goes on."""
+        """Uses pinned memory, for asynchronous copies."""
         ranks = torch.zeros(len(self._first_outputs), dtype=torch.int32)
         packed_parts = []
         for delta in deltas:
@@ -202,7 +203,7 @@ class TritonLinearWithLora(LinearWithLora, RoundedInputLinear):
 
     @torch.inference_mode()
     def put_adapter(self, slot: int, packed: PinnedLoraDeltas | None) -> None:
-        """Queued behind the steps that are under way, for which nothing waits."""
+        """Queued after the running steps; the host does not wait."""
         at = slot - 1
         if packed is None:
             self._ranks[at].zero_()

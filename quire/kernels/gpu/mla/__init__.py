@@ -1,1 +1,1 @@
-"""Latent attention on a GPU: what is stored, attention over pages of latents, and linears of single heads."""
+"""MLA on a GPU."""

@@ -1,5 +1,6 @@
-"""Attention over pages of latents by the kernels of triton_latents.py, in the absorbed form: decodes, whose keys are
-split to fill the GPU, and prompts."""
+"""MLA over pages of latents in absorbed form, with the kernels of triton_latents.py. Decodes split their keys to fill
+the GPU.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +28,13 @@ from quire.kernels.gpu.triton_launch_sizes import (
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
 
 _MIN_SPLIT, _MAX_SPLITS = 64, 128
-"""Of an even split's keys. All heads read the same latents, so few tiles have to fill the GPU: one program on each
-multiprocessor, whose shared memory a tile of many rows takes."""
+"""Keys of an even split, and number of splits. All heads read the same latents, so few tiles must fill the GPU, with
+one program per multiprocessor, as a tile of many rows takes all shared memory.
+"""
 _REDUCE_SHAPES = ((32, 512, 8), (_MAX_SPLITS, 64, 4))
-"""Splits up to which so many numbers of a row are reduced by one program, of so many warps."""
+"""(maximum of splits, numbers of a row per program, warps)."""
 _FIXED_REDUCE_BLOCK = 128
-"""The same where splits follow each other."""
+"""Numbers of a row per program if splits follow each other."""
 
 
 def attend_absorbed(
@@ -44,8 +46,10 @@ def attend_absorbed(
     fixed: bool,
     shard: ContextShard | None = None,
 ) -> Tensor:
-    """`Operations.paged_attention` with AttentionParams.value_dim, of a step that has no parts: q [T, H, L + R], pages
-    [P, page size, 1, L + R] of any power-of-two size. fixed, own: as paged_attention of triton_paged.py has them."""
+    """`Operations.paged_attention` with AttentionParams.value_dim: q [T, H, L + R], pages [P, page size, 1, L + R] of
+    any power-of-two size. The step must have no decode_prefill_parts. fixed, shard: see paged_attention of
+    triton_paged_attention.py.
+    """
     assert softmax.value_dim is not None
     q = q.contiguous()
     tokens, heads, dim = q.shape
@@ -101,10 +105,11 @@ def attend_absorbed(
 
 
 def choose_absorbed_tiles(rows: int, dtype: torch.dtype, *, coded: bool, fixed: bool, hopper: bool) -> AttentionTiles:
-    """For so many rows of a sequence, heads times queries; fixed: one size for all that a model has, and rows are its
-    heads. coded: pages hold codes, whose numbers take registers. Measured on an H100 for pages of 16 bits; without
-    hopper, whose tiles of 64 rows are wgmma's, all fit in the 99 KB of shared memory of a consumer GPU."""
-    if dtype == torch.float32:  # in full precision, so without tensor cores
+    """rows: heads times queries of a sequence. fixed: one size for all steps of a model; rows are then its heads.
+    coded: pages are quantized, which takes registers. Measured on an H100 with 16-bit pages. Without hopper, which has
+    wgmma's tiles of 64 rows, all fit in a consumer GPU's 99 KB of shared memory.
+    """
+    if dtype == torch.float32:  # full precision uses no tensor cores
         return AttentionTiles(16, 16, 4, 1)
     if rows <= 16 or (fixed and (coded or not hopper)):
         return AttentionTiles(16, 32, 8 if coded or fixed else 4, 3)

@@ -1,5 +1,6 @@
-"""Attention of whole prompts over keys and values of all heads, which are made of their latents: fewer products than in
-the absorbed form, but rounded otherwise, so only where a row's bits may depend on how its prompt was cut."""
+"""MLA of whole prompts in expanded form, with keys and values of all heads. It multiplies less than the absorbed form
+but rounds differently, so a row's bits depend on the prompt's chunks.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +16,10 @@ from quire.kernels.gpu.triton_launch_sizes import AttentionTiles, is_hopper, nex
 def run_expanded_attention(
     q: Tensor, halves: tuple[Tensor, Tensor], cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
 ) -> Tensor:
-    """What attention gives, [T, H * V], for the turned queries [T, H, P + R] of whole prompts. halves: of kv_b_proj,
-    [H, L, P], which brings queries into the space of latents, and [H, V, L], which makes values. cache [P, page size,
-    1, L + R] has all latents of these tokens."""
+    """Attention [T, H * V] of rotated queries [T, H, P + R] of whole prompts. halves of kv_b_proj: [H, L, P], which
+    absorbs queries, and [H, V, L], which makes values. cache [P, page size, 1, L + R] holds all latents of these
+    tokens.
+    """
     q = q.contiguous()
     tokens, heads, width = q.shape
     absorb, expand = halves
@@ -27,7 +29,7 @@ def run_expanded_attention(
     k = torch.matmul(low, absorb)
     v = torch.matmul(low, expand.transpose(1, 2))
     if next_power_of_2(plain) != plain or next_power_of_2(rotated) != rotated or min(plain, rotated) < 16:
-        # A tile's sizes are powers of two, and both parts together fill one better.
+        # Tile sizes are powers of two; the joined parts fill one better.
         k = torch.cat((k, turned[None].expand(heads, -1, -1)), dim=2)
         plain = width
         rotated = 0
@@ -42,9 +44,10 @@ def run_expanded_attention(
 
 
 def choose_expanded_tiles(widest: int, dtype: torch.dtype, *, hopper: bool) -> AttentionTiles:
-    """For keys or values of so many numbers. Measured on an H100; all others fit in the 99 KB of shared memory of a
-    consumer GPU."""
-    if dtype == torch.float32:  # in full precision, so without tensor cores
+    """widest: size of a key or value. Measured on an H100; without hopper tiles fit in a consumer GPU's 99 KB of shared
+    memory.
+    """
+    if dtype == torch.float32:  # full precision uses no tensor cores
         return AttentionTiles(16, 16, 4, 1)
     if hopper:
         return AttentionTiles(128, 64, 8, 3 if widest <= 128 else 2)

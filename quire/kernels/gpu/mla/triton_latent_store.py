@@ -1,5 +1,4 @@
-"""What happens to latents, and to the rotated numbers of keys and queries, as one Triton kernel: what that is,
-kernels/latent_params.py says, and is the judge."""
+"""Norm, RoPE and store of latents (kernels/latent_params.py, the judge) in one Triton kernel."""
 
 from __future__ import annotations
 
@@ -19,8 +18,9 @@ def rope_and_store_latents(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr,
     HALF_PAD: tl.constexpr, PAGE: tl.constexpr, NEIGHBOURS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """A head's query of a token of q [T, HEADS, WIDTH], whose last R numbers are turned in place; or, behind the last
-    head, its kv [T, L + R], which is normed, turned and stored. Grid: T, HEADS + 1."""
+    """Rotate the last R numbers of a head of q [T, HEADS, WIDTH] in place. The program after the last head norms,
+    rotates and stores the token's kv [T, L + R]. Grid: T, HEADS + 1.
+    """
     HALF: tl.constexpr = R // 2
     token, head, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, HALF_PAD)
     turned = tl.where(head < HEADS, q + (token * HEADS + head) * WIDTH + WIDTH - R, kv + token * (L + R) + L)
@@ -36,7 +36,7 @@ def rope_and_store_latents(
     first, second = first * cos - second * sin, second * cos + first * sin
     first, second = first.to(first_raw.dtype), second.to(first_raw.dtype)
     if head < HEADS:
-        tl.debug_barrier()  # all threads have read before any writes
+        tl.debug_barrier()  # all threads read before any writes
         tl.store(turned + i, first, mask=inside)
         tl.store(turned + HALF + i, second, mask=inside)
     else:
@@ -69,8 +69,7 @@ def rope_and_store_latents(
 def rope_and_store_latent_kv(
     q: Tensor, kv: Tensor, latent: LatentNormRopeParams, cache: Tensor, metadata: AttentionMetadata
 ) -> Tensor:
-    """`Operations.rope_and_store_latent_kv`; q may have other numbers than absorbed ones before those that are turned:
-    [T, H, any + R]."""
+    """`Operations.rope_and_store_latent_kv`; q [T, H, any + R] need not be absorbed."""
     size, rotated = latent.latent_and_rope_dims
     q, kv = q.contiguous(), kv.contiguous()
     if q.ndim == 2:

@@ -1,8 +1,6 @@
-"""Triton kernels of attention over pages of latents; kernels/gpu/mla/absorbed_attention.py launches them.
-
-As triton_attention.py's, but a page has one key for all heads, of L numbers, which are the value too, and R rotated
-ones: a tile of keys is read once and serves both products. A tile's rows are queries and heads as they lie in q, so a
-head count needs not divide it. Of RANKS, it is as there.
+"""Triton kernels of absorbed_attention.py. Like triton_attention.py's, but a page has one key for all heads: L numbers,
+which are the value too, and R rotated ones. A tile's rows are queries and heads in q's order, so it need not be a
+multiple of the head count.
 """
 
 from __future__ import annotations
@@ -18,8 +16,9 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def find_tile_sequence(query_start, num_seqs, tile, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The sequence whose tile this is, and which of its tiles: sequence s begins at tile query_start[s] * HEADS //
-    BLOCK_M + s, room enough for its rows, known without the host."""
+    """The tile's sequence, and its index there. Sequence s starts at tile query_start[s] * HEADS // BLOCK_M + s: enough
+    room, known without the host.
+    """
     low, high = num_seqs * 0, num_seqs
     while high - low > 1:
         middle = (low + high) // 2
@@ -32,7 +31,7 @@ def find_tile_sequence(query_start, num_seqs, tile, HEADS: tl.constexpr, BLOCK_M
 
 @triton.jit
 def _load_latent_rows(at, inside, d, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr):
-    """[BLOCK_N, SIZE_PAD]. What is outside is 0: where nobody wrote, a page may hold anything."""
+    """[BLOCK_N, SIZE_PAD], 0 outside, because unwritten parts of a page may hold anything."""
     if SIZE != SIZE_PAD:
         return tl.load(at, mask=inside[:, None] & (d[None, :] < SIZE), other=0.0)
     else:
@@ -41,7 +40,7 @@ def _load_latent_rows(at, inside, d, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr)
 
 @triton.jit
 def _load_page_ids(table, begin, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The page of each key from `begin` on, of those before `end`: one number where a tile lies in one page."""
+    """Pages of the keys from `begin` to `end`; one number if a page holds the whole tile."""
     if PAGE % BLOCK_N == 0:
         return tl.load(table + begin // PAGE, mask=begin < end, other=0)
     else:
@@ -55,8 +54,7 @@ def _latent_softmax_step(
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax: keys begin to begin + BLOCK_N, of them those before `end`; page:
-    _load_page_ids."""
+    """One step of the online softmax over keys begin to begin + BLOCK_N, up to `end`. page: from _load_page_ids."""
     cache, scales, stride = pages
     to_base2, value_scale, rank = rules
     d, r, key = tl.arange(0, L_PAD), tl.arange(0, R_PAD), begin + tl.arange(0, BLOCK_N)
@@ -78,7 +76,7 @@ def _latent_softmax_step(
     keep = tl.exp2(peak - anchor)
     weights = tl.exp2(tl.fma(scores, to_base2, -anchor[:, None]))
     total = tl.fma(total, keep, tl.sum(weights, 1))
-    if HELD and low.dtype == tl.float16:  # whose range small weights would leave
+    if HELD and low.dtype == tl.float16:  # small weights would underflow
         low = (low.to(tl.float32) * factors[:, None]).to(low.dtype)
     elif HELD:
         weights *= factors[None, :]
@@ -92,10 +90,11 @@ def _attend_key_range(
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Attention over keys begin, a multiple of BLOCK_N, to end. The next tile's pages are looked up a tile ahead: so
-    its latents are copied while this tile is computed, which Triton does only where an address does not follow from a
-    load of the same round. All tiles are masked: a second loop, of those that need no mask, would take registers and
-    instructions, which have to be read, too."""
+    """Attention over keys begin, a multiple of BLOCK_N, to end.
+
+    Page ids are loaded one tile ahead: Triton prefetches latents only if their address does not depend on a load of the
+    same iteration. All tiles are masked, as an unmasked loop would cost registers and instruction fetches.
+    """
     peak = tl.full([q_low.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q_low.shape[0]], tl.float32)
     acc = tl.zeros([q_low.shape[0], L_PAD], tl.float32)
@@ -116,9 +115,10 @@ def _load_query_tile(
     HEADS: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, ONE_TOKEN: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """This program's sequence, its rows of q in two parts, their positions, the index of each in [T * HEADS], which of
-    them are real, and the end of the keys it needs."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a prompt's last tiles see the most keys: they start first
+    """This program's sequence, its rows of q in two parts, their positions and indices in [T * HEADS], the mask of real
+    rows, and the end of their keys.
+    """
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a prompt's last tiles see the most keys, so they start first
     if ONE_TOKEN:
         TILES: tl.constexpr = (HEADS + BLOCK_M - 1) // BLOCK_M
         seq, tile = tile // TILES, tile % TILES
@@ -148,8 +148,9 @@ def attend_latents(
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, SPLIT: tl.constexpr,
     HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """out [T, HEADS, L], of RANKS [T, HEADS, L + 2], of q [T, HEADS, L + R]. Grid: tiles. SPLIT: keys in each part of
-    the softmax; 0: it has one."""
+    """out [T, HEADS, L], or [T, HEADS, L + 2] with RANKS, for q [T, HEADS, L + R]. SPLIT: keys per part of the softmax;
+    0: one part. Grid: tiles.
+    """
     seq, q_low, q_turned, position, row, real, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, rank, HEADS, L, L_PAD, R, R_PAD, PAGE, BLOCK_M, ONE_TOKEN, RANKS
     )  # fmt: skip
@@ -184,7 +185,7 @@ def _attend_and_store_split(
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """A split of `length` keys of those before `end`. kept: each row's index in [T * HEADS], and whether it is real."""
+    """Attention over a split of `length` keys before `end`. kept: row indices in [T * HEADS], and their mask."""
     weighted, peaks, totals, splits = parts
     row, real = kept
     begin, d = split * length, tl.arange(0, L_PAD)
@@ -209,10 +210,11 @@ def attend_latent_splits(
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, SPLIT: tl.constexpr,
     HELD: tl.constexpr, RANKS: tl.constexpr, LOOPED: tl.constexpr,
 ):  # fmt: skip
-    """Parts of the softmax, for triton_attention.py's reduce_even_splits or reduce_fixed_splits, as its attend_splits
-    stores them. Grid: tiles, programs that share a tile's splits. SPLIT: keys in a split, counted from position 0; 0: a
-    tile's keys are split evenly; a split may be empty. LOOPED: a program may have several splits; where it has one, a
-    loop around it would take registers."""
+    """Parts of the softmax for triton_attention.py's reduce_even_splits or reduce_fixed_splits, stored as by its
+    attend_splits. SPLIT: keys per split, counted from position 0; 0: a tile's keys are split evenly, maybe into empty
+    splits. LOOPED: a program may have several splits; a loop for one would take registers. Grid: tiles, programs per
+    tile.
+    """
     seq, q_low, q_turned, position, row, real, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, rank, HEADS, L, L_PAD, R, R_PAD, PAGE, BLOCK_M, ONE_TOKEN, RANKS
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Linears of single heads, of all heads at once, in Triton: kernels/mla/per_head_linear.py says what they are."""
+"""MLA's per-head linears (kernels/mla/per_head_linear.py), all heads at once, in Triton."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from quire.kernels.gpu.triton_launch_sizes import cdiv
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
 
 _FIXED_TILE_ROWS, _MAX_DECODE_ROWS = 64, 16
-"""Rows of a tile: where a row is to have the same bits in every batch, and in decodes."""
+"""Rows per tile: batch-invariant, and in decodes."""
 _OUTPUTS_PER_TILE, _INNER_STEP = 64, 64
 _MIN_EXPANDED_TOKENS = 16
-"""Tokens of the longest prompt from which on latents are expanded: it takes no more products than absorbing them does,
-but some kernels more."""
+"""Latents are expanded if the longest prompt has this many tokens. Expanding never multiplies more than absorbing, but
+launches more kernels.
+"""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -28,9 +29,10 @@ def multiply_per_head(
     x, weight, out, rows, BLOCKS: tl.constexpr, OUTS: tl.constexpr, INNER: tl.constexpr, PASSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, BLOCKS, OUTS + PASSED] of x [rows, BLOCKS, INNER + PASSED] and weight [BLOCKS, OUTS, INNER]: one sum
-    each, in the order of the inner numbers. Programs behind the tiles of OUTS copy what is passed. Grid: tiles of rows,
-    tiles of OUTS and of PASSED, BLOCKS."""
+    """out [rows, BLOCKS, OUTS + PASSED] from x [rows, BLOCKS, INNER + PASSED] and weight [BLOCKS, OUTS, INNER]; each
+    output is one sum in order. Programs after the tiles of OUTS copy the PASSED numbers. Grid: row tiles, tiles of OUTS
+    and PASSED, BLOCKS.
+    """
     m, block = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(2)
     m_inside, k = m < rows, tl.arange(0, BLOCK_K)
     own_x = x + (m.to(tl.int64)[:, None] * BLOCKS + block) * (INNER + PASSED)
@@ -54,7 +56,7 @@ def multiply_per_head(
 
 
 class TritonPerHeadLinear:
-    """`Backend.pack_per_head_linear`, as ExpandablePerHeadLinear."""
+    """`Backend.pack_per_head_linear`, an ExpandablePerHeadLinear."""
 
     def __init__(self, weights: Sequence[Tensor], passthrough_dim: int, *, fixed: bool) -> None:
         self.weight = torch.stack(list(weights)).contiguous()

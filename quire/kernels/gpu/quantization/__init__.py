@@ -1,1 +1,1 @@
-"""Weights in few bits on a GPU: how they are packed, and Triton products of them."""
+"""Quantized weights on a GPU."""

@@ -1,5 +1,6 @@
-"""How products of few bits take x in 8 bits (`EightBitRounding`), by the kernels of triton_rounded.py; and a trial that
-what norms and gates give in 8 bits is what is rounded afterwards, bit for bit."""
+"""8-bit activations for quantized products (kernels: triton_rounded.py), and a trial that norms and gates round to the
+same bits as rounding afterwards.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ from quire.kernels.quantized_tensors import ActivationRounding, RoundedActivatio
 log = logging.getLogger("quire.kernels")
 
 _BLOCKS_PER_PROGRAM = 8
-"""Blocks of BLOCK inputs in one program."""
+"""Blocks of BLOCK inputs."""
 _ROW_BLOCK = 4096
-"""Inputs of a row that a program reads at once to round it,"""
+"""Inputs of a row that a program reads at once."""
 _GATE_BLOCK = 2048
-"""and of a gate's."""
+"""Inputs of a gate that a program reads at once."""
 _TRIAL_SHAPE = (17, 4096)
 """Rows and inputs."""
 
@@ -32,14 +33,14 @@ _TRIAL_SHAPE = (17, 4096)
 @dataclass(frozen=True, slots=True)
 class EightBitRounding(ActivationRounding):
     is_integer: bool
-    """Else they are 8-bit floats."""
+    """Otherwise float8."""
     has_block_scales: bool
-    """A scale for each BLOCK inputs of a row, [blocks, rows]; else one for each row, [rows]."""
+    """One scale per BLOCK inputs of a row, [blocks, rows]; otherwise one per row, [rows]."""
     pair_distance: int
-    """Codes have the order that those of the weights have, in words of two: inputs of a step; 0: their own."""
+    """Inputs per step if codes are ordered as in the weights' two-code words; 0: natural order."""
 
     def round_rows(self, x: Tensor) -> RoundedActivations:
-        """x [rows, in], rounded by itself."""
+        """Round x [rows, in], not fused with a norm or gate."""
         x = x.contiguous()
         rows, inner = x.shape
         rounded = self._allocate_rounded(x, inner, whole=None)
@@ -131,7 +132,7 @@ class EightBitRounding(ActivationRounding):
 
 
 def can_fuse(form: EightBitRounding, inner: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether norms and gates give x of this type in the form. Narrow rows fill no block, as a norm holds them."""
+    """True if norms and gates may round to this form. Narrow rows do not fill one of a norm's blocks."""
     if inner < SCALE_BLOCK:
         return False
     return device.type != "cuda" or trial_failure_reason(form, dtype, device) is None
@@ -141,11 +142,12 @@ def can_fuse(form: EightBitRounding, inner: int, dtype: torch.dtype, device: tor
 def trial_failure_reason(
     form: EightBitRounding, dtype: torch.dtype, device: torch.device, shape: tuple[int, int] = _TRIAL_SHAPE
 ) -> str | None:
-    """Why they do not on this GPU, in one sentence, which the log gets; None: the bits are the same. shape: rows and
-    inputs that are tried."""
+    """Return (and log) why norms and gates cannot round on this GPU, or None if bits are the same. shape: rows and
+    inputs.
+    """
     try:
         reason = "other bits" if _differs_from_unfused(form, dtype, device, shape) else None
-    except Exception as error:  # whatever it says, x is rounded by itself
+    except Exception as error:  # the fallback is unfused rounding
         reason = describe_kernel_error(error)
     if reason is not None:
         log.warning("norms and gates do not round to 8 bits (%s): %s", form, reason)

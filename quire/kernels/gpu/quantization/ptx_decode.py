@@ -1,7 +1,5 @@
-"""Codes of few bits to numbers of 16 bits by PTX: two at a time, where Triton's own operations take one at a time.
-
-Bits of codes become bits of floats, from which one multiplication and addition makes the numbers: exactly, as they are
-few.
+"""PTX that decodes low-bit codes to 16-bit numbers two at a time; Triton's own operations take one at a time. Bits of
+codes become bits of floats, then one multiply-add gives the exact numbers.
 """
 
 from __future__ import annotations
@@ -12,16 +10,16 @@ import triton.language as tl
 from triton import knobs
 
 HAS_PTX = tl.constexpr(not knobs.runtime.interpret and torch.version.hip is None)
-"""Whether there is PTX: not in Triton's interpreter, nor on AMD's GPUs."""
+"""False in Triton's interpreter and on AMD GPUs."""
 
 _ONE_BITS = {True: 0x3F80, False: 0x3C00}
-"""Of bfloat16, and of float16."""
+"""1.0 as bfloat16 (True) and float16."""
 _MAGIC_BITS = {True: 0x4300, False: 0x6400}
-"""A float whose last bit is 1: 128 and 1024. A small integer in its place of bits is added to it."""
+"""Floats whose last bit counts 1: 128 in bfloat16, 1024 in float16. OR-ing a small integer into the bits adds it."""
 
 
 def _paired_half_literal(half: int) -> str:
-    """Two equal numbers of 16 bits in a register."""
+    """One 16-bit number twice in a register."""
     return f"0x{half:04X}{half:04X}"
 
 
@@ -32,14 +30,15 @@ def _shift_asm(to: str, source: str, left: int) -> str:
 
 
 def _multiply_add_asm(to: str, wide: bool, factor: int, added: str) -> str:
-    """A product and a sum of the two numbers in t; added: bits, or a register."""
+    """Multiply-add on the two numbers in t. added: bits, or a register."""
     kind = "bf16x2" if wide else "f16x2"
     return f"mov.b32 o, {_paired_half_literal(factor)}; mov.b32 m, {added}; fma.rn.{kind} {to}, t, o, m;"
 
 
 def _float_decode_asm(to: str, source: str, wide: bool, at: int, bits: int, mantissa: int, exponent: int) -> str:
-    """Small floats of so many bits, which begin at bit `at` of each half of the source; 2^exponent is between what
-    their bits mean in the larger type and what they stand for."""
+    """Decode small floats of `bits` bits that start at bit `at` of each half of the source. 2^exponent is the ratio of
+    their value to that of their bits in the larger type.
+    """
     fraction = 7 if wide else 10
     sign, rest = at + bits - 1, _paired_half_literal(((1 << (bits - 1)) - 1) << (fraction - mantissa))
     factor = (127 + exponent) << 7 if wide else (15 + exponent) << 10
@@ -53,10 +52,11 @@ def _float_decode_asm(to: str, source: str, wide: bool, at: int, bits: int, mant
 
 
 def _nibble_decode_asm(floats: bool, wide: bool, part: int) -> str:
-    """Of the part-th 4 bits of each of two words of 16, $1: integers less 8, or doubled floats (e2m1). wide: for
-    bfloat16."""
+    """Decode the part-th nibble of both 16-bit words in $1: integers minus 8, or doubled floats (e2m1). wide: to
+    bfloat16.
+    """
     if floats:
-        # Of e2m1's exponents 1 stands for 1; doubled it is one more.
+        # e2m1's exponent bias is 1; doubling adds 1 to the exponent.
         body = _float_decode_asm("$0", "$1", wide, 4 * part, 4, 1, 127 if wide else 15)
     else:
         magic = _MAGIC_BITS[wide]
@@ -66,11 +66,11 @@ def _nibble_decode_asm(floats: bool, wide: bool, part: int) -> str:
 
 
 def _byte_decode_asm(floats: bool, wide: bool, part: int) -> str:
-    """Of the part-th byte of each of two words of 16, $1: 8-bit floats (e4m3), or integers."""
+    """Decode the part-th byte of both 16-bit words in $1: float8 (e4m3), or integers."""
     magic = _MAGIC_BITS[wide]
     if floats:
         body = _float_decode_asm("$0", "$1", wide, 8 * part, 8, 3, 120 if wide else 8)
-    elif wide:  # 7 bits behind the point: the sign bit makes what is subtracted 256
+    elif wide:  # 7 fraction bits: the sign bit makes the subtrahend 256
         body = _shift_asm("t", "$1", -8 * part)
         body += f"lop3.b32 u, t, 0x00800080, {_paired_half_literal(0x8000 | magic)}, 0xEA;"
         body += f"lop3.b32 t, t, 0x007F007F, {_paired_half_literal(magic)}, 0xEA;" + _multiply_add_asm(
@@ -94,11 +94,11 @@ _BYTE_DECODE_ASM = tl.constexpr(
 
 @triton.constexpr_function
 def nibble_decode_asm(floats: bool, wide: bool, part: int) -> str:
-    """As `_nibble_decode_asm`, for kernels, which see what is written before they are compiled."""
+    """`_nibble_decode_asm` for kernels, which can read only precomputed text."""
     return _NIBBLE_DECODE_ASM.value[8 * floats + 4 * wide + part]
 
 
 @triton.constexpr_function
 def byte_decode_asm(floats: bool, wide: bool, part: int) -> str:
-    """As `_byte_decode_asm`, likewise."""
+    """`_byte_decode_asm` for kernels."""
     return _BYTE_DECODE_ASM.value[4 * floats + 2 * wide + part]

@@ -1,4 +1,4 @@
-"""Linears and tables of quantized weights on a GPU, by the kernels of triton_quantized.py and by PyTorch's products."""
+"""Quantized linears and embeddings on a GPU, with the kernels of triton_quantized.py and PyTorch's products."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from quire.kernels.quantized_tensors import (
 log = logging.getLogger("quire.kernels")
 
 _MAX_FEW_ROWS, _MAX_SOME_ROWS = 16, 64
-"""Rows: tiles are chosen for up to so many."""
+"""Row counts at which tiles change."""
 _MIN_DEQUANTIZED_ROWS = 256
-"""Rows from which on weights that x is not rounded for are expanded once, for PyTorch's product of 16 bits."""
+"""From here on weights that multiply unrounded x are dequantized, for PyTorch's 16-bit product."""
 _LONG_STEP, _LONG_STEP_BYTES = 64, 112 * 1024
-"""Words of a long step, and the shared memory of three of them with the inputs of _SOME rows."""
+"""Words of a long step, and the shared memory of three of them with _MAX_SOME_ROWS rows of inputs."""
 _COLUMN_BLOCK = 1024
-"""Of a row that is looked up, or of sums, in one program."""
+"""Columns per program, in lookups and reductions."""
 _PROGRAMS_PER_PROCESSOR = 4
-"""For each multiprocessor, so that memory is never waited for."""
+"""Per multiprocessor, to hide memory latency."""
 _MIN_STEPS = 4
-"""Of a part of the inner dimension."""
+"""Steps in a part of a split inner dimension."""
 
 
 class TritonQuantizedLinear(RoundedInputLinear):
-    """Weights of one input, their outputs side by side. Memory: `parts`."""
+    """Fused weights with the same input."""
 
     def __init__(
         self,
@@ -61,14 +61,15 @@ class TritonQuantizedLinear(RoundedInputLinear):
         products: Sequence[torch_matmul.TorchMatmulKind | None] = (),
         fuses: bool = False,
     ) -> None:
-        """fixed: a row has the same bits in every batch. wide: the result is float32. products: by part, by which of
-        PyTorch's many rows are multiplied; (): by none. fuses: norms and gates may give x in 8 bits."""
+        """fixed: batch-invariant. wide: the result is float32. products: by part, PyTorch's product for many rows; ():
+        none. fuses: norms and gates may give x in 8 bits.
+        """
         self.parts = parts
         self._matmuls = products or [None] * len(parts)
         self.bias = bias
         self.has_float32_output = wide
         self.dequantized_bytes = torch_matmul.DEQUANTIZED_BYTES
-        """Of weights that are expanded at a time."""
+        """Maximum of weights dequantized at once."""
         self._has_fixed_tiles = fixed
         self._outs = sum(each.out_features for each in parts)
         parts_and_matmuls = zip(parts, self._matmuls, strict=True)
@@ -76,13 +77,13 @@ class TritonQuantizedLinear(RoundedInputLinear):
             None if part.input_order is not None else _activation_rounding(part, product)
             for part, product in parts_and_matmuls
         )
-        """How x is rounded, where there are many rows. Where its inputs have another order it is by the part itself."""
+        """How x is rounded for many rows. A part with another input order rounds by itself."""
         self._fused_roundings = self._roundings if fuses else (None,) * len(parts)
         self._unrounded = (None,) * len(parts)
 
     @property
     def offloadable_tensors(self) -> list[Tensor]:
-        """As kernels/streaming/host_layers.py has it: what is large."""
+        """Only the large ones."""
         large = [tensor for each in self.parts for tensor in (each.codes, each.scales, each.offsets)]
         return [each for each in large if each is not None]
 
@@ -90,7 +91,7 @@ class TritonQuantizedLinear(RoundedInputLinear):
         return self._fused_roundings if self._should_round(rows) else self._unrounded
 
     def _should_round(self, rows: int) -> bool:
-        """Few rows are not rounded: the weights alone are small then, and the time is that of reading them."""
+        """Few rows are not rounded, because their time is that of reading the weights."""
         return self._has_fixed_tiles or rows > _MAX_FEW_ROWS
 
     def __call__(self, x: Activations, context: LinearContext) -> Tensor:
@@ -123,7 +124,7 @@ class TritonQuantizedLinear(RoundedInputLinear):
     def _multiply_part(
         self, number: int, x: Tensor, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None
     ) -> Tensor:
-        """x @ part.T + bias of this type, to `out`, some columns of a wider tensor, where it is given."""
+        """x @ part.T + bias in this dtype, into `out` (columns of a wider tensor) if given."""
         part, rows = self.parts[number], len(x)
         x = x if part.input_order is None else x.index_select(1, part.input_order)
         if self._should_round(rows) and (form := _activation_rounding(part, self._matmuls[number])) is not None:
@@ -139,7 +140,6 @@ class TritonQuantizedLinear(RoundedInputLinear):
     def _multiply_rounded(
         self, number: int, x: RoundedActivations, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None
     ) -> Tensor:
-        """The same of x in the form of the part."""
         part, product = self.parts[number], self._matmuls[number]
         if product is not None:
             product_out = torch_matmul.multiply_rounded(part, product, x, bias)
@@ -151,7 +151,6 @@ class TritonQuantizedLinear(RoundedInputLinear):
 
 
 def _activation_rounding(part: PackedWeight, product: torch_matmul.TorchMatmulKind | None) -> EightBitRounding | None:
-    """How x is rounded for many rows; None: it is not."""
     if not part.rounds_activations:
         return None
     integers = part.kernel_form[0] == kernels.INTEGERS
@@ -163,8 +162,9 @@ def _activation_rounding(part: PackedWeight, product: torch_matmul.TorchMatmulKi
 def pack_quantized(
     weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool, fixed: bool
 ) -> TritonQuantizedLinear | None:
-    """As `Backend.pack_quantized`; None where the kernels do not know a form, or compute something else for it on this
-    GPU. fixed: as in TritonQuantizedLinear."""
+    """`Backend.pack_quantized`; None if the kernels do not support a format, or fail its trial on this GPU. fixed:
+    batch-invariant.
+    """
     if weights[0].codes.is_cuda:
         where = (dtype, weights[0].codes.device, wide, fixed)
         for weight in weights:
@@ -181,7 +181,6 @@ def pack_quantized(
 def pack_without_trial(
     weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool, fixed: bool
 ) -> TritonQuantizedLinear | None:
-    """The same without a trial."""
     parts: list[PackedWeight] = []
     for weight in weights:
         if isinstance(weight, Float8Weight):
@@ -203,7 +202,7 @@ def pack_without_trial(
 def pack_quantized_embedding(
     weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool, fixed: bool
 ) -> QuantizedEmbedding | None:
-    """As `Backend.pack_quantized_embedding`, likewise."""
+    """`Backend.pack_quantized_embedding`; None as in `pack_quantized`, or if inputs are reordered."""
     linear = pack_quantized([weight], None, dtype=dtype, wide=True, fixed=fixed)
     if linear is None or linear.parts[0].input_order is not None:
         return None
@@ -212,13 +211,11 @@ def pack_quantized_embedding(
 
 
 def can_multiply_float8(codes: Tensor) -> bool:
-    """Whether the GPU multiplies 8-bit floats. Triton's interpreter, which needs none, does."""
+    """True if the GPU multiplies float8, or for Triton's interpreter."""
     return not codes.is_cuda or torch.cuda.get_device_capability(codes.device) >= (8, 9)
 
 
 class MatmulTiles(NamedTuple):
-    """Rows and outputs of a tile, and how it is compiled."""
-
     block_m: int
     block_n: int
     num_warps: int
@@ -226,9 +223,10 @@ class MatmulTiles(NamedTuple):
 
 
 def choose_matmul_tiles(rows: int, dtype: torch.dtype, *, fixed: bool, part: PackedWeight | None = None) -> MatmulTiles:
-    """Small tiles for few rows, whose time is reading weights; fixed: one size for all. dtype: of what is multiplied.
-    part: of weights that are not multiplied in their codes. The figures of an H100 chose them."""
-    if dtype == torch.float32:  # in full precision, so without tensor cores
+    """Small tiles for few rows, whose time is reading weights. fixed: one size for all rows. dtype: of the operands.
+    part: the weight if it is decoded first. Measured on an H100.
+    """
+    if dtype == torch.float32:  # full precision uses no tensor cores
         return MatmulTiles(32, 64, 4, 2)
     nibbles = False
     long = False
@@ -247,8 +245,9 @@ def choose_matmul_tiles(rows: int, dtype: torch.dtype, *, fixed: bool, part: Pac
 
 
 def split_k_count_and_length(part: PackedWeight, tiles: MatmulTiles) -> tuple[int, int]:
-    """How many parts of the inner dimension have sums of their own, and words of each part; by the weight's shape and
-    the tiles' alone. Sums that are stored stay fewer bytes than the weights."""
+    """Number of parts of the inner dimension, and words per part, from the weight's shape and the tiles alone. Stored
+    sums stay smaller than the weights.
+    """
     steps, columns = cdiv(part.words_per_output, part.inputs_per_step), cdiv(part.out_features, tiles.block_n)
     wanted = cdiv(_PROGRAMS_PER_PROCESSOR * triton_launch_sizes.num_multiprocessors(part.codes.device.index), columns)
     count = max(1, min(wanted, steps // _MIN_STEPS, part.words_per_output * part.codes.itemsize // (8 * tiles.block_m)))
@@ -257,7 +256,7 @@ def split_k_count_and_length(part: PackedWeight, tiles: MatmulTiles) -> tuple[in
 
 
 def multiply_unrounded(part: PackedWeight, x: Tensor, bias: Tensor | None, out: Tensor, *, fixed: bool) -> None:
-    """x [rows, in] @ weight.T + bias to out, some columns of a wider tensor."""
+    """x [rows, in] @ weight.T + bias into out, columns of a wider tensor."""
     rows, outs = out.shape
     tiles = choose_matmul_tiles(rows, x.dtype, fixed=fixed, part=part)
     count, length = (
@@ -305,7 +304,7 @@ def multiply_unrounded(part: PackedWeight, x: Tensor, bias: Tensor | None, out: 
 def _multiply_rounded_codes(
     part: PackedWeight, x: RoundedActivations, bias: Tensor | None, out: Tensor, fixed: bool
 ) -> None:
-    """The same, of x in codes of the weights' kind, by blocks."""
+    """The same for x in the weights' codes, with block scales."""
     rows, outs = out.shape
     tiles = choose_matmul_tiles(rows, x.codes.dtype, fixed=fixed)
     code_dtype = torch.float8_e4m3fn if part.kernel_form[0] == kernels.FLOATS else torch.int8
@@ -318,7 +317,7 @@ def _multiply_rounded_codes(
 
 
 def look_up_rows(part: PackedWeight, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of the weight, [ids, inner]."""
+    """[ids, inner]."""
     ids = ids.contiguous()
     out = torch.empty((len(ids), part.in_features), dtype=dtype, device=ids.device)
     if len(ids):

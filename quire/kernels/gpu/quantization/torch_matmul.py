@@ -1,8 +1,6 @@
-"""Products for many rows: PyTorch's of 8-bit floats (torch._scaled_mm) and of weights that are expanded to 16 bits
-first, some at a time; of 8-bit integers PyTorch's (torch._int_mm), then Triton's. What a build computes on a GPU a
-trial on that GPU says.
-
-Their tiles follow the number of rows, so they are not for --deterministic.
+"""Products for many rows: float8 by PyTorch (torch._scaled_mm), int8 by PyTorch (torch._int_mm) or Triton, and 16-bit
+products of weights dequantized piece by piece. Trials on the GPU show which work. Their tiles depend on the number of
+rows, so they are not for --deterministic.
 """
 
 from __future__ import annotations
@@ -22,39 +20,38 @@ from quire.kernels.gpu.triton_launch_sizes import AttentionTiles, cdiv, num_mult
 from quire.kernels.quantized_tensors import RoundedActivations
 
 _SCALE_BLOCK = 1024
-"""Outputs that one program scales."""
+"""Outputs per program."""
 DEQUANTIZED_BYTES = 128 * 2**20
-"""Of weights that are expanded at a time: an H100 gains more by a product of many outputs than by its second cache."""
+"""Weights dequantized at once: on an H100 products of many outputs gain more than fitting the L2 cache does."""
 _MIN_TRITON_ROWS, _MIN_PROGRAM_SHARE = 64, 3
-"""Rows above which integers are multiplied by Triton, whose product scales its sums by itself, where programs are for
-one in so many of the GPU's processors at least."""
+"""Above this many rows Triton multiplies int8, and scales its sums itself, if its programs are at least this fraction
+(1 / share) of the GPU's multiprocessors.
+"""
 _INT8_TILES = AttentionTiles(128, 128, 8, 3)
 _INT8_STEP = 128
 _TILES_TOGETHER = 8
 _DIM_MULTIPLE = 16
-"""_scaled_mm takes inputs and outputs in multiples of it; _int_mm of half as many."""
+"""Inputs and outputs of _scaled_mm are multiples of it; _int_mm needs half."""
 _ROW_MULTIPLE = 4
-"""Where 128 inputs share a scale, _scaled_mm takes rows in multiples of it: so cuBLASLt on an H100."""
+"""_scaled_mm with scales per 128 inputs takes multiples of this many rows (cuBLASLt on an H100)."""
 _MAX_ERROR = 0.01
-"""Of a product, relative, beside the same codes in float64: its type has 8 bits."""
+"""Relative to the same codes in float64; the result's dtype has 8 bits."""
 _TRIAL_SHAPES = ((17, 512, 192), (300, 1024, 128))
 """Rows, inputs, outputs."""
 
 
 scaled_mm = torch._scaled_mm
-"""PyTorch's product of 8-bit floats, whose public form older versions lack."""
+"""The public form is missing in older versions of PyTorch."""
 
 
 class TorchMatmulKind(StrEnum):
-    """What PyTorch multiplies, and how x is scaled."""
-
     FLOAT8_ROW_SCALED = "8-bit floats, a scale for each row"
     FLOAT8_BLOCK_SCALED = "8-bit floats, scales for 128 inputs"
     INT8 = "8-bit integers"
 
 
 def choose_matmul(part: PackedWeight, dtype: torch.dtype) -> TorchMatmulKind | None:
-    """By which one of PyTorch's products x of this type is multiplied, if it is; the trial has passed there."""
+    """The product for x of this dtype that passed its trial, or None."""
     candidate = _candidate_matmul(part)
     if candidate is None or trial_failure_reason(candidate, dtype, part.codes.device) is not None:
         return None
@@ -77,7 +74,7 @@ def _candidate_matmul(part: PackedWeight) -> TorchMatmulKind | None:
 
 @cache
 def trial_failure_reason(product: TorchMatmulKind, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the product is not PyTorch's for x of this type on the device, in one sentence; None: it computed right."""
+    """Return why PyTorch's product is not used for x of this dtype on the device, or None if it is right."""
     try:
         for rows, inner, outs in _TRIAL_SHAPES:
             for biased in (False, True):
@@ -85,7 +82,7 @@ def trial_failure_reason(product: TorchMatmulKind, dtype: torch.dtype, device: t
                     error := _trial_relative_error(product, dtype, device, (rows, inner, outs), biased=biased)
                 ) > _MAX_ERROR:
                     return f"computes something else (relative error {error:.2g})"
-    except Exception as error:  # whatever it says, Triton's kernels compute instead
+    except Exception as error:  # the fallback is Triton's kernels
         return describe_kernel_error(error)
     return None
 
@@ -93,7 +90,7 @@ def trial_failure_reason(product: TorchMatmulKind, dtype: torch.dtype, device: t
 def _trial_relative_error(
     product: TorchMatmulKind, dtype: torch.dtype, device: torch.device, shape: tuple[int, int, int], *, biased: bool
 ) -> float:
-    """The relative error of a case; inf where something is no number."""
+    """inf if a result is NaN."""
     rows, inner, outs = shape
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((rows, inner), generator=generator).to(device, dtype)
@@ -143,7 +140,7 @@ def _trial_relative_error(
 def multiply_rounded(
     part: PackedWeight, product: TorchMatmulKind, x: RoundedActivations, bias: Tensor | None
 ) -> Tensor:
-    """x [rows, in], as the product takes it, @ weight.T + bias; integers of more than 16 rows."""
+    """x [rows, in], rounded for `product`, @ weight.T + bias. int8 needs more than 16 rows."""
     if product == TorchMatmulKind.INT8:
         out = torch.empty((len(x), part.out_features), dtype=x.dtype, device=x.device)
         tiles = _INT8_TILES
@@ -180,8 +177,9 @@ def multiply_rounded(
 def multiply_dequantized(
     part: PackedWeight, x: Tensor, bias: Tensor | None, out: Tensor, most_bytes: int = DEQUANTIZED_BYTES
 ) -> None:
-    """x [rows, in] @ weight.T + bias to out, some columns of a wider tensor of the type of x, which has 16 bits: the
-    weights become numbers of that type first, up to `most_bytes` of them at a time."""
+    """x [rows, in] @ weight.T + bias into out, columns of a wider tensor of x's 16-bit dtype. Dequantizes at most
+    `most_bytes` of weights at a time.
+    """
     most = max(
         INTERLEAVED_OUTPUTS, most_bytes // (part.in_features * x.itemsize) // INTERLEAVED_OUTPUTS * INTERLEAVED_OUTPUTS
     )

@@ -1,17 +1,15 @@
-"""Products with weights of few bits on a GPU, which stay in their bits until they are in registers.
+"""Products with quantized weights, which are decoded in registers.
 
-`multiply_weight_only` takes x as it is: codes become numbers of its type, which holds them exactly, and tensor cores
-multiply these; scales and offsets join the sums in float32, once for each step of the inner dimension, which lies in
-one group. `multiply_block_scaled_codes` takes x in 8 bits as triton_rounded.py makes it, integers or floats, with a
-scale for each 128 inputs of a row, and tensor cores multiply codes. Products are of weights by x, not of x by weights:
-64 outputs fill a tensor core's rows also where x has few.
+`multiply_weight_only` decodes to x's dtype, exactly, for the tensor cores; scales and offsets join the float32 sums
+once per step of the inner dimension, which lies in one group. `multiply_block_scaled_codes` multiplies codes by 8-bit x
+from triton_rounded.py, with a scale per 128 inputs of a row. Products are weights by x, so that 64 outputs fill a
+tensor core's rows even if x has few.
 
-Few rows fill a GPU only where the inner dimension is split. `multiply_split_k` sums one part of it, and
-`reduce_split_k` adds the parts in their order; NESTED, `multiply_weight_only` makes the same sums in the same order by
-itself, so that with tiles of one size a row has the same bits in every batch. There are no atomics.
+Few rows fill a GPU only with a split inner dimension: `multiply_split_k` sums the parts, `reduce_split_k` adds them in
+order. With NESTED, `multiply_weight_only` makes the same sums in the same order, so with one tile size a row has the
+same bits in every batch. There are no atomics.
 
-Nothing here converts an integer by the GPU's own instruction, of which there is one for eight additions: bits of a code
-become bits of a float, from which an addition takes what is too much.
+Integers become floats by their bits and one addition: the GPU's own conversion has an eighth of the rate.
 """
 
 from __future__ import annotations
@@ -23,14 +21,14 @@ from quire.kernels.gpu.quantization.ptx_decode import HAS_PTX, byte_decode_asm, 
 from quire.kernels.gpu.triton_kv_quantization import from_float8
 
 INTEGERS, FLOATS, NIBBLES, TABLE, NUMBERS, NIBBLE_FLOATS = range(6)
-"""What codes are: int8; the bits of 8-bit floats, both a byte each or two in a word of 16 bits; four integers of 4 bits
-in a word, where a code less 8 is its value; four with a table of values; numbers of the type of x; four 4-bit floats
-(e2m1), doubled."""
+"""int8; float8 bits (both one per byte, or two per 16-bit word); four 4-bit codes per word with the value code - 8;
+four with a value table; numbers of x's dtype; four doubled 4-bit floats (e2m1).
+"""
 
 
 @triton.constexpr_function
 def _codes_per_word(kind: int, bits: int) -> int:
-    """How many codes a word of so many bits has."""
+    """bits: size of a word."""
     return 1 if kind == 4 or bits == 8 else 2 if kind in (0, 1) else 4
 
 
@@ -38,8 +36,7 @@ def _codes_per_word(kind: int, bits: int) -> int:
 def _decode_packed_codes(
     codes, part: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, dtype: tl.constexpr
 ):
-    """What codes stand for, in that type; of words the part-th code. LOW and HIGH are a table's 16 values, a byte
-    each."""
+    """Values of the part-th codes of words in this dtype. LOW and HIGH are a table's 16 values, a byte each."""
     wide: tl.constexpr = dtype == tl.bfloat16
     short: tl.constexpr = tl.bfloat16 if wide else tl.float16
     fits: tl.constexpr = HAS_PTX and codes.dtype == tl.int16 and (wide or dtype == tl.float16)
@@ -59,7 +56,7 @@ def _decode_packed_codes(
 
 @triton.jit
 def _extract_code(words, part, KIND: tl.constexpr):
-    """The part-th code of words; a byte is one."""
+    """A byte is one code."""
     if KIND == 2 or KIND == 3 or KIND == 5:
         return (words >> (4 * part)) & 15
     elif words.dtype == tl.int16:
@@ -70,7 +67,6 @@ def _extract_code(words, part, KIND: tl.constexpr):
 
 @triton.jit
 def _code_to_float32(code, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """What single codes stand for, in float32."""
     if KIND == 0:
         return _offset_bytes_to_float32(code ^ 128, 128.0)
     elif KIND == 1:
@@ -79,7 +75,7 @@ def _code_to_float32(code, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.const
         return _offset_bytes_to_float32(code, 8.0)
     elif KIND == 5:
         bits = code.to(tl.uint32)
-        bits = ((bits & 7) << 22) | ((bits & 8) << 28)  # an exponent that is 126 too small
+        bits = ((bits & 7) << 22) | ((bits & 8) << 28)  # the exponent is 126 too small
         return bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38
     else:
         low = tl.full(code.shape, LOW, tl.int64)
@@ -89,14 +85,15 @@ def _code_to_float32(code, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.const
 
 @triton.jit
 def _offset_bytes_to_float32(code, less: tl.constexpr):
-    """float32 of unsigned bytes, less a number."""
+    """Unsigned bytes minus `less`."""
     return (code.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + less)
 
 
 @triton.jit
 def weight_row_pointers(codes, n, outs, stride, LINES: tl.constexpr, STEP: tl.constexpr):
-    """Where the codes of outputs n begin: of every LINES outputs, STEP words of each lie side by side, then more. A
-    tile may have outputs behind the last LINES: they are given those, for a read of what is not there may fault."""
+    """Pointers to the codes of outputs n: for every LINES outputs, STEP words of each lie side by side, then the next.
+    Outputs past the last LINES get valid pointers, as other reads may fault.
+    """
     wide = n.to(tl.int64)
     side = wide // LINES
     if LINES > 1:
@@ -108,7 +105,7 @@ def weight_row_pointers(codes, n, outs, stride, LINES: tl.constexpr, STEP: tl.co
 def _load_scales_per_part(
     scales, at, n, n_inside, outs, inner, group, PARTS: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Of outputs n, for each part of a step whose inputs begin `at`: as many as PARTS."""
+    """One scale of outputs n for each of PARTS parts of the step that starts at input `at`."""
     first = _load_group_scale(scales, at, n, n_inside, outs, inner, group)
     if PARTS == 1:
         return (first,)
@@ -132,11 +129,11 @@ def accumulate_output_tile(  # noqa: PLR0912
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Sums [BLOCK_N, BLOCK_M] of outputs n, whose codes are at lines [BLOCK_N, 1], for rows at x_rows [1, BLOCK_M]; of
-    the words from `first` to `end` of each line, which has `stride`. Of several codes in a word the lowest ones of
-    BLOCK_K words are as many inputs, the others the next. LINES, where they are not 1, are of whole steps.
-
-    Scales are read a step before they are used: Triton prefetches what tensor cores multiply, and nothing else."""
+    """Sums [BLOCK_N, BLOCK_M] of outputs n, with codes at lines [BLOCK_N, 1], for rows at x_rows [1, BLOCK_M], over
+    words first to end of lines of `stride` words. The lowest codes of BLOCK_K words are consecutive inputs, then the
+    next codes. If LINES is not 1, lines consist of whole steps. Scales are read one step ahead: Triton prefetches only
+    dot operands.
+    """
     parts: tl.constexpr = _codes_per_word(KIND, lines.dtype.element_ty.primitive_bitwidth)
     dtype: tl.constexpr = x_rows.dtype.element_ty
     k = tl.arange(0, BLOCK_K)
@@ -148,7 +145,7 @@ def accumulate_output_tile(  # noqa: PLR0912
                 offsets, first * parts, n, n_inside, outs, inner, group, parts, BLOCK_K
             )
     for begin in range(first, end, BLOCK_K):
-        if LINES > 1:  # what fills up the last lines is there
+        if LINES > 1:  # lines are padded
             packed = tl.load(lines + begin * LINES + k[None, :])
         else:
             packed = tl.load(
@@ -173,7 +170,7 @@ def accumulate_output_tile(  # noqa: PLR0912
                     offset = own_offsets[part].to(tl.float32)
                     if dtype == tl.float32:
                         total += offset[:, None] * tl.sum(right, 0)[None, :]
-                    else:  # tensor cores have time for it, and each thread gets the sums that it needs
+                    else:  # tensor cores are idle enough, and each thread gets the sums that it needs
                         ones = tl.full((BLOCK_N, BLOCK_K), 1.0, tl.float32).to(dtype)
                         total += tl.dot(ones, right) * offset[:, None]
             else:
@@ -183,7 +180,7 @@ def accumulate_output_tile(  # noqa: PLR0912
 
 @triton.jit
 def _scale_and_store_tile(total, factors, bias, out, m, n, rows, outs, out_stride, BIASED: tl.constexpr):
-    """Scale a tile of sums [outputs, rows] by its outputs' factors, and store it."""
+    """Scale sums [outputs, rows] by the outputs' factors, add the bias and store."""
     n_inside = n < outs
     added = tl.zeros_like(n).to(tl.float32)
     if BIASED:
@@ -201,8 +198,9 @@ def multiply_weight_only(
     BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
     NESTED: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, outs] of x [rows, inner] and codes [outs, stride]; a program: BLOCK_N outputs of BLOCK_M rows. NESTED:
-    each of so many parts of a line, `length` bytes, has a sum of its own."""
+    """out [rows, outs] for x [rows, inner] and codes [outs, stride]; a program computes BLOCK_N outputs of BLOCK_M
+    rows. NESTED: each of `parts` parts of a line, `length` words, has its own sum.
+    """
     tiles_m = tl.cdiv(rows, BLOCK_M)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -230,7 +228,7 @@ def multiply_split_k(
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """sums [parts, rows, outs] float32, each of `length` words of every line. Grid: tiles as above, parts."""
+    """sums [parts, rows, outs] float32, each of `length` words of every line. Grid: tiles, parts."""
     tiles_m, part = tl.cdiv(rows, BLOCK_M), tl.program_id(1)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -248,7 +246,7 @@ def multiply_split_k(
 def reduce_split_k(
     sums, factors, bias, out, rows, outs, out_stride, parts, BIASED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """out [rows, outs] of the parts' sums, in their order. Grid: rows, blocks of outputs."""
+    """out [rows, outs]: the parts' sums added in order. Grid: rows, output blocks."""
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = n < outs
     total, added = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
@@ -266,7 +264,7 @@ def dequantize_weights(
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """out [some outputs, inner], from output `first` on, in its type. Grid: tiles of outputs, steps of a line."""
+    """out [some outputs, inner] in its dtype, from output `first` on. Grid: output tiles, steps of a line."""
     parts: tl.constexpr = _codes_per_word(KIND, codes.dtype.element_ty.primitive_bitwidth)
     row, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     n = first + row
@@ -292,7 +290,7 @@ def multiply_block_scaled_codes(
     x, x_scales, codes, scales, factors, bias, out, rows, outs, inner, out_stride, group,
     SCALED: tl.constexpr, BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The same of x in codes: BLOCK_K inputs share a scale in x, and in the weights."""
+    """out [rows, outs] for x in codes: BLOCK_K inputs share a scale in x, and in the weights."""
     tiles_m = tl.cdiv(rows, BLOCK_M)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -320,9 +318,10 @@ def multiply_integers(
     BIASED: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, outs] of integers x [rows, inner] and codes [outs, inner], with a scale for each row and a factor for
-    each output; sums are exact. WHOLE: inner is of whole steps. Tiles of TOGETHER times BLOCK_M rows are neighbours,
-    so that they find what they read in the cache. Grid: tiles."""
+    """out [rows, outs] for int8 x [rows, inner] and codes [outs, inner], with a scale per row and a factor per output;
+    sums are exact. WHOLE: inner is a multiple of BLOCK_K. TOGETHER row tiles are neighbors in the grid, to share the
+    cache. Grid: tiles.
+    """
     tiles_m = tl.cdiv(rows, BLOCK_M)
     width = TOGETHER * tl.cdiv(outs, BLOCK_N)
     first = tl.program_id(0) // width * TOGETHER
@@ -330,7 +329,7 @@ def multiply_integers(
     m = (first + at % height) * BLOCK_M + tl.arange(0, BLOCK_M)
     n, k = at // height * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     m_inside, n_inside = m < rows, n < outs
-    x_rows = x + (m % rows).to(tl.int64)[:, None] * inner  # what is beyond the last row is not stored
+    x_rows = x + (m % rows).to(tl.int64)[:, None] * inner  # rows beyond the last are not stored
     lines = codes + (n % outs).to(tl.int64)[None, :] * inner
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
     for begin in range(0, inner, BLOCK_K):
@@ -355,8 +354,7 @@ def multiply_integers(
 
 @triton.jit
 def scale_sums(sums, x_scales, factors, bias, out, outs, out_stride, BIASED: tl.constexpr, BLOCK: tl.constexpr):
-    """out [rows, outs] of integers' sums, with a scale for each row and a factor for each output. Grid: rows,
-    blocks."""
+    """out [rows, outs] from integer sums, a scale per row and a factor per output. Grid: rows, blocks."""
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = n < outs
     total = tl.load(sums + row * outs + n, mask=inside, other=0).to(tl.float32) * tl.load(x_scales + row)
@@ -373,7 +371,7 @@ def look_up_embedding_rows(
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     STEP: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the weight, [ids, inner]; STEP: BLOCK_K of the products."""
+    """Weight rows, [ids, inner]. STEP: BLOCK_K of the products."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
     row = tl.load(ids + tl.program_id(0)).to(tl.int64)

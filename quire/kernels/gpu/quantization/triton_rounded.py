@@ -1,8 +1,6 @@
-"""x in 8 bits, integers or floats, as products of few bits take it: a scale for each row, or for each block of a row;
-rounded by itself, or by the norm or the gate that makes it.
-
-The latter round what they would have stored, a number of the type of x, by the same operations: so both ways have the
-same bits. A row's largest number needs no order, and what a norm sums it sums by the code that norms alone.
+"""x in 8 bits, int8 or float8, with a scale per row or per block of a row; rounded alone, or by the norm or gate that
+makes it. Fused kernels round the value that they would have stored, with the same operations, so both give the same
+bits.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from quire.kernels.gpu.triton_kv_quantization import to_float8, to_integer
 
 @triton.jit
 def _quantization_scale(most, KIND: tl.constexpr):
-    """Of numbers up to `most`."""
+    """most: largest magnitude."""
     steps: tl.constexpr = 127.0 if KIND == 0 else 448.0
     return tl.maximum(tl.div_rn(most, steps), 1.1754943508222875e-38)
 
@@ -28,8 +26,9 @@ def _quantize_values(numbers, scales, KIND: tl.constexpr):
 
 @triton.jit
 def _interleaved_column(column, PAIRED: tl.constexpr):
-    """Where a column's code is in its row. PAIRED, if not 0: of two steps of so many columns the first ones are the
-    lower bytes of words of 16 bits, the others the upper ones, as packing.py lays weights."""
+    """Place of a column's code in its row. With PAIRED not 0, the first of two steps of PAIRED columns is the low byte
+    of 16-bit words, the second the high byte, as weight_packing.py packs weights.
+    """
     if PAIRED:
         return column // (2 * PAIRED) * (2 * PAIRED) + column % PAIRED * 2 + column // PAIRED % 2
     else:
@@ -38,7 +37,7 @@ def _interleaved_column(column, PAIRED: tl.constexpr):
 
 @triton.jit
 def _interleave_codes(codes, PAIRED: tl.constexpr):
-    """Codes of a row, of whole pairs of steps, as they lie there."""
+    """Reorder a row of whole step pairs to _interleaved_column's order."""
     if PAIRED:
         size: tl.constexpr = codes.shape[0]
         apart = tl.reshape(codes, (size // (2 * PAIRED), 2, PAIRED))
@@ -51,8 +50,9 @@ def _interleave_codes(codes, PAIRED: tl.constexpr):
 def _quantize_and_store_blocks(
     numbers, codes, scales, row, rows, first, size, KIND: tl.constexpr, PAIRED: tl.constexpr
 ):
-    """Codes of numbers [BLOCKS, BLOCK], float32, those of a row from block `first` on, and their scales. A scale is NaN
-    where one of its numbers is no number."""
+    """Store codes and scales of float32 numbers [BLOCKS, BLOCK], a row from block `first` on. A scale is NaN if one of
+    its numbers is.
+    """
     BLOCKS: tl.constexpr = numbers.shape[0]
     BLOCK: tl.constexpr = numbers.shape[1]
     block = first + tl.arange(0, BLOCKS)
@@ -69,7 +69,7 @@ def round_per_block(
     x, codes, scales, rows, size,
     KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Codes [rows, size] and scales [blocks, rows] of x. Grid: rows, blocks by BLOCKS."""
+    """Codes [rows, size] and scales [blocks, rows] of x. Grid: rows, groups of BLOCKS blocks."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
     column = (first + tl.arange(0, BLOCKS))[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     numbers = tl.load(x + row * size + column, mask=column < size, other=0.0).to(tl.float32)
@@ -78,7 +78,7 @@ def round_per_block(
 
 @triton.jit
 def round_per_row(x, codes, scales, size, KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr):
-    """The same with one scale for each row: scales [rows]. Grid: rows."""
+    """Codes [rows, size] and scales [rows] of x. Grid: rows."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     most, bad = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
     for begin in range(0, size, BLOCK):
@@ -100,11 +100,10 @@ def norm_rounded(
     SIZE: tl.constexpr, ROW: tl.constexpr, ADD: tl.constexpr, CENTRED: tl.constexpr, WHOLE: tl.constexpr,
     KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr, BY_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """A norm's row in codes, with a scale for each of its blocks or for all of it. WHOLE: also as it is, to out. Grid:
-    rows.
+    """A norm's output in codes, with a scale per block or per row. WHOLE: also unrounded, to out. Grid: rows.
 
-    Codes are stored from blocks, either way: stored as they are summed, 16 bytes a thread, they would have the compiler
-    give each thread 16 numbers of a row, and not 8 as the norm alone does, and so another order to the norm's sum.
+    Codes are always stored from blocks. Stored in the layout of the sum, 16 bytes per thread, the compiler would give
+    each thread 16 numbers of a row instead of the norm kernel's 8, and change the order of the norm's sum.
     """
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, ROW)
     at, inside = row * SIZE + i, i < SIZE
@@ -129,7 +128,7 @@ def gate_rounded(
     GELU: tl.constexpr, WHOLE: tl.constexpr, KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """A gate's rows in codes [rows, size], and scales [blocks, rows]. Grid: rows, blocks by BLOCKS."""
+    """A gate's output in codes [rows, size] and scales [blocks, rows]. Grid: rows, groups of BLOCKS blocks."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
     column = (first + tl.arange(0, BLOCKS))[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = column < size
@@ -144,8 +143,9 @@ def gate_rounded_per_row(
     out, codes, scales, gate_up, size,
     GELU: tl.constexpr, WHOLE: tl.constexpr, KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The same with one scale for each row: scales [rows]. What is read first is still near when it is read again.
-    Grid: rows."""
+    """A gate's output in codes [rows, size] and scales [rows]; inputs are read twice, the second time from the cache.
+    Grid: rows.
+    """
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     most, bad = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
     for begin in range(0, size, BLOCK):

@@ -1,4 +1,4 @@
-"""Weights of few bits as the kernels of triton_quantized.py read them."""
+"""Packing of quantized weights for triton_quantized.py."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ from quire.kernels.gpu.quantization import triton_quantized as kernels
 from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, has_same_input_order
 
 _STEP_SIZES = (64, 32, 16)
-"""Inputs of one product of a program: the largest that divides a group."""
+"""Inputs per product of a program: the largest that divides a group."""
 SCALE_BLOCK = 128
-"""Inputs of x that share a scale where it is rounded."""
+"""Inputs of rounded x per scale."""
 INTERLEAVED_OUTPUTS = 64
-"""Outputs whose words lie side by side, a step of each: a program of so many reads memory in one line."""
+"""Outputs with words side by side, a step of each, so that a program's reads are contiguous."""
 _NIBBLES_PER_WORD = 4
-"""Of 4 bits in a word."""
 _MAX_PADDING = 0.03
-"""Of a line, by zeros behind its inputs, for longer steps."""
+"""Fraction of a line that may be zero padding for a longer step."""
 _FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""4-bit floats (e2m1), doubled, by their codes."""
+"""Doubled 4-bit floats (e2m1), by code."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """Outputs whose weights are alike, as kernels read them."""
+    """Weights of one format in the kernels' layout."""
 
     codes: Tensor
-    """[lines, words]: int16 of four codes of 4 bits, as `_pack_nibbles` lays them, or of two of 8 (`_pack_byte_pairs`),
-    and perhaps `interleave_output_rows`; else [outs, in], a byte or a number each."""
+    """[lines, words]: int16 words of four 4-bit codes (`_pack_nibbles`) or two 8-bit codes (`_pack_byte_pairs`), maybe
+    after `interleave_output_rows`; otherwise [outs, in], a byte or a number each.
+    """
     factors: Tensor
     """[outs] float32."""
     scales: Tensor | None
-    """[groups, outs], to be multiplied by the factors; None: 1."""
+    """[groups, outs], multiplied by the factors; None: 1."""
     offsets: Tensor | None
-    """Likewise; None: 0."""
+    """[groups, outs], multiplied by the factors; None: 0."""
     group_size: int
-    """Inputs that share a scale; the last ones may be fewer."""
+    """Inputs per scale; the last group may be smaller."""
     kernel_form: tuple[int, int, int, bool, bool]
     """KIND, LOW, HIGH, SCALED and OFFSET of the kernels."""
     in_features: int
     inputs_per_step: int
-    """Inputs of one product."""
+    """Inputs per product."""
     out_features: int
     input_order: Tensor | None = None
     """As in GroupedWeight."""
     rounds_activations: bool = False
-    """Whether x is rounded to 8 bits."""
+    """x is rounded to 8 bits."""
     block_scales: Tensor | None = None
-    """[ceil(outs / 128), ceil(in / 128)] float32: scales of 8-bit floats by squares of so many, beside `scales`."""
+    """[ceil(outs / 128), ceil(in / 128)] float32: scales of 128 x 128 float8 blocks, in addition to `scales`."""
     interleaved_outputs: int = 1
     """Outputs that lie side by side, a step of each."""
 
@@ -63,37 +63,36 @@ class PackedWeight:
 
     @property
     def kernel_key(self) -> tuple[object, ...]:
-        """What all weights have in common that one program of a kernel multiplies."""
+        """Equal for weights that one kernel program can multiply."""
         return self.kernel_form, self.group_size, self.inputs_per_step, self.codes.dtype
 
     @property
     def words_per_output(self) -> int:
-        """Words of an output."""
         return self.codes.shape[1]
 
     @property
     def codes_per_word(self) -> int:
-        """How many codes a word has."""
         if self.kernel_form[0] in (kernels.NIBBLES, kernels.TABLE, kernels.NIBBLE_FLOATS):
             return _NIBBLES_PER_WORD
         return 2 if self.pair_distance else 1
 
     @property
     def pair_distance(self) -> int:
-        """Where two codes of 8 bits are in a word, so that x in codes has their order: inputs of a step; else 0."""
+        """Inputs per step if a word has two 8-bit codes, so that codes of x take their order; otherwise 0."""
         pairs = self.kernel_form[0] in (kernels.INTEGERS, kernels.FLOATS) and self.codes.dtype == torch.int16
         return self.inputs_per_step if pairs else 0
 
     @property
     def kernel_scales_and_offsets(self) -> tuple[Tensor, Tensor]:
-        """Something in the place of those that are not there."""
+        """Missing ones are replaced by other tensors."""
         scales = self.factors if self.scales is None else self.scales
         return scales, scales if self.offsets is None else self.offsets
 
 
 def pack_group_quantized(weight: GroupedWeight) -> PackedWeight | None:
-    """8-bit integers with a scale for each output alone are multiplied by x in 8 bits, as on CPUs. None where a group
-    is of no whole step."""
+    """None if a group is no multiple of a step. As on CPUs, 8-bit integers with one scale per output multiply x in 8
+    bits.
+    """
     (outs, inner), single = weight.shape, weight.scales.shape[1] == 1
     steps = [step for step in _STEP_SIZES if single or weight.group_size % step == 0]
     if not steps:
@@ -117,7 +116,9 @@ def pack_group_quantized(weight: GroupedWeight) -> PackedWeight | None:
 
 
 def pack_float8(weight: Float8Weight, *, native: bool) -> PackedWeight | None:
-    """native: the GPU multiplies 8-bit floats, so x is rounded to them where blocks allow; else x stays as it is."""
+    """None if a scale's inputs are no multiple of a step. native: the GPU multiplies float8, so x is rounded to it if
+    blocks allow.
+    """
     (outs, inner), single = weight.shape, weight.inputs_per_scale == weight.shape[1]
     steps = [step for step in _STEP_SIZES if single or weight.inputs_per_scale % step == 0]
     if not steps:
@@ -140,9 +141,9 @@ def pack_float8(weight: Float8Weight, *, native: bool) -> PackedWeight | None:
 
 
 def interleave_output_rows(part: PackedWeight) -> PackedWeight:
-    """Words so that a program, which multiplies LINES outputs, reads steps that follow each other in memory: of a few
-    rows the time of a product is that of reading its weights. Outputs are filled up with zeros. Others stay, and those
-    that PyTorch multiplies."""
+    """Order words so that a program, which multiplies LINES outputs, reads contiguous steps: reading weights is the
+    time of few rows. Outputs are zero-padded. Byte codes and weights for PyTorch's products are unchanged.
+    """
     if part.codes_per_word == 1 or part.rounds_activations or part.interleaved_outputs > 1:
         return part
     padded = F.pad(part.codes, (0, 0, 0, -part.out_features % INTERLEAVED_OUTPUTS))
@@ -151,7 +152,7 @@ def interleave_output_rows(part: PackedWeight) -> PackedWeight:
 
 
 def merge_adjacent_weights(parts: Sequence[PackedWeight]) -> list[PackedWeight]:
-    """Neighbours that are alike as one; before they are laid for decodes."""
+    """Must run before `interleave_output_rows`."""
     merged = list(parts[:1])
     for each in parts[1:]:
         last = merged[-1]
@@ -170,14 +171,15 @@ def merge_adjacent_weights(parts: Sequence[PackedWeight]) -> list[PackedWeight]:
 
 
 def _table_values_as_two_int64(values: tuple[int, ...] | None) -> tuple[int, int]:
-    """16 values, a byte each, as two integers."""
+    """16 values, a byte each."""
     listed = bytes(value & 255 for value in values or ())
     return int.from_bytes(listed[:8], "little", signed=True), int.from_bytes(listed[8:], "little", signed=True)
 
 
 def _pack_nibbles(codes: Tensor, step: int) -> Tensor:
-    """Words [out, words] of 4-bit codes [out, in / 2], the even input in the low half of a byte: those of `step` inputs
-    are the lowest 4 bits of as many words, the next ones those above, and so on. Inputs are filled up with zeros."""
+    """Words [out, words] from 4-bit codes [out, in / 2] (even input in the low half): `step` inputs are the lowest 4
+    bits of `step` words, the next inputs the bits above. Inputs are zero-padded.
+    """
     each = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
     each = F.pad(each, (0, -each.shape[1] % (_NIBBLES_PER_WORD * step))).unflatten(1, (-1, _NIBBLES_PER_WORD, step))
     pairs = each[:, :, ::2] | each[:, :, 1::2] << 4
@@ -185,13 +187,14 @@ def _pack_nibbles(codes: Tensor, step: int) -> Tensor:
 
 
 def _choose_byte_pair_step(steps: Sequence[int], inner: int) -> int:
-    """The longest step of which the inputs are pairs; the longest of all where they are of none."""
+    """The longest step with inner % (2 * step) == 0, or else the longest."""
     return next((each for each in steps if inner % (2 * each) == 0), steps[0])
 
 
 def _pack_byte_pairs(codes: Tensor, step: int) -> Tensor:
-    """Words [out, in / 2] of 8-bit codes [out, in]: of two steps of inputs the first ones are the lower bytes, the
-    others the upper ones. As they are where the last two steps would not be whole."""
+    """Words [out, in / 2] from 8-bit codes [out, in]: of two steps the first is the low bytes, the second the high
+    bytes. Unchanged if the inputs are no multiple of two steps.
+    """
     if codes.shape[1] % (2 * step):
         return codes.contiguous()
     return codes.unflatten(1, (-1, 2, step)).transpose(2, 3).flatten(1).view(torch.int16)

@@ -1,5 +1,6 @@
-"""Each kind of weights of few bits is tried on the GPU before the first of them is packed, for few, some and many rows:
-what another compiler or another card makes of the kernels shows nowhere else."""
+"""Trial of each quantized format on the GPU before the first such weight is packed. Nothing else shows what another
+compiler or GPU makes of the kernels.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +16,22 @@ from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, Quantiz
 
 _ROW_COUNTS = (3, 40, 300)
 _NUM_OUTPUTS, _MIN_INPUTS = 192, 1024
-"""Of the weights that are tried; the latter at least, in whole groups."""
+"""Inputs are rounded up to whole groups."""
 _MAX_INTEGER_ERROR, _MAX_FLOAT_ERROR = 0.02, 0.04
-"""Relative, of a product in which x may be rounded to 8 bits: a float has 4 of them."""
+"""Relative error of a product with x possibly in 8 bits, of which a float has 4 for its significand."""
 
 
 class QuantizedFormat(NamedTuple):
-    """By what weights are computed otherwise."""
-
     bits: int
-    """Of integers; 0: 8-bit floats."""
+    """Integer bits; 0: float8."""
     code_values: tuple[int, ...] | None
     scale_block: tuple[int, int]
-    """Outputs and inputs that share a scale; 0: all."""
+    """(outputs, inputs) per scale; 0: all."""
     has_offsets: bool
 
 
 PackFunction = Callable[..., Linear | None]
-"""Packs without a trial, as `made` of quantized.py does."""
+"""`pack_without_trial` of quantized_linear.py."""
 
 
 def quantized_format(weight: QuantizedWeight) -> QuantizedFormat:
@@ -66,8 +65,9 @@ def trial_failure_reason(
     pack: PackFunction,
     counts: tuple[int, ...] = _ROW_COUNTS,
 ) -> str | None:
-    """Why such weights are not multiplied as they are packed, in one sentence; None: they come out right, or the
-    kernels do not know them, which their packing says. counts: of rows that are multiplied."""
+    """Return why packed weights of this kind multiply wrongly; None if they do not, or if the kernels do not support
+    them. counts: numbers of rows to try.
+    """
     try:
         generator = torch.Generator().manual_seed(0)
         weight = _random_weight(kind, device, generator)
@@ -81,7 +81,7 @@ def trial_failure_reason(
             error = ((linear(x, NO_ADAPTERS).double() - wanted).norm() / wanted.norm()).item()
             if not error < (_MAX_INTEGER_ERROR if kind.bits else _MAX_FLOAT_ERROR):
                 return f"{kind} computes something else for {rows} rows (relative error {error:.2g})"
-    except Exception as error:  # whatever it says, plain PyTorch computes instead
+    except Exception as error:  # the fallback is plain PyTorch
         return describe_kernel_error(error)
     return None
 

@@ -1,1 +1,1 @@
-"""Sums over ranks whose GPUs reach each other's memory, in one kernel."""
+"""Collectives of GPUs in Triton."""

@@ -1,5 +1,4 @@
-"""Attention of ranks that divide the tokens of sequences, beside the kernels of attention themselves: what these store,
-and what becomes of it when all have found their part."""
+"""Output and merge of decode context parallel attention."""
 
 from __future__ import annotations
 
@@ -12,14 +11,16 @@ from quire.kernels.gpu.triton_launch_sizes import next_power_of_2
 
 
 def allocate_attention_output(q: Tensor, values: int, shard: ContextShard | None) -> Tensor:
-    """Room for what attention of q [T, H, any] gives, values of so many numbers; of several ranks, for its sums."""
+    """Empty output of attention of q [T, H, any] with `values` numbers per value, or with a shard its packed partial
+    softmax.
+    """
     if shard is None:
         return q.new_empty((*q.shape[:2], values))
     return q.new_empty((*q.shape[:2], values + 2), dtype=torch.float32)
 
 
 def merge_rank_outputs(parts: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """As that of kernels/attention/reference_attention.py, with the same bits for a row in every batch."""
+    """`merge_shard_attention` of kernels/attention/reference_attention.py, batch-invariant."""
     ranks, tokens, heads, width = parts.shape
     out = parts.new_empty((tokens, heads, width - 2), dtype=dtype)
     sizes = (heads, width - 2, next_power_of_2(width - 2), ranks, sinks is not None)

@@ -1,9 +1,9 @@
-"""Sums of few numbers over the ranks of one machine, by the kernel of triton_sum.py, where their GPUs reach each
-other's memory: the time of a decode step's sum is that of starting, and this starts once.
+"""Small sums over GPUs of one machine that reach each other's memory, with one launch (triton_sum.py): launches are the
+time of a decode step's sum.
 
-A rank's memory is shared as torch.multiprocessing shares tensors of GPUs (CUDA IPC). PyTorch's symmetric memory would
-do as well, but for how ranks meet in it, which changes from version to version, and for its own waits: none of its sums
-ends without all ranks, and its barriers and signals, which can time out, then end the CUDA context.
+Memory is shared as torch.multiprocessing does (CUDA IPC). PyTorch's symmetric memory does not serve: its rendezvous
+changes between versions, its sums never end without all ranks, and its barriers and signals end the CUDA context when
+they time out.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ from quire.kernels.gpu.triton_launch_sizes import cdiv, next_power_of_2
 log = logging.getLogger("quire.kernels")
 
 NUM_PROGRAMS, _ELEMENTS_PER_PROGRAM = 128, 2048
-"""Of a kernel: so many are on any GPU at once, as they must be; and numbers of each."""
+"""All programs must run at once; any GPU can run this many."""
 MAX_ELEMENTS = NUM_PROGRAMS * _ELEMENTS_PER_PROGRAM
-"""Numbers of a sum. Each rank reads what all have, so of more an all-reduce in pieces is faster."""
+"""Each rank reads all ranks' numbers, so for more an all-reduce in pieces is faster."""
 _MAX_ELEMENT_BYTES = 4
-"""Bytes of a number."""
 _MAX_POLLS = 2**30
-"""Minutes: that a rank has ended is noticed otherwise, and earlier."""
+"""Takes minutes; the end of a rank is noticed earlier in other ways."""
 _TRIAL_POLLS = 2**26
 _TRIAL_SECONDS = 45.0
-"""Of all its sums. One whose trial has failed waits at the store for what the others say of theirs, for a minute."""
+"""For all sums of the trial. A rank whose trial failed waits a minute at the store for the others' answers."""
 SumShape = tuple[int, torch.dtype]
-"""Numbers and type of a sum."""
+"""Number of elements and dtype."""
 _TRIAL_SUMS: tuple[SumShape, ...] = (
     (1, torch.bfloat16),
     (5000, torch.float16),
@@ -45,17 +44,17 @@ _TRIAL_SUMS: tuple[SumShape, ...] = (
     (77, torch.bfloat16),
     (MAX_ELEMENTS, torch.bfloat16),
 )
-"""The sums of a trial."""
 
 
 class OneShotAllReduce:
-    """One rank's view. Sums begin in the same order on all ranks, with as many numbers; no two of them run at once."""
+    """Sums start in the same order on all ranks, with equal sizes, and never overlap."""
 
     def __init__(
         self, rank: int, rank_memories: Sequence[Tensor], host_flags: Tensor, max_polls: int = _MAX_POLLS
     ) -> None:
-        """memory: of each rank, `rank_memory_bytes` of zeros, as this one reaches it. words: [2] int32 of zeros in the
-        host's memory, which the GPU reaches. most_looks: after so many at another's count a sum is given up."""
+        """rank_memories: each rank's `rank_memory_bytes` zeros, as this rank reaches them. host_flags: [2] int32 zeros
+        in host memory that the GPU reaches. max_polls: polls of another rank's count before a sum is given up.
+        """
         self._rank = rank
         self.rank_memories = tuple(rank_memories)
         self.host_flags = host_flags
@@ -69,8 +68,9 @@ class OneShotAllReduce:
         return 0 < x.numel() <= MAX_ELEMENTS and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """As `Collective.sum`, of x that it takes: added in float32 in the order of the ranks. What a sum gives that
-        was given up is nothing: see `raise_if_failed`."""
+        """Sum x, for which `can_reduce` is true, in float32 and in rank order. A sum that was given up returns garbage:
+        see `raise_if_failed`.
+        """
         x = x.contiguous()
         out, ranks = torch.empty_like(x), len(self.rank_memories)
         sum_over_ranks[cdiv(x.numel(), _ELEMENTS_PER_PROGRAM),](
@@ -80,17 +80,16 @@ class OneShotAllReduce:
         return out
 
     def stop_waiting(self) -> None:
-        """Let no sum wait any longer. Any thread may call it."""
+        """Any thread may call it."""
         self.host_flags[0] = 1
 
     def raise_if_failed(self) -> None:
-        """Of the sums that have ended: raises RankEnded where one was given up."""
+        """Raises RankEnded if a sum was given up."""
         if self.host_flags[1]:
             raise RankEnded("a sum over ranks was given up")
 
 
 def counter_bytes(ranks: int) -> int:
-    """Of counts, before the numbers."""
     return cdiv(NUM_PROGRAMS * ranks * 8, 4096) * 4096
 
 
@@ -106,8 +105,7 @@ def verify_all_reduce(
     sizes: Sequence[SumShape] = _TRIAL_SUMS,
     max_polls: int = _TRIAL_POLLS,
 ) -> None:
-    """Raises ValueError where sums of these sizes do not have the bits that they have on a CPU. most_looks: as
-    OneShotAllReduce has it, until the trial ends."""
+    """Raises ValueError unless sums of these sizes have the bits of a CPU's. max_polls applies until the trial ends."""
     sums.max_polls, until = max_polls, time.monotonic() + _TRIAL_SECONDS
     for number, (size, dtype) in enumerate((*sizes, *sizes)):
         generator = torch.Generator().manual_seed(number)
@@ -139,22 +137,21 @@ def connect_one_shot(
     storages: Any = torch.UntypedStorage,
     trial: Callable[[OneShotAllReduce, int, int, torch.device], None] = verify_all_reduce,
 ) -> OneShotAllReduce | None:
-    """All ranks call it, and all get the same: None where a GPU does not reach another's memory, or sums come wrong,
-    which the log says. Raises RuntimeError where another rank does not come. storages: PyTorch's class, whose functions
-    share a GPU's memory between processes and open what is shared. trial: raises an error where sums come wrong."""
+    """Called by all ranks, with the same result: None, and a log entry, if a GPU does not reach another's memory or the
+    trial fails. Raises RuntimeError if another rank does not come. storages: PyTorch's class that shares GPU memory.
+    """
 
     def exchange_answers(what: str, own: bytes) -> list[bytes]:
-        """What each of them says."""
         store.set(f"one-shot {what} {rank}", own.hex())
         return [bytes.fromhex(store.get(f"one-shot {what} {each}").decode()) for each in range(count)]
 
     errors = list[str]()
 
     def try_action(make: Callable[[], bytes]) -> bytes:
-        """b"-" where it fails."""
+        """b"-" if it fails."""
         try:
             return make()
-        except Exception as error:  # of CUDA, of PyTorch's storages, of Triton: NCCL sums all the same
+        except Exception as error:  # the fallback is NCCL
             errors.append(describe_kernel_error(error))
             return b"-"
 
@@ -162,7 +159,7 @@ def connect_one_shot(
 
     def share_memory() -> bytes:
         memory.append(torch.zeros(rank_memory_bytes(count), dtype=torch.uint8, device=device))
-        torch.cuda.synchronize(device)  # zeros, before another rank tells something
+        torch.cuda.synchronize(device)  # zero before another rank writes
         return pickle.dumps(storages._share_cuda_(memory[0].untyped_storage())[1:])
 
     handles = exchange_answers("memory", try_action(share_memory))
@@ -192,6 +189,6 @@ def connect_one_shot(
 
 
 def _open_shared_memory(handle: bytes, device: torch.device, storages: Any) -> Tensor:
-    """Another rank's memory. It is opened for this rank's own GPU, which then reaches that of the other."""
+    """Another rank's memory, opened for this rank's GPU."""
     storage = storages._new_shared_cuda(device.index or 0, *pickle.loads(handle))
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -1,17 +1,15 @@
-"""A sum over ranks in one kernel: each rank lays its numbers into memory of its own that all others can read, tells
-them, waits until all have told, and adds what lies there, in float32 and in the order of the ranks.
+"""Sum over ranks in one kernel: each rank writes its numbers to its own memory, which all can read, signals the others,
+waits for their signals, and adds all numbers in float32 and rank order.
 
-Each program has a part of the numbers, and a place in that memory, to itself: it waits for the same program of the
-other ranks and for no other. Its sums are counted, and a rank tells another by writing the count into that one's
-memory. Places alternate between two: a rank writes to one again when all ranks have told of the sum after, which they
-begin when they have read the one before. The count is in memory, not an argument, so a CUDA graph can hold the kernel.
+Each program owns a part of the numbers and waits only for the same program of other ranks. It signals by writing its
+count of sums to the other rank's memory. Two places alternate: a rank reuses one once all ranks have signaled the next
+sum, which they start after reading this one. The count is in memory, not an argument, for CUDA graphs.
 
-What a rank stored is seen by those that it has told: it tells by a release at the system's scope behind a barrier of
-the program's threads, the others look by acquires, and have such a barrier before they read.
+Stores become visible by a system-scope release after a barrier of the program's threads; readers poll with acquires and
+have a barrier before they read.
 
-Nothing waits for ever: a program looks now and then at a word of the host's memory that says to stop, and counts how
-often it has looked. Then it says that it gave up, and no later program of its rank tells anybody anything, so that no
-other rank adds what was made of numbers that are none.
+Nothing waits forever: programs poll a stop flag in host memory, and count polls. After one gives up, its rank's
+programs never signal again, so that no other rank adds invalid numbers.
 """
 
 from __future__ import annotations
@@ -20,12 +18,12 @@ import triton
 import triton.language as tl
 
 _LOOKS = tl.constexpr(256)
-"""At the count between two looks at the host's memory, which is far."""
+"""Polls of the count per poll of host memory, which is slow."""
 
 
 @triton.jit
 def _rank_buffer_pointer(addresses, rank, place, dtype: tl.constexpr):
-    """Where a rank's memory has numbers: in lines, so that they are read and written many at a time."""
+    """Pointer to a rank's numbers; aligned, for vector loads and stores."""
     return tl.multiple_of((tl.load(addresses + rank) + place).to(tl.pointer_type(dtype)), 128)
 
 
@@ -35,10 +33,12 @@ def sum_over_ranks(
     RANK: tl.constexpr, RANKS: tl.constexpr, RANKS_PADDED: tl.constexpr, PROGRAMS: tl.constexpr, PART: tl.constexpr,
     HEAD: tl.constexpr,
 ):  # fmt: skip
-    """out [size] of the ranks' x [size]. addresses [RANKS] int64: of each rank's memory, which begins with HEAD bytes
-    of counts [PROGRAMS, RANKS] int64, what each rank has told; two places of PART times 4 bytes for each program
-    follow. counts [PROGRAMS + 1] int64: sums of each program, and whether one gave up. words [2] int32, the host's: to
-    stop, and that one gave up. Grid: programs of PART numbers."""
+    """out [size] = sum of the ranks' x [size]. Grid: programs of PART numbers.
+
+    addresses [RANKS] int64: each rank's memory: HEAD bytes of counts [PROGRAMS, RANKS] int64 that the ranks write, then
+    two places of PART times 4 bytes per program. counts [PROGRAMS + 1] int64: sums of each program, and whether one
+    gave up. words [2] int32 in host memory: stop flag, given-up flag.
+    """
     program, i = tl.program_id(0), tl.arange(0, PART)
     if tl.load(counts + PROGRAMS) == 0:
         at = program * PART + i
@@ -47,7 +47,7 @@ def sum_over_ranks(
         place = HEAD + ((count % 2) * PROGRAMS + program) * (PART * 4)
         own = _rank_buffer_pointer(addresses, RANK, place, x.dtype.element_ty)
         tl.store(own + i, tl.load(x + at, mask=inside, other=0.0), mask=inside)
-        tl.debug_barrier()  # all threads have stored before one of them tells
+        tl.debug_barrier()  # all threads have stored before one of them signals
         rank = tl.arange(0, RANKS_PADDED)
         there = rank < RANKS
         theirs = tl.load(addresses + rank, mask=there, other=0).to(tl.pointer_type(tl.int64))

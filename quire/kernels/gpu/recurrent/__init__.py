@@ -1,1 +1,1 @@
-"""States of sequences that are matrices, on a GPU: the rules of kernels/recurrent, token by token and by pieces."""
+"""Recurrent states on a GPU, token by token and in chunks."""

@@ -1,5 +1,6 @@
-"""Long prompts by the kernels of triton_chunks.py: which they serve, and their launches. Grids follow from shapes, so
-that a CUDA graph holds them; which sequences of a step are long the device decides."""
+"""Launches triton_chunks.py for long prompts. Grids follow from shapes and the device finds long sequences, for CUDA
+graphs.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +22,19 @@ from quire.kernels.recurrent.recurrence import RecurrentStates
 from quire.kernels.recurrent.state_space import StateSpace
 
 MIN_CHUNKED_TOKENS = 32
-"""Tokens of a sequence that is computed so, or more."""
+"""Tokens of a sequence."""
 _MAX_KEY_DIM = 128
-"""Numbers of a key: more were not proven."""
+"""Larger ones are untested."""
 _COLUMN_BLOCK, _PIPELINE_STAGES = 32, 3
-"""Of a head's matrix in a program: of one prompt and 32 heads of 128 columns nearly each of an H100's processors has
-one. Of so many pieces what they take lies in shared memory, up to 218 of its 227 KB."""
+"""Columns of a head's matrix per program: one prompt with 32 heads of 128 columns occupies nearly all processors of an
+H100. Stages take up to 218 of its 227 KB of shared memory.
+"""
 
 
 def can_run_chunked(rule: DeltaRule | StateSpace, inputs: Tensor, longest: int) -> bool:
-    """Whether a rule's tokens can be computed so, and a sequence of this many may be long. Other GPUs have less shared
-    memory, or other products, and were not tried."""
+    """True if the kernels support the rule and inputs, and a sequence of `longest` tokens is long enough. GPUs other
+    than Hopper have less shared memory or other products, and are untested.
+    """
     able = inputs.dtype == torch.bfloat16 and rule.key_dim <= _MAX_KEY_DIM
     return (
         able
@@ -49,8 +52,9 @@ def advance_chunked(
     kernel_flags: tuple[int, int],
     decodes: int,
 ) -> None:
-    """numbers: what tokens give, and beside it. where: query_start, context_lens, seen, known and slots of sequences.
-    asked: whether there are guesses, and LONG. decodes: so many sequences, the first ones, are not long."""
+    """sequence_tensors: query_start, context_lens, state and verified counts, slots. kernel_flags: whether there are
+    draft tokens, and LONG. The first `decodes` sequences are not long.
+    """
     inputs = step_inputs[0]
     (heads, key, value) = states.matrices.shape[1:]
     seqs = len(sequence_tensors[1]) - decodes

@@ -1,20 +1,19 @@
-"""Delta rules and state spaces in Triton by pieces of 64 tokens, with matrix products: other sums than token by token,
-so other bits, and a prompt's bits depend on how it was cut.
+"""Delta rules and state spaces in Triton by chunks of 64 tokens, with matrix products. Bits differ from those token by
+token, and depend on how a prompt was cut.
 
-With G_i the sum of the logarithms of decays up to token i of a piece, S the matrix before the piece, and d_i what token
-i adds to the matrix, k_i d_i^T, before later tokens decay it:
+G_i is the sum of log decays up to token i of a chunk, S the matrix before the chunk, and token i adds k_i d_i^T:
 
-    a token reads            exp(G_i) q_i S + sum over j <= i of exp(G_i - G_j) (q_i k_j) d_j
-    the next piece's matrix  exp(G) S + sum over j of exp(G - G_j) k_j d_j^T
+    readout       exp(G_i) q_i S + sum over j <= i of exp(G_i - G_j) (q_i k_j) d_j
+    next matrix   exp(G) S + sum over j of exp(G - G_j) k_j d_j^T
 
-State spaces know d_j, the step times x. Of the delta rule d_i = beta_i (v_i - exp(G_i) k_i S - sum over j < i of
-exp(G_i - G_j) (k_i k_j) d_j), so d = (1 + A)^-1 beta (v - exp(G) k S), with A_ij = beta_i exp(G_i - G_j) (k_i k_j)
-(Yang et al., 2024: Gated Delta Networks). What takes no S, `weigh_*` compute for all pieces at once; `advance_chunks`
-then goes through a sequence's pieces with some columns of a head's matrix.
+For state spaces d_j is the step times x. For the delta rule d = (1 + A)^-1 beta (v - exp(G) k S), with A_ij = beta_i
+exp(G_i - G_j) (k_i k_j) for j < i (Yang et al., 2024: Gated Delta Networks). What does not need S is computed for all
+chunks at once, then `advance_chunks` goes through a sequence's chunks.
 
-What tokens give is bfloat16, and products of these are exact in float32. What is float32 is the sum of two bfloat16
-(`split_into_bfloat16_pair`), 16 of 24 bits; so products are some 100 times as exact as those of bfloat16 alone, at
-twice the price, three times it where both are float32. Matrices are float32 and stay in registers."""
+Inputs are bfloat16, so their products are exact in float32. A float32 operand is the sum of two bfloat16
+(`split_into_bfloat16_pair`), 16 of 24 bits: about 100 times as exact as bfloat16 at twice the price, or three times if
+both operands are float32. Matrices are float32 and stay in registers.
+"""
 
 from __future__ import annotations
 
@@ -29,22 +28,24 @@ from quire.kernels.gpu.recurrent.triton_common import (
 )
 
 RECURRENCE_CHUNK = 64
-"""Tokens: Hopper's matrix products have 64 rows."""
+"""Tokens; Hopper's matrix products have 64 rows."""
 _SIZE: tl.constexpr = tl.constexpr(RECURRENCE_CHUNK)
 
 
 @triton.jit
 def split_into_bfloat16_pair(x):
-    """Two bfloat16 whose sum is x, but for 2^-17 of it. The first is rounded by integers: conversions of single numbers
-    are slow."""
+    """Two bfloat16 with the sum x, up to 2^-17 of it. The first is rounded with integers, because scalar conversions
+    are slow.
+    """
     high = ((x.to(tl.int32, bitcast=True) + 32768) & -65536).to(tl.float32, bitcast=True)
     return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
 
 
 @triton.jit
 def _chunk_sequence_and_index(number, decodes, seqs, query_start):
-    """The sequence of a piece, and the number of the piece in it. Of the `seqs` sequences behind `decodes`, s has the
-    pieces from number query_start[s] // 64 + s on, so that no two have one; there may be none with this number."""
+    """A chunk's sequence, and its index there. Of the `seqs` sequences after `decodes`, s has the chunks from number
+    query_start[s] // 64 + s on, so none share one; some numbers may be unused.
+    """
     row = 0
     for begin in range(0, seqs, 256):
         s = begin + tl.arange(0, 256)
@@ -56,8 +57,9 @@ def _chunk_sequence_and_index(number, decodes, seqs, query_start):
 
 @triton.jit
 def _chunk_start_and_length(number, decodes, seqs, query_start, contexts, seen, known, guessed, long):
-    """Of a piece: its first token in the step, and how many tokens of its sequence begin with it; 0 where there is no
-    such piece, or its sequence is not computed so."""
+    """A chunk's first token in the step, and the number of its sequence's tokens from there on; 0 if the chunk does not
+    exist or its sequence is not computed in chunks.
+    """
     row, piece = _chunk_sequence_and_index(number, decodes, seqs, query_start)
     start, first, begin, stop, context = load_sequence_bounds(row, query_start, contexts, seen, known, guessed)
     count = tl.where(uses_chunked_kernel(first, begin, stop, context, long), context - first - piece * _SIZE, 0)
@@ -79,9 +81,10 @@ def prepare_delta_chunks(
     query_start, contexts, seen, known, guessed, long, decodes, seqs,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """systems [pieces, HEADS, 64, 64]: A below the diagonal, beta on it; tiles [pieces, HEADS, 4, 64, 64] bfloat16,
-    the latter two: what tokens read of d, in halves; factors [pieces, HEADS, 4, 64]: of q S, of k S, of d in the next
-    matrix, of the matrix itself. Grid: pieces, HEADS."""
+    """systems [chunks, HEADS, 64, 64]: A below the diagonal, beta on it. tiles [chunks, HEADS, 4, 64, 64] bfloat16, the
+    last two: coefficients of d in readouts, as a pair. factors [chunks, HEADS, 4, 64]: of q S, of k S, of d in the next
+    matrix, of the matrix. Grid: chunks, HEADS.
+    """
     number, head = tl.program_id(0), tl.program_id(1)
     start, count = _chunk_start_and_length(number, decodes, seqs, query_start, contexts, seen, known, guessed, long)
     at, k_at = tl.arange(0, _SIZE), tl.arange(0, KEY_PAD)
@@ -96,7 +99,7 @@ def prepare_delta_chunks(
         beta = tl.where(inside, 1.0 / (1.0 + tl.exp(-b)), 0.0)
         decays = tl.where(inside, tl.load(rate + head) * softplus(a + tl.load(shift + head)), 0.0)
         sums = tl.cumsum(decays, 0)
-        total = tl.sum(tl.where(at == _SIZE - 1, sums, 0.0), 0)  # not a sum of its own, which would round otherwise
+        total = tl.sum(tl.where(at == _SIZE - 1, sums, 0.0), 0)  # a separate sum would round differently
         q_wide, k_wide = q.to(tl.float32), k.to(tl.float32)
         of_q = tl.rsqrt(tl.sum(q_wide * q_wide, 1) + 1e-6) * KEY**-0.5
         of_k = tl.rsqrt(tl.sum(k_wide * k_wide, 1) + 1e-6)
@@ -128,7 +131,7 @@ def _dot_float32(a, b):
 
 @triton.jit
 def _store_beta_scaled_block(to, system, row: tl.constexpr, column: tl.constexpr, x):
-    """With a column's beta."""
+    """Multiply columns by their beta."""
     i = tl.arange(0, 16)
     where = (row * 16 + i)[:, None] * _SIZE + column * 16 + i[None, :]
     high, low = split_into_bfloat16_pair(x * tl.load(system + (column * 16 + i) * (_SIZE + 1))[None, :])
@@ -140,8 +143,9 @@ def _store_beta_scaled_block(to, system, row: tl.constexpr, column: tl.constexpr
 def invert_delta_systems(
     tiles, systems, query_start, contexts, seen, known, guessed, long, decodes, seqs, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """tiles, the former two: (1 + A)^-1 beta, in halves, which makes d of v - exp(G) k S. Four blocks of 16 rows on the
-    diagonal row by row, all at once; those below by products of these. One warp. Grid: pieces, HEADS."""
+    """tiles, the first two: (1 + A)^-1 beta as a pair; applied to v - exp(G) k S it gives d. Solves the four diagonal
+    blocks of 16 rows row by row at once, and the blocks below by products of them. One warp. Grid: chunks, HEADS.
+    """
     number, head = tl.program_id(0), tl.program_id(1)
     _, count = _chunk_start_and_length(number, decodes, seqs, query_start, contexts, seen, known, guessed, long)
     if count > 0:
@@ -192,8 +196,9 @@ def prepare_state_space_chunks(
     query_start, contexts, seen, known, guessed, long, decodes, seqs, least, most,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """tiles [pieces, HEADS, 2, 64, 64]: what tokens read of x; factors [pieces, HEADS, 4, 64]: as of delta rules, of c
-    S, none, of x in the next matrix, of the matrix. Grid: pieces, HEADS."""
+    """tiles [chunks, HEADS, 2, 64, 64]: coefficients of x in readouts. factors [chunks, HEADS, 4, 64]: of c S, unused,
+    of x in the next matrix, of the matrix. Grid: chunks, HEADS.
+    """
     number, head = tl.program_id(0), tl.program_id(1)
     start, count = _chunk_start_and_length(number, decodes, seqs, query_start, contexts, seen, known, guessed, long)
     at, k_at = tl.arange(0, _SIZE), tl.arange(0, KEY_PAD)
@@ -208,7 +213,7 @@ def prepare_state_space_chunks(
         step = tl.where(inside, step, 0.0)
         decays = tl.load(rate + head) * step
         sums = tl.cumsum(decays, 0)
-        total = tl.sum(tl.where(at == _SIZE - 1, sums, 0.0), 0)  # not a sum of its own, which would round otherwise
+        total = tl.sum(tl.where(at == _SIZE - 1, sums, 0.0), 0)  # a separate sum would round differently
         past = at[:, None] >= at[None, :]
         between = tl.exp(tl.where(past, sums[:, None] - sums[None, :], 0.0)) * step[None, :]
         to = tiles + (number.to(tl.int64) * HEADS + head) * (2 * _SIZE * _SIZE)
@@ -226,9 +231,9 @@ def advance_chunks(
     SHARING: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """read [T, HEADS, VALUE] and the matrices of the step's sequences that are computed so. A token's numbers are
-    [INPUTS]: from Q_AT on q of each SHARING heads, or c; from K_AT on k, or b; from V_AT on v of each head, or x.
-    Grid: sequences behind `decodes`, HEADS, blocks of VALUE."""
+    """read [T, HEADS, VALUE] and matrices of the chunked sequences. A token's [INPUTS] hold q per SHARING heads, or c,
+    from Q_AT; k, or b, from K_AT; v per head, or x, from V_AT. Grid: sequences after `decodes`, HEADS, blocks of VALUE.
+    """
     row, head = decodes + tl.program_id(0), tl.program_id(1)
     at, k_at = tl.arange(0, _SIZE), tl.arange(0, KEY_PAD)
     v_at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)

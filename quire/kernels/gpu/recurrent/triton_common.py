@@ -1,11 +1,8 @@
-"""What the Triton kernels of all rules have in common: where a sequence's tokens begin and end, where what a token
-gives lies, guesses that are kept, and what becomes of what tokens read.
+"""Shared parts of the recurrence kernels.
 
-A program has a part of the columns of one head's matrix of one sequence, and computes that sequence's tokens one after
-the other: columns share nothing. It is one warp, so that sums over a column's numbers stay within it. There is one kind
-of kernel for steps of one token, for prompts and for guesses, with one body of its loop: a token's bits depend on
-nothing but the matrix before it and what it gives. Where they may depend on more, triton_chunks.py computes long
-prompts.
+A program has some columns of one head's matrix of a sequence, which are independent of others, and computes the tokens
+one by one. It is one warp, so that sums over a column stay within it. Decodes, prompts and drafts use one loop body, so
+a token's bits depend on the matrix before it and its inputs alone.
 """
 
 from __future__ import annotations
@@ -14,14 +11,14 @@ import triton
 import triton.language as tl
 
 SEQUENCE_POINTERS = ["query_start", "contexts", "seen", "known", "slots"]
-"""Pointers to numbers of sequences, which lie anywhere."""
+"""Pointers without alignment."""
 
 
 @triton.jit
 def load_sequence_bounds(row, query_start, contexts, seen, known, guessed):
-    """Of a step's sequence: the number of its first token in the step; positions: of that token, of the first that the
-    matrix has not seen, of the first guess, and of the sequence's end. guessed: there are `seen` and `known`, as
-    Guesses has them."""
+    """Index of a sequence's first token in the step; positions of that token, of the first token not yet in the matrix,
+    of the first draft token, and of the end. guessed: `seen` and `known` hold the counts of StateAndVerifiedCounts.
+    """
     start = tl.load(query_start + row)
     context = tl.load(contexts + row)
     first = context - (tl.load(query_start + row + 1) - start)
@@ -34,8 +31,9 @@ def load_sequence_bounds(row, query_start, contexts, seen, known, guessed):
 
 @triton.jit
 def uses_chunked_kernel(first, begin, stop, context, long):
-    """Whether triton_chunks.py computes a sequence: one of `long` tokens or more, where that is not 0, of which none is
-    a guess or was one."""
+    """True if triton_chunks.py computes the sequence: it has at least `long` tokens (0: never), none a draft or
+    accepted draft.
+    """
     return (long > 0) & (begin == first) & (stop == context) & (context - first >= long)
 
 
@@ -44,8 +42,7 @@ def token_input_pointers(
     given, beside, guesses, slot, position, first, start,
     INPUTS: tl.constexpr, BESIDE: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Where the numbers of a position lie, and those beside them: in the step, or before it among the guesses that the
-    slot keeps."""
+    """Inputs of a position: in the step, or for earlier positions among the slot's draft inputs."""
     token = (start + position - first).to(tl.int64)
     numbers, others = given + token * INPUTS, beside + token * BESIDE
     if MOST:
@@ -56,8 +53,7 @@ def token_input_pointers(
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp(x)), as PyTorch has it: x above 20. Exact where exp(x) is small: the rounding of 1 + exp(x) is taken
-    back."""
+    """log(1 + exp(x)); x above 20, as in PyTorch. Exact for small exp(x): it cancels the rounding of 1 + exp(x)."""
     power = tl.exp(tl.minimum(x, 20.0))
     whole = 1.0 + power
     some = tl.log(whole) * (power / tl.where(whole == 1.0, 1.0, whole - 1.0))
@@ -69,8 +65,9 @@ def store_draft_inputs(
     guesses, given, beside, query_start, contexts, seen, known, slots,
     INPUTS: tl.constexpr, BESIDE: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What the guesses of a step give, to their slots: after all programs have read those of the step before, which may
-    lie in the same places. Grid: sequences, MOST."""
+    """Store inputs of a step's draft tokens in their slots, after all programs have read those of the previous step
+    from the same places. Grid: sequences, MOST.
+    """
     row = tl.program_id(0)
     start, first, _, stop, context = load_sequence_bounds(row, query_start, contexts, seen, known, True)
     position = tl.maximum(stop, first) + tl.program_id(1)
@@ -90,9 +87,9 @@ def norm_and_gate(
     out, read, z, norm, total, eps, SIZE: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
     NORMED: tl.constexpr, FIRST: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """out of what tokens read, both [total], and of their gates z. NORMED: pieces of SIZE numbers are normed
-    (RMSNorm) by norm [PIECES, SIZE]; FIRST: before the gate. ROUND: they are rounded to the type of z before. Grid:
-    pieces."""
+    """Norm and gate `read` with z, all [total]. NORMED: RMSNorm of pieces of SIZE numbers with norm [PIECES, SIZE];
+    FIRST: before the gate. ROUND: round to z's dtype before. Grid: pieces.
+    """
     piece, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     at = piece * SIZE + i
     inside = (i < SIZE) & (at < total)

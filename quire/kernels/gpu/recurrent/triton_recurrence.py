@@ -1,8 +1,8 @@
-"""`Operations.run_recurrence` by the Triton kernels beside it. No call waits for the device, and every grid follows
-from shapes, so that a CUDA graph holds it.
+"""`Operations.run_recurrence` in Triton. The host never waits and grids follow from shapes, for CUDA graphs.
 
-Tokens are computed one after the other; where bits may depend on how a prompt was cut, long prompts of delta rules and
-state spaces by pieces of 64 tokens. Which sequences of a step these are the device decides."""
+Long prompts of delta rules and state spaces are computed by chunks of 64 tokens if bits may depend on how a prompt was
+cut; the device finds these sequences.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from quire.kernels.recurrent.selective_scan import SelectiveScan
 from quire.kernels.recurrent.state_space import StateSpace
 
 _MAX_MATRIX_ELEMENTS, _FIXED_MATRIX_ELEMENTS = 4096, 2048
-"""Of a matrix, at most, that a program of one warp has: 128 registers of each thread. In an H100's decodes 32 columns,
-whose rows are 128 bytes, move two to three times the bytes of 8; where the same kernel computes long prompts too, whose
-tokens wait for each other, 16 are between."""
+"""Matrix elements of a program's one warp: at most 128 registers per thread. In an H100's decodes 32 columns, with rows
+of 128 bytes, move two to three times the bytes per second of 8. 16 is a compromise if the kernel also computes long
+prompts, whose tokens wait for each other.
+"""
 _MAX_COLUMNS = 32
 _LARGE_KEY_DIM = 256
-"""Numbers of a key, as Falcon H1's, with which a GPU of compute capability 12.0 spills registers with more columns."""
+"""As in Falcon H1; compute capability 12.0 then spills registers with more columns."""
 _DRAFT_BLOCK = 1024
 _GATE_BLOCK = 1024
 assert L2_NORM_EPS == 1e-6, "what advance_delta adds"
@@ -87,7 +88,9 @@ def _advance_states(
     *,
     fixed: bool,
 ) -> None:
-    """asked: whether there are guesses; from how many tokens on others compute a sequence, 0: they compute none."""
+    """kernel_flags: whether there are draft tokens; tokens from which on the chunked kernel computes a sequence (0:
+    never).
+    """
     value, most = states.matrices.shape[3], states.draft_inputs.shape[1]
     key = next_power_of_2(rule.key_dim)
     few = fixed or (key >= _LARGE_KEY_DIM and is_consumer_blackwell(read.device.index))
