@@ -1,4 +1,4 @@
-"""Linears after the pooling: dense modules of embedding models, and heads of classifiers."""
+"""Dense modules of embedding models, and classification heads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class PoolerHead:
-    """Pooled hidden states [R, hidden] to vectors [R, size], computed in float32. Fill it by way of `parameters()`."""
+    """[R, hidden] to [R, size], in float32."""
 
     def __init__(self, layer_specs: Sequence[HeadLayerSpec], backend: Backend) -> None:
         self._layer_specs = layer_specs

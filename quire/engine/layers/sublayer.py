@@ -1,5 +1,4 @@
-"""What every part of a decoder's layer says of itself: its parameters, the state that it keeps of each sequence, and
-its steps, in the kernels' own operations. A layer is a tuple of specs, each of which makes its part."""
+"""Interface of a layer's sublayers: parameters, state per sequence, forward pass."""
 
 from __future__ import annotations
 
@@ -27,8 +26,9 @@ from quire.kernels.quantized_tensors import Activations, choose_rounding_and_nee
 
 @dataclass(frozen=True, slots=True)
 class CacheTensorSpec:
-    """One tensor of a layer's pages, or slots; the first axis is the page, or slot. Pages of more than 16 tokens are
-    [pages, tokens, ...], or [pages, pieces of as many tokens, ...], so that the beginning of a page can be copied."""
+    """A tensor of KV blocks or slots, which are its first axis. Blocks of more than 16 tokens are [blocks, tokens,
+    ...], or [blocks, pieces, ...], so that a prefix of a block can be copied.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -40,34 +40,31 @@ class CacheTensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class BuildContext:
-    """What all parts of a model are made with, beside their own specs."""
+    """What sublayers need to build themselves."""
 
     backend: Backend
     scheme: QuantizationScheme
     hidden_size: int
     dtype: torch.dtype
     kv_dtype: torch.dtype
-    """What pages hold."""
     device: torch.device
     max_model_len: int
     kv_scales: Mapping[str, KVScales] = field(default_factory=dict)
-    """By the layer's name, of pages that hold 8-bit floats, where it is not 1."""
+    """By layer name, for quantized KV; missing: 1."""
     adapters: AdapterManager | None = None
-    """Where linears get room for some, if they do."""
     shard: ModelShard = UNSHARDED
-    """Whose part of each layer it is."""
     expert_packing: tuple[Backend, QuantizationScheme] | None = None
-    """What packs routed experts, where it is not what packs all else."""
+    """If routed experts are packed differently."""
     make_linear: Callable[..., Projection] = FusedLinear
-    """What makes attention's linears, of FusedLinear's arguments."""
+    """Makes attention's linears."""
     position_tables: dict[str, Tensor] = field(default_factory=dict)
-    """Those of positions, which layers share."""
+    """Shared by layers."""
     shared_linears: dict[str, FusedLinear] = field(default_factory=dict)
-    """Linears whose weights several layers have, by the name of the first one's part."""
+    """Linears whose weights layers share, by the first one's name."""
 
     @property
     def attention_dtype(self) -> torch.dtype:
-        """In which attention computes: what pages hold, where these are no codes."""
+        """The KV dtype unless quantized."""
         return self.dtype if self.kv_dtype in QUANTIZED_KV_DTYPES else self.kv_dtype
 
     def rope_table(self, rope: dict[str, Any], head_dim: int) -> Tensor:
@@ -77,14 +74,13 @@ class BuildContext:
         return self.position_tables[key]
 
     def query_scales(self, query_scaling: QueryScaling) -> Tensor:
-        """What queries are multiplied by, by position."""
         key = f"scales {query_scaling}"
         if key not in self.position_tables:
             self.position_tables[key] = query_scales(query_scaling, self.max_model_len).to(self.device)
         return self.position_tables[key]
 
     def alibi_table(self, factor: float, heads: int, rank_heads: range) -> Tensor:
-        """AttentionParams.relative_bias of the `rank_heads` among so many heads."""
+        """AttentionParams.relative_bias of this rank's heads."""
         key = f"alibi {factor} {heads}"
         if key not in self.position_tables:
             all_heads = factor * alibi_bias_table(heads, self.max_model_len)
@@ -94,23 +90,22 @@ class BuildContext:
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """What the parts of a layer must know of a step."""
+    """What sublayers need to know of a step."""
 
     metadata: AttentionMetadata
     cache: LayerCache
-    """What the layer keeps of sequences, in pages and in slots."""
+    """The layer's block tensors, then slot tensors."""
     selected_rows: Tensor | None
-    """What comes behind the layer's state is wanted of these tokens alone, so the part that keeps it drops the others
-    once they are kept; None: of all."""
+    """Tokens to compute after the layer's last state is stored; None: all."""
     per_layer_inputs: Tensor | None = None
-    """[T, W], what layers read of tokens beside the stream, as AttentionMetadata has it."""
+    """[T, W]; see AttentionMetadata."""
 
     @property
     def linear_context(self) -> LinearContext:
         return self.metadata.linear_context
 
     def context_of_selected_rows(self, rows: Tensor) -> ForwardContext:
-        """For the parts behind the one that has dropped all others."""
+        """For sublayers after the rows were selected."""
         per_layer_inputs = None if self.per_layer_inputs is None else self.per_layer_inputs[rows]
         return ForwardContext(
             replace(self.metadata, linear_context=self.linear_context.select_rows(rows)),
@@ -122,56 +117,53 @@ class ForwardContext:
 
 @dataclass(frozen=True, slots=True)
 class SmoothableNorm:
-    """A norm and the linears of a part that read what it gives."""
+    """A norm with the linears that read it."""
 
     norm_name: str
-    """Its name in the checkpoint."""
     weight_offset: float
-    """Added to its weights, as NormSpec has it."""
+    """See NormSpec."""
     linears: tuple[FusedLinear, ...]
 
 
 class Sublayer(ABC):
-    """Fill it by way of `parameters()` before use."""
-
     @abstractmethod
     def parameters(self) -> ParameterTable:
-        """Every tensor that it takes, by its name in the checkpoint."""
+        """By checkpoint name."""
 
     def process_weights_after_loading(self) -> None:
-        """All tensors were put."""
         return None
 
     def smoothable_norms(self) -> tuple[SmoothableNorm, ...]:
-        """Norms that nothing of this part reads but the linears named beside each; norms of which that cannot be said
-        are left out."""
+        """Norms that only the listed linears read."""
         return ()
 
     def block_tensor_specs(self, num_blocks: int) -> tuple[CacheTensorSpec, ...]:
-        """What keeps its state, for so many pages; (): it keeps none."""
+        """Empty if stateless."""
         return ()
 
     @property
     def num_block_tensors(self) -> int:
-        """How many tensors of pages its layer has for it: those that it keeps, or another layer's."""
+        """Its own or, if it reads another layer's KV, that layer's."""
         return len(self.block_tensor_specs(1))
 
     def slot_tensor_specs(self, num_slots: int, num_drafts: int) -> tuple[CacheTensorSpec, ...]:
-        """The same for so many slots, each of which keeps what is not in pages of one sequence; a step computes up to
-        so many drafts of it, which may turn out wrong."""
+        """State per sequence that is not in blocks; a step may compute `num_drafts` draft tokens that are rejected
+        later.
+        """
         return ()
 
     @property
     def block_bytes_formula(self) -> str:
-        """The bytes of a page, as a product."""
+        """Bytes of a block as a product."""
         return "0"
 
     @abstractmethod
     def forward(
         self, ops: Operations, x: Tensor, residual: Tensor | None, step: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """Returns (output, residual stream), not yet added, for x [T, hidden] and the stream to add it to (None: x is
-        the embeddings). Keeps the state of all T tokens."""
+        """Return (output, residual stream), not yet added, for x [T, hidden]; residual None: x is the embeddings.
+        Stores the state of all T tokens.
+        """
 
 
 def compute_attention(
@@ -182,7 +174,7 @@ def compute_attention(
     metadata: AttentionMetadata,
     params: AttentionParams,
 ) -> Tensor:
-    """Operations.paged_attention of this rank's heads q [T, H, D], whoever keeps which keys and values."""
+    """Attention of q [T, H, D] (this rank's heads), also under context parallelism."""
     if shard.is_context_parallel:
         assert shard.group is not None
         return ops.context_parallel_attention(q, caches, metadata, params, shard.group)
@@ -190,7 +182,7 @@ def compute_attention(
 
 
 def activate_gate_up(ops: Operations, gate_up: Tensor, down: FusedLinear, *, gelu: bool = False) -> Activations:
-    """Operations.silu_mul, or gelu_mul, as the linear that alone reads it takes it."""
+    """silu_mul or gelu_mul, quantized if `down`, its only reader, takes that."""
     if (rounding := choose_rounding_and_needs_unrounded((down.packed_linear,), gate_up)) is not None:
         form, whole = rounding
         return form.gate_and_round(gate_up, gelu=gelu, whole=whole)
@@ -198,5 +190,5 @@ def activate_gate_up(ops: Operations, gate_up: Tensor, down: FusedLinear, *, gel
 
 
 def scale_tensor(ops: Operations, x: Tensor, factor: float) -> Tensor:
-    """x * factor; may overwrite x."""
+    """May overwrite x."""
     return x if factor == 1 else ops.apply_activation(x, Activation("times", slope=factor))

@@ -1,1 +1,1 @@
-"""Parts of layers beside attention and MLPs, of families whose residual stream is more than a sum (Gemma 4)."""
+"""Sublayers that change the residual stream other than by adding to it (Gemma 4, Zamba 2)."""
