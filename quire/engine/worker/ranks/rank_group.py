@@ -1,5 +1,3 @@
-"""The processes that compute a model together, as the first of them sees the others."""
-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -16,20 +14,22 @@ from quire.engine.worker.ranks.rank_messages import RankCommand, RankMethods
 
 
 class RankGroup(ABC):
-    """This process is one of them, the leader; the others are its followers. A class given by --executor-cls derives
-    from an implementation and overrides `runner`."""
+    """The processes that compute a model, as seen by the first, the leader; the others are followers. A class given by
+    --executor-cls derives from an implementation and overrides `runner`.
+    """
 
     note: str | None = None
-    """Which processes there are, for the log."""
+    """For the log."""
 
     @abstractmethod
     def load_model(self, load_part: Callable[..., LoadedModel]) -> tuple[LoadedModel, int]:
-        """Load this process' part of the model with `load_part`, and wait until all have theirs. Returns the part, and
-        the bytes of what other stages hold. Its `read_bytes` are those of all ranks that divide every layer."""
+        """Load this process' part with `load_part`, and wait for all others. Returns the part, whose `read_bytes`
+        include all tensor-parallel ranks, and the bytes held by other pipeline stages.
+        """
 
     @abstractmethod
     def measure_total_kv_bytes(self, measure: Callable[[], int]) -> int:
-        """Bytes for the KV cache in all processes; `measure` finds this process'."""
+        """`measure` is for this process only."""
 
     @abstractmethod
     def allocate_on_followers(self, num_blocks: int, max_model_len: int, sequences: int, snapshots: int) -> None:
@@ -37,7 +37,7 @@ class RankGroup(ABC):
 
     @abstractmethod
     def send_to_followers(self, message: RankCommand) -> None:
-        """Send to all followers. They read it when they have done what earlier messages asked."""
+        """Followers read it after completing earlier messages."""
 
     def make_follower_runners(self, *, captures_mixed_batches: bool) -> None:
         """See RankMethods.make_runner."""
@@ -47,19 +47,19 @@ class RankGroup(ABC):
 
     @abstractmethod
     def runner(self, *parts: Any) -> ModelRunner:
-        """This process' model runner, which leads the others'. `parts`: a ModelRunner's arguments."""
+        """Make the leading model runner. `parts`: ModelRunner's arguments."""
 
     @abstractmethod
     def make_leader_draft_head_runner(self, *parts: Any) -> DraftHeadRunner:
-        """`parts`: a DraftHeadRunner's arguments."""
+        """`parts`: DraftHeadRunner's arguments."""
 
     @abstractmethod
     def wrap_adapter_loader(self, loader: AdapterLoader) -> AdapterLoader:
-        """The loader of adapters on all processes; `loader`: on this one."""
+        """Extend this process' loader to all."""
 
     @abstractmethod
     def make_collective_rpc(self, model: Decoder) -> CollectiveRPC | None:
-        """What calls a function on all processes; None if they take no calls. `model`: this process' part."""
+        """None if the processes take no calls."""
 
     @abstractmethod
     def stop_ranks(self) -> None:

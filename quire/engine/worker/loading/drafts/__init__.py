@@ -1,1 +1,1 @@
-"""Loads what guesses tokens with weights of its own."""
+"""Loads drafters with weights."""
