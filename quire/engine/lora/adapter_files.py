@@ -23,7 +23,7 @@ from quire.engine.lora.target_modules import ModuleShapes
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 256
 MAX_SCALE = 1024.0
-"""Adapters are trained with scales below 100; far above, results overflow to infinity."""
+"""Trained scales are below 100; far above, results overflow."""
 _MAX_CONFIG_BYTES = 2**20
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 _HALF_OF_SUFFIX = {
@@ -40,8 +40,6 @@ _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class _AdapterConfig(TypedDict, total=False):
-    """Fields of adapter_config.json."""
-
     peft_type: str | None
     r: Annotated[int, Meta(ge=1, le=2**20)] | None
     lora_alpha: Annotated[float, Meta(ge=-1e6, le=1e6)] | None
@@ -162,7 +160,6 @@ def _tensor_names_by_module(headers: Mapping[str, TensorHeader], modules: Module
 
 
 def find_base_weights_in_adapter(folder: Path, modules: ModuleShapes) -> dict[str, str]:
-    """Return modules by tensor name."""
     headers = read_file_headers(folder / WEIGHTS_FILE) or {}
     module_of_tensor = {
         tensor_name: _find_module(tensor_name.removesuffix(_BASE_WEIGHT_SUFFIXES[0]), modules)
@@ -173,7 +170,6 @@ def find_base_weights_in_adapter(folder: Path, modules: ModuleShapes) -> dict[st
 
 
 def _find_module(name: str, modules: ModuleShapes) -> str | None:
-    """Resolve PEFT's name of a module."""
     plain = name.removeprefix("base_model.").removeprefix("model.")
     text = text_tensor_name(plain) or ""
     inner = LAYER_MODULE_PATTERN.sub(r"model.layers.\1.\2", text)

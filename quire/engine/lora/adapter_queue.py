@@ -1,6 +1,6 @@
 """A waiting queue in which requests wait for adapters without delaying others. An adapter keeps its slot while a
-request needs it, also a preempted one. If no slot is free, those with the fewest users are closed, so no adapter waits
-forever.
+request needs it, even a preempted one. If no slot is free, those with the fewest users take no new ones, so no adapter
+waits forever.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from quire.engine.core.fair_queue import FairQueue
 from quire.engine.core.request import Request
 
 _LOAD_POLL_SECONDS = 0.005
-"""How long an idle engine waits before it polls for messages."""
 
 
 @dataclass(slots=True)
 class _AdapterSlot:
+    """Numbers begin at 1."""
+
     number: int
     digest: str = ""
     name: str = ""
     is_ready: bool = False
     request_ids: set[str] = field(default_factory=set)
     is_closed: bool = False
-    """Takes no new users: another adapter waits for it."""
+    """Another adapter waits for it."""
     last_used: int = 0
-    """`_num_uses` at its last user."""
 
 
 class AdapterQueue(FairQueue):
@@ -37,7 +37,7 @@ class AdapterQueue(FairQueue):
         self._loader = loader
         self._slots = [_AdapterSlot(number) for number in range(1, slots + 1)]
         self._waiting_by_adapter: dict[str, list[Request]] = {}
-        """By digest; never an empty list."""
+        """Holds no empty lists."""
         self._num_uses = 0
         self._loads: list[tuple[str, float]] = []
 
@@ -46,7 +46,7 @@ class AdapterQueue(FairQueue):
         if adapter is None:
             return super().push_request(request)
         slot = self._find_slot(adapter)
-        if slot is not None and request.engine_request.id in slot.request_ids:
+        if slot is not None and request.engine_request.id in slot.request_ids:  # preempted
             return super().push_request(request)
         self._waiting_by_adapter.setdefault(adapter.digest, []).append(request)
         if slot is not None and slot.is_ready and not slot.is_closed:
@@ -129,7 +129,6 @@ class AdapterQueue(FairQueue):
         return sorted(waiting, key=lambda digest: waiting[digest])
 
     def _find_free_slot(self) -> _AdapterSlot | None:
-        """Least recently used without users."""
         free = [slot for slot in self._slots if not slot.digest or (slot.is_ready and not slot.request_ids)]
         return min(free, key=lambda slot: (bool(slot.digest), slot.last_used), default=None)
 
@@ -144,7 +143,7 @@ class AdapterQueue(FairQueue):
         self._loader.load_adapter(slot.number, adapter)
 
     def _update_closed_slots(self, count: int) -> None:
-        """Close `count` slots, closed ones first, then those with the fewest users; open the others."""
+        """Closed slots first, then those with the fewest users."""
         ready = [slot for slot in self._slots if slot.is_ready]
         order = sorted(ready, key=lambda slot: (not slot.is_closed, len(slot.request_ids), slot.last_used))
         for index, slot in enumerate(order):

@@ -1,6 +1,4 @@
-"""Copies of adapters, named by content hash. The copy is checked, not the original, so every engine reads what was
-checked.
-"""
+"""Copies of adapters, named by content hash. Only the copy is checked, so every engine reads what was checked."""
 
 from __future__ import annotations
 
@@ -25,12 +23,12 @@ _MAX_HEADER_BYTES = 16 * 2**20
 
 
 class AdapterStore:
-    """Methods raise AdapterError for an adapter that cannot be served."""
+    """Methods raise AdapterError."""
 
     def __init__(
         self, root: Path, modules: ModuleShapes, max_rank: int, *, embedding: bool = True, weights: Path | None = None
     ) -> None:
-        """`root` must exist and be exclusive. `weights`: the model's folder."""
+        """`root` must exist and belong to this store alone. `weights`: the model's folder."""
         self._weights = weights
         for unfinished in root.glob(f"{_UNFINISHED_PREFIX}*"):  # left by a killed process
             shutil.rmtree(unfinished, ignore_errors=True)

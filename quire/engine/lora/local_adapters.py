@@ -34,12 +34,11 @@ class LoRARequest:
 
 
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
-"""One adapter for all prompts, or one per prompt."""
 
 
 class LocalAdapters:
-    """Copies are deleted once they are neither among the last `max_cpu_loras` nor in use, so that a trainer that writes
-    adapters at every step does not fill the disk.
+    """Deletes copies that are neither recent nor in use: a trainer that writes an adapter at every step would fill the
+    disk.
     """
 
     def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
@@ -57,7 +56,7 @@ class LocalAdapters:
         self._modules = info.adaptable or self._modules
 
     def resolve_requests(self, lora_request: LoRARequests, count: int) -> list[Adapter | None]:
-        """One adapter per prompt. Raises InvalidRequest."""
+        """Raises InvalidRequest."""
         is_single = lora_request is None or not isinstance(lora_request, list | tuple)
         requests: Sequence[LoRARequest | None] = [lora_request] * count if is_single else lora_request  # type: ignore[assignment, list-item]
         if invalid := [each for each in requests if each is not None and not isinstance(each, LoRARequest)]:
@@ -102,7 +101,6 @@ def _adapter_key(request: LoRARequest) -> tuple[str, int, str]:
 
 
 def _release_copy(lock: threading.RLock, copies: Counter[str], root: Path, digest: str) -> None:
-    """Finalizer of an Adapter."""
     with lock:
         copies[digest] -= 1
         if not copies[digest]:
@@ -113,7 +111,7 @@ def _release_copy(lock: threading.RLock, copies: Counter[str], root: Path, diges
 def resolve_lora_requests(
     adapters: LocalAdapters | None, lora_request: LoRARequests, count: int
 ) -> list[Adapter | None]:
-    """Raises InvalidRequest if `adapters` is None and needed."""
+    """Raises InvalidRequest."""
     if adapters is not None:
         return adapters.resolve_requests(lora_request, count)
     if lora_request is not None:

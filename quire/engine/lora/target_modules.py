@@ -1,5 +1,3 @@
-"""Modules that adapters may target."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -19,8 +17,8 @@ ModuleShapes = Mapping[str, tuple[int, int]]
 
 
 def adaptable_modules(model: ModelConfig) -> ModuleShapes:
-    """By checkpoint name: the embedding, the head and all linears but experts'; several may be one module of the
-    checkpoint. Empty for the transformers backend, whose modules only the engine knows.
+    """All linears but experts', the embedding and the head, by checkpoint name, where some are fused. Empty for the
+    transformers backend: only its engine knows the modules.
     """
     if model.transformers_config is not None:
         return {}
@@ -35,13 +33,12 @@ def adaptable_modules(model: ModelConfig) -> ModuleShapes:
 
 
 def target_linears(model: ModelConfig) -> ModuleShapes:
-    """By Quire's own names."""
     return build_decoder_spec(model).adaptable_linears()
 
 
 def modules_of_config(raw: Mapping[str, Any]) -> ModuleShapes:
-    """For a bare config.json; an unknown architecture counts as attention and a gated MLP. Raises ModelError, or
-    ConfigError if a size is missing.
+    """An unknown architecture is taken for attention and a gated MLP. Raises ModelError, or ConfigError if a size is
+    missing.
     """
     text = normalize_config_fields(raw.get("text_config") or raw)
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
@@ -60,11 +57,11 @@ def modules_of_config(raw: Mapping[str, Any]) -> ModuleShapes:
 
 
 def num_adapter_weights(modules: ModuleShapes, rank: int, *, head: bool = False) -> int:
-    """Of an adapter on all linears of the layers. `head`: with the LM head, as GPU slots have it."""
+    """`head`: include the LM head, for which GPU slots have room."""
     left_out = (EMBED_TOKENS,) if head else (EMBED_TOKENS, LM_HEAD)
     return rank * sum(sum(shape) for name, shape in modules.items() if name not in left_out)
 
 
 def effective_max_cpu_loras(max_loras: int, max_cpu_loras: int | None) -> int:
-    """In host memory, including those in slots."""
+    """Includes adapters in slots."""
     return max(max_cpu_loras or 4 * max_loras, max_loras)

@@ -1,4 +1,4 @@
-"""Checks adapters' weights, by bits (NumPy has no bfloat16) and without torch."""
+"""Checks bits, because NumPy has no bfloat16. Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _EXPONENT_BITS = {
     "F16": ("<u2", 0x7C00),
     "BF16": ("<u2", 0x7F80),
 }
-"""Integer dtype and exponent mask; infinity and NaN have all bits set."""
+"""Integer dtype and exponent mask; infinity and NaN have all its bits set."""
 _FLOAT_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _CHECKED_NUMBERS = 2**20
 _TensorLocation = tuple[Path, str, int, int]
-"""File, dtype, begin and end in bytes."""
+"""File, dtype, first and last byte."""
 
 
 def check_finite(file: Path) -> None:
@@ -40,9 +40,7 @@ def check_finite(file: Path) -> None:
 
 def check_base_weights(file: Path, names: Mapping[str, str], weights: Path | None) -> None:
     """Raise AdapterError unless base weights saved with an adapter are the model's: they may have been trained or
-    resized.
-
-    `names`: modules by tensor name. `weights`: None if there is nothing to compare with.
+    resized. `names`: modules by tensor name.
     """
     for tensor_name, module in names.items():
         where = f"{file.name}: {tensor_name[:120]}"
@@ -54,7 +52,7 @@ def check_base_weights(file: Path, names: Mapping[str, str], weights: Path | Non
 
 
 def _find_model_weight(weights: Path, module: str) -> _TensorLocation | None:
-    """The embedding's for a tied head."""
+    """A tied head uses the embedding's."""
     locations: dict[str, _TensorLocation] = {}
     for shard in find_weight_files(weights):
         if is_pickled(shard) or not shard.is_file():
@@ -84,7 +82,7 @@ def _are_close(first: _TensorLocation, second: _TensorLocation) -> bool:
 
 
 def _read_numbers(location: _TensorLocation) -> np.ndarray | None:
-    """bfloat16 as uint16; None if not floating-point."""
+    """None if not floating-point; bfloat16 becomes uint16."""
     file, dtype, begin, end = location
     if dtype not in _FLOAT_DTYPES:
         return None
