@@ -1,1 +1,1 @@
-"""Images on the host: decoding, preparation, and the tokens that stand for them. No torch."""
+"""Images on the host, without torch."""

@@ -1,4 +1,4 @@
-"""Decodes image files, which may be hostile: a server does it in a process that may be killed."""
+"""Decodes image files. They may be hostile: a server does it in a process that may be killed."""
 
 from __future__ import annotations
 
@@ -19,16 +19,14 @@ _MAX_SHOWN_CHARACTERS = 100
 FORMATS_TEXT = "a PNG, JPEG, WEBP or GIF file"
 MAX_FILE_BYTES = 20 << 20
 MAX_PIXELS = 25_000_000
-"""Against decompression bombs."""
+"""Stops decompression bombs."""
 
 
 _BAND_ROWS = 256
 _SIXTEEN_BIT_MODES = ("I", "I;16", "I;16B", "I;16L")
-"""Of 16-bit grayscale PNGs."""
+"""Pillow's modes of 16-bit PNGs."""
 _METADATA_CHUNKS = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
-"""Chunks that may hold the orientation."""
 _ORIENTATION_TAG, _ROTATED_ORIENTATIONS = 0x0112, (5, 6, 7, 8)
-"""EXIF tag, and its values for 90-degree rotations."""
 
 
 def preload_decoders() -> None:
@@ -38,7 +36,7 @@ def preload_decoders() -> None:
 
 
 def open_image(content: bytes, where: str) -> Image.Image:
-    """Does not decode pixels. Raises InvalidRequest that names `where`."""
+    """Does not decode pixels. Raises InvalidRequest."""
     from PIL import Image  # takes 30 ms
 
     preload_decoders()
@@ -74,7 +72,7 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 def _read_exif(image: Image.Image) -> Image.Exif:
-    """Pillow's getexif decodes a whole PNG, so it is only called if metadata follows the pixels."""
+    """For a PNG, Pillow's getexif decodes all pixels, so it is only called if metadata follows them."""
     from PIL import Image
 
     if image.format != "PNG" or not isinstance(file := getattr(image, "fp", None), io.BytesIO):
@@ -114,7 +112,7 @@ def decode_upright(image: Image.Image, where: str) -> Image.Image:
 
 
 def _composite_on_white(image: Image.Image) -> Image.Image:
-    """By bands of rows: RGBA copies of a large image would exceed a worker's memory."""
+    """In bands of rows: RGBA copies of a large image would exceed a worker's memory."""
     from PIL import Image
 
     composite = Image.new("RGB", image.size)

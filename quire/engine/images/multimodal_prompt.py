@@ -25,7 +25,6 @@ IMAGE_ROLES_MESSAGE = "images are read in messages of the user and in results of
 @dataclass(frozen=True, slots=True)
 class RequestImage:
     field_path: str
-    """Named in errors."""
     file_or_image: bytes | Pillow.Image
     low_detail: bool = False
     """Do not cut into tiles."""
@@ -53,13 +52,11 @@ def make_multimodal_prompt_builder(path: Path, tokenizer: Tokenizer) -> Multimod
 class MultimodalPromptBuilder:
     vision: VisionSpec
     template_image_token: str
-    """Text that chat templates write for each image."""
+    """Chat templates write it for each image."""
     tokenizer: Tokenizer
 
     def expand_text(self, text: str, request_images: Sequence[RequestImage]) -> str:
-        """Expand image placeholders. Raises InvalidRequest if an image's size cannot be read or text contains a
-        placeholder.
-        """
+        """Raises InvalidRequest if an image's size cannot be read or the text contains a placeholder."""
         return self._expand_placeholders_in_text(
             text, self._make_layouts([self._open_image(each) for each in request_images], request_images)
         )
@@ -67,9 +64,7 @@ class MultimodalPromptBuilder:
     def make_multimodal_prompt(
         self, text: str, request_images: Sequence[RequestImage], encode: Callable[[str], list[int]]
     ) -> MultimodalPrompt:
-        """`encode` checks the token count before any pixel is decoded. Raises InvalidRequest like `expand_text`, or if
-        decoding fails.
-        """
+        """`encode` checks the token count before pixels are decoded. Raises InvalidRequest."""
         files = [self._open_image(each) for each in request_images]
         layouts = self._make_layouts(files, request_images)
         ids = encode(self._expand_placeholders_in_text(text, layouts))
@@ -80,7 +75,7 @@ class MultimodalPromptBuilder:
         return MultimodalPrompt(ids, spans, tuple({each.digest: each for each in contents}.values()))
 
     def make_image_only_prompt(self, request_image: RequestImage) -> MultimodalPrompt:
-        """For embedding an image: one token. Raises InvalidRequest."""
+        """Raises InvalidRequest."""
         (content,) = self.make_tiles_of_image(request_image)
         token = self.vision.image_token_id
         return MultimodalPrompt([token], (MediaSpan(0, 1, content.digest),), (content,))
@@ -140,7 +135,7 @@ class MultimodalPromptBuilder:
     def _locate_spans(
         self, ids: Sequence[int], runs: Sequence[Sequence[int]], contents: Sequence[Image]
     ) -> tuple[MediaSpan, ...]:
-        """`runs`: per content, lengths of its runs of adjacent image tokens."""
+        """`runs`: lengths of each content's runs of adjacent image tokens."""
         positions = [position for position, token in enumerate(ids) if token == self.vision.image_token_id]
         spans, begin = list[MediaSpan](), 0
         for content, counts in zip(contents, runs, strict=True):
@@ -167,7 +162,7 @@ class MultimodalPromptBuilder:
 def make_tiles_by_tile_digest(
     reader: MultimodalPromptBuilder, request_images: Iterable[RequestImage]
 ) -> dict[str, Image]:
-    """At both details, by hex digest, as receipts name them. Raises InvalidRequest."""
+    """At both details, by hex digest, as in receipts. Raises InvalidRequest."""
     images = dict[str, Image]()
     for each in request_images:
         for low in (False, True):

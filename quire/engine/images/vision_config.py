@@ -1,5 +1,3 @@
-"""Reads a model's vision config. No torch."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -28,9 +26,7 @@ def can_read_images(raw: Mapping[str, Any]) -> bool:
 
 
 def read_vision_spec(path: Path, raw: Mapping[str, Any] | None = None) -> VisionSpec | None:
-    """None if the model reads no images. `raw`: a config.json of another name. Raises ModelError that names the wrong
-    field.
-    """
+    """None if the model reads no images. `raw`: a config.json of another name. Raises ModelError."""
     files = ModelFiles(path)
     content, label = files.read_json_file("config.json") if raw is None else raw, files.file_label("config.json")
     if content is None or not can_read_images(content):
@@ -42,7 +38,7 @@ def read_vision_spec(path: Path, raw: Mapping[str, Any] | None = None) -> Vision
 
 
 def count_vision_and_linear_parameters(raw: Mapping[str, Any], text_size: int) -> tuple[int, int]:
-    """Parameters of tower and projector, and those that can be quantized; 0, 0 without images. Raises ModelError."""
+    """All parameters, and those that can be quantized; 0, 0 without images. Raises ModelError."""
     if not can_read_images(raw):
         return 0, 0
     vision = _make_vision_spec(raw, {}, "config.json", parameters_only=True)
@@ -66,7 +62,7 @@ def _make_vision_spec(
 
 
 def _read_preprocessor(files: ModelFiles, *, normalizes: bool) -> PreprocessorFields:
-    """Raises ModelError for disabled steps; do_normalize may be off unless `normalizes`."""
+    """Raises ModelError for disabled steps. do_normalize may be off unless `normalizes`."""
     name, other = "preprocessor_config.json", "processor_config.json"
     content = files.read_json_file(name)
     if content is None:
