@@ -1,7 +1,5 @@
-"""A bidirectional transformer as in Devlin et al. (2019), pre- or post-norm.
-
-Keys and values live for one layer, in KV blocks, so that decoders' attention kernels apply. A prompt is computed in one
-step.
+"""A bidirectional transformer as in Devlin et al. (2019), pre- or post-norm. Keys and values live for one layer, in KV
+blocks, so that decoders' attention kernels apply. A prompt is computed in one step.
 """
 
 from __future__ import annotations
@@ -93,8 +91,6 @@ def _make_norm(shapes: ParameterShapes, name: str | None) -> LayerNormWeights | 
 
 
 def _swap_halves_on_load(parameter: LoadableParameter) -> LoadableParameter:
-    """The checkpoint's halves of rows are swapped."""
-
     def load_swapped(tensor: Tensor) -> None:
         second_half, first_half = tensor.chunk(2)
         parameter.weight_loader(torch.cat((first_half, second_half)))
@@ -127,7 +123,6 @@ class Encoder:
             _EncoderLayerWeights(spec, scheme, i, tables.get(str(rope))) for i, rope in enumerate(spec.ropes)
         ]
         self._embedding_tables: dict[str, Tensor] = {}
-        """Word, position, segment and relative attention bias embeddings."""
         self._shapes = spec.parameter_shapes()
         self._embedding_norm, self._final_norm = (
             _make_norm(self._shapes, name) for name in (spec.names.embedding_norm, spec.names.final_norm)
@@ -146,9 +141,7 @@ class Encoder:
         return table | merge_parameters(self._embedding_norm, self._final_norm, *self._layers)
 
     def forward(self, token_ids: Tensor, segments: Tensor | None, lengths: np.ndarray) -> Tensor:
-        """Hidden states [T, hidden] of whole prompts. `lengths` [S], `segments` [T] int64; None: all in the first
-        segment.
-        """
+        """Return [T, hidden]. `lengths` [S] and `segments` [T] are int64; no segments: all tokens are in the first."""
         (positions,) = upload_arrays([ragged_positions(lengths)], self.device)
         return run_all_chunks(
             self.forward_in_chunks(self._embed_tokens(token_ids, segments, positions), [lengths], splits_tokens=False)
@@ -163,11 +156,11 @@ class Encoder:
         *,
         splits_tokens: bool = True,
     ) -> Generator[float, None, tuple[Tensor, list[Tensor]]]:
-        """Yield each chunk's cost, in all `chunk_cost` of the tokens. Return the output and the states after
-        `aux_layers` (ascending).
+        """Yield costs that add up to `chunk_cost` of the tokens. Return the output, and the states after `aux_layers`
+        (ascending).
 
-        `lengths`: per metadata group, of the sequences that attend to each other. `cos_sin` [T, head_dim] float32: see
-        QKNormRopeParams.cos_sin. `splits_tokens`: chunks may hold part of a sequence.
+        `lengths`: for each metadata group, of sequences that attend to each other. `cos_sin` [T, head_dim] float32.
+        `splits_tokens`: a chunk may hold part of a sequence.
         """
         backend = self._backend
         spec = self.spec
@@ -197,7 +190,7 @@ class Encoder:
                 yield (chunk_cost(len(q), num_visible, spec.hidden_size) - QKV_COST_SHARE * len(q)) / spec.num_layers
             x = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
             if index in aux_layers:
-                aux_hidden_states.append(x.clone())
+                aux_hidden_states.append(x.clone())  # a backend may overwrite it
             self._report_progress()
         return x if self._final_norm is None else self._apply_norm(x, self._final_norm), aux_hidden_states
 
@@ -233,7 +226,7 @@ class Encoder:
             case "silu", False:
                 wide = silu(wide)
             case unknown, _:
-                raise AssertionError(unknown)
+                raise AssertionError(unknown)  # base_encoder_spec refuses it
         return layer.down.packed_linear(wide, NO_ADAPTERS)
 
     def _add_and_norm(self, x: Tensor, residual: Tensor, norm: LayerNormWeights) -> tuple[Tensor, Tensor]:
@@ -268,8 +261,8 @@ def _scale_channels(x: Tensor, factors: Tensor | None) -> Tensor:
 
 
 def relative_buckets(distances: Tensor, num_buckets: int) -> Tensor:
-    """Bucket of each distance (key minus query): half for keys after the query, near ones exact, others logarithmic
-    (Raffel et al., 2020).
+    """Half the buckets are for keys after the query; near distances are exact, others logarithmic (Raffel et al.,
+    2020).
     """
     half = num_buckets // 2
     num_exact = half // 2

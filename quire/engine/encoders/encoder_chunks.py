@@ -1,5 +1,5 @@
-"""Splits an encoder's work into chunks of one layer and some tokens, so that other steps can run between.
-Bit-identical: kernels compute tokens independently.
+"""Chunks of an encoder's work, between which other steps can run: one layer of some tokens each. Results are
+bit-identical, because kernels compute tokens independently.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 MAX_CHUNK_TOKENS = 1024
 """Linears gain nothing from more."""
 QKV_COST_SHARE = 0.25
-"""3 of a layer's 12 hidden_size² are before attention."""
+"""3 of a layer's 12 hidden_size² come before attention."""
 StepChunks = list[tuple[slice, AttentionMetadata]]
 
 
@@ -54,9 +54,8 @@ def make_chunks_with_metadata(
     *,
     has_rope_table: bool = False,
 ) -> StepChunks:
-    """Chunks of at most `max_rows` tokens (None: one chunk) of prompts of `lengths` [S] int64, each on its own blocks.
-    All keys must be stored before any chunk attends. `has_rope_table`: RoPE reads a row per token. Does not wait for
-    the device.
+    """Chunks of at most `max_rows` tokens (None: one chunk) of prompts of `lengths` [S] int64. Store all keys before
+    any chunk attends. `has_rope_table`: RoPE reads one row per token. Does not wait for the device.
     """
     num_blocks = -(-lengths // block_size)
     first_blocks, starts = np.cumsum(num_blocks) - num_blocks, np.concatenate(([0], np.cumsum(lengths)))

@@ -1,5 +1,3 @@
-"""Runs whole prompts through an encoder; no KV blocks, no sampler."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -25,8 +23,6 @@ class CompletedStep:
 
 
 class ImageEmbedder(Protocol):
-    """See engine/worker/images/encoder_cache.py."""
-
     def run_scheduled_encoder_chunks(
         self, batch: SchedulerOutput, owner: Callable[[ScheduledRequest], NewRequestData]
     ) -> None: ...

@@ -92,7 +92,7 @@ class Gemma4Tower(Tower):
         return table
 
     def _reorder_rope_dims_on_load(self, name: str, parameter: LoadableParameter) -> LoadableParameter:
-        """Stored heads rotate halves (columns, rows) separately; reorder them for whole-head RoPE."""
+        """The checkpoint rotates halves of a head separately (columns, rows); reorder them for whole-head RoPE."""
         if not name.endswith((*_ROTATED_WEIGHTS, *_HEAD_NORM_WEIGHTS)):
             return parameter
         size = self._vision.head_dim
@@ -125,7 +125,7 @@ class Gemma4Tower(Tower):
         return self._projection.packed_linear(normed, NO_ADAPTERS)
 
     def _patch_embeddings_and_coordinates(self, image: Image) -> tuple[Tensor, Tensor]:
-        """Row-major patches [T, hidden], and (index, column, row) [T, 3] int64 for AttentionMetadata.mrope_positions."""
+        """Row-major patches [T, hidden]; (index, column, row) [T, 3] int64."""
         size = self._vision.tower_shape.patch_size
         rows, columns = image.height // size, image.width // size
         device = self._build_context.device
@@ -136,7 +136,7 @@ class Gemma4Tower(Tower):
         return x, torch.stack((patch_ids, patch_ids % columns, patch_ids // columns), dim=1)
 
     def _run_layers(self, x: Tensor, coordinates: Tensor, num_images: int) -> Generator[float, None, Tensor]:
-        """Chunks are sublayers: an image has few tokens."""
+        """A chunk is a whole sublayer, because an image has few tokens."""
         backend = self._build_context.backend
         vision = self._vision
         device = self._build_context.device

@@ -19,8 +19,6 @@ from quire.kernels.parameters.activation import Activation
 
 
 class Projector(ABC):
-    """Patches to tokens."""
-
     @abstractmethod
     def parameters(self) -> ParameterTable:
         """See Tower.parameters."""
@@ -62,7 +60,7 @@ class MLPProjector(Projector):
         num_skipped: int = 0,
         intermediate_size: int | None = None,
     ) -> None:
-        """`num_skipped`: leading rows that are no patches. Raises ModelError for an unsupported activation."""
+        """`num_skipped`: leading rows without patches. Raises ModelError for an unsupported activation."""
         kind, size = parse_encoder_activation(act), intermediate_size or build_context.text_hidden_size
         if kind not in ("gelu", "gelu_tanh", "relu"):
             raise ModelError(f"model: config.json: projector_hidden_act: {act!r} is not served")
@@ -111,8 +109,6 @@ class PixelShuffleMLP:
 
 
 class SquarePixelShuffleProjector(Projector):
-    """Drops the class token."""
-
     def __init__(self, linears: PixelShuffleMLP, side: int) -> None:
         self._linears, self._side = linears, side
 
@@ -124,7 +120,7 @@ class SquarePixelShuffleProjector(Projector):
 
 
 class ClassTokenProjector(Projector):
-    """CLIP's image vector."""
+    """As in CLIP."""
 
     def __init__(self, build_context: TowerBuildContext, hidden: int, eps: float, norm: str, projection: str) -> None:
         self._backend, self._eps = build_context.backend, eps
@@ -180,7 +176,7 @@ class AttentionPoolingProjector(Projector):
 
 
 class AveragePoolingProjector(Projector):
-    """The norm is stored as offsets from 1, the matrix as [hidden, text_hidden_size]."""
+    """The norm is stored as offsets from 1."""
 
     def __init__(
         self, build_context: TowerBuildContext, hidden: int, side: int, tokens_per_side: int, eps: float, name: str

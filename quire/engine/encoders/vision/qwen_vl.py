@@ -109,8 +109,8 @@ class QwenVLTower(Tower):
         return torch.cat(parts)
 
     def _patch_order_and_lengths(self, rows: int, columns: int, images: int) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Encoder order of patches [T] int64, adjacent within a token and a window; attention lengths of all images by
-        metadata group (0: image, 1: window).
+        """Encoder order of patches [T] int64, which keeps tokens and windows together, and attention lengths by
+        metadata group (0: whole image, 1: window).
         """
         merge = self._vision.merge_size
         places = np.arange(rows * columns).reshape(rows // merge, merge, columns // merge, merge).swapaxes(1, 2)
@@ -123,7 +123,7 @@ class QwenVLTower(Tower):
         return np.concatenate(squares), [*lengths, np.array([len(each) for each in squares] * images)]
 
     def _row_major_token_order(self, order: np.ndarray, columns: int) -> np.ndarray:
-        """[tokens] int64: index in encoder order."""
+        """Indices in encoder order, [tokens] int64."""
         merge = self._vision.merge_size
         first = order[:: merge**2]
         token_order: np.ndarray = np.argsort(first // columns // merge * (columns // merge) + first % columns // merge)
@@ -151,7 +151,7 @@ class QwenVLTower(Tower):
 
 
 class PatchMerger:
-    """merge x merge patches through two linears, after a norm of each patch (`has_patch_norm`) or of the merged ones."""
+    """Two linears on merge x merge patches, after a norm of each patch (`has_patch_norm`) or of all together."""
 
     def __init__(
         self, vision: QwenVisionSpec, build_context: TowerBuildContext, name: str, *, has_patch_norm: bool

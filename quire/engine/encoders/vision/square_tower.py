@@ -29,22 +29,19 @@ from quire.engine.layers.parameters import LoadableParameter, ParameterTable, ma
 
 @dataclass(frozen=True, slots=True)
 class SquareTowerSpec:
-    """Tensor names of a tower."""
-
     encoder: EncoderSpec
     patch_embedding: str
     position_embedding: str
     patch_bias: bool = True
     class_token: str | None = None
-    """At the first position."""
+    """It has the first position."""
     first_norm: str | None = None
-    """Applied before the layers."""
     has_batch_axes: bool = False
     """Class token and positions have leading axes of size 1."""
 
 
 def siglip_spec(shape: TowerShape, tower: str, *, final_norm: bool = True) -> SquareTowerSpec:
-    """`tower`: name prefix. Raises ModelError for an unsupported activation."""
+    """Raises ModelError for an unsupported activation."""
     names = EncoderWeightNames(
         word_embeddings="",
         layer_template=f"{tower}.encoder.layers.{{}}",
@@ -68,7 +65,7 @@ def clip_spec(shape: TowerShape, tower: str) -> SquareTowerSpec:
 
 
 def internvl_spec(vision: InternVLVisionSpec, tower: str) -> SquareTowerSpec:
-    """See Chen et al., 2024."""
+    """InternVL (Chen et al., 2024)."""
     names = EncoderWeightNames(
         word_embeddings="",
         layer_template=f"{tower}.encoder.layer.{{}}",
@@ -107,7 +104,7 @@ class SquareTower(Tower):
         *,
         unused: tuple[str, ...] = (),
     ) -> None:
-        """`position_ids` [side * side] int64: rows of a table of trained_side²."""
+        """`position_ids` [side * side] int64 index a table of trained_side² rows."""
         self.unused_prefixes = unused
         self._spec = spec
         self._shape = shape
@@ -143,7 +140,7 @@ class SquareTower(Tower):
         )
 
     def encode_squares_in_chunks(self, squares: Sequence[Tensor]) -> ChunkedEncoding:
-        """[side, side, 3] float32 each."""
+        """A square is [side, side, 3] float32."""
         x = torch.cat([self._embed_pixels(each) for each in squares])
         hidden, _ = yield from self._encoder.forward_in_chunks(
             x, lengths_of_equal_sequences(len(x) // len(squares), len(squares))
@@ -151,6 +148,7 @@ class SquareTower(Tower):
         return [self._projector(each) for each in hidden.chunk(len(squares))]
 
     def _embed_pixels(self, pixels: Tensor) -> Tensor:
+        """Return [tokens, hidden]."""
         assert self._positions is not None, "weights are not loaded"
         x = self._patch_embedding(pixels)
         assert len(x) == len(self._position_ids), "an image that was prepared for another tower"
@@ -167,7 +165,7 @@ class SquareTower(Tower):
 
 
 def bucketed_position_ids(side: int, trained_side: int) -> Tensor:
-    """Position rows [side * side] int64 at the same fractions of a side; float32 as in transformers, to round alike."""
+    """[side * side] int64; computed in float32 as in transformers, to round alike."""
     boundaries = torch.arange(1 / trained_side, 1.0, 1 / trained_side)
     fractions = torch.clamp(torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side)), max=1.0 - 1e-6)
     axis_ids = torch.bucketize(fractions, boundaries, right=True)

@@ -28,7 +28,7 @@ ChunkedEncoding = Generator[float, None, list[Tensor]]
 class TowerBuildContext:
     backend: Backend
     scheme: QuantizationScheme
-    """Of linears in layers; others are unquantized."""
+    """For linears in layers; others are unquantized."""
     dtype: torch.dtype
     text_hidden_size: int
     report_progress: Callable[[], None]
@@ -52,19 +52,16 @@ class TowerBuildContext:
 
 
 class Tower(ABC):
-    """A vision tower and its projector."""
-
     unused_prefixes: tuple[str, ...] = ()
-    """Of checkpoint tensors."""
 
     @abstractmethod
     def parameters(self) -> ParameterTable:
-        """By checkpoint name as vision_tensor_name (engine/checkpoint/tensor_headers.py) returns it."""
+        """By name as vision_tensor_name returns it."""
 
     @abstractmethod
     def encode_in_chunks(self, images: Sequence[Image]) -> ChunkedEncoding:
-        """Encode images of one size; costs add up to VisionSpec.encoder_cost. Returns [tokens, text_hidden_size] per
-        image, or wider (see Features in engine/models/decoder.py); the same bits whatever the batch.
+        """Costs add up to VisionSpec.encoder_cost. Returns [tokens, text_hidden_size] per image, or wider (see
+        MediaEmbeddings). Images have one size; the batch does not change a bit.
         """
 
     @torch.inference_mode()
@@ -73,7 +70,7 @@ class Tower(ABC):
 
 
 class PatchEmbedding:
-    """A convolution with stride = size, as a linear. `frames`: per patch; an image repeats one."""
+    """A convolution with stride = size, as a linear. `frames` per patch: an image is repeated."""
 
     def __init__(
         self, build_context: TowerBuildContext, shape: TowerShape, name: str, *, bias: bool, frames: int = 0
@@ -152,12 +149,11 @@ def tower_encoder_spec(shape: TowerShape, names: EncoderWeightNames) -> EncoderS
 
 
 def lengths_of_equal_sequences(num_tokens: int, num_images: int) -> list[np.ndarray]:
-    """For one metadata group."""
     return [np.full(num_images, num_tokens)]
 
 
 def axial_rope_table(rows: Tensor, columns: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
-    """[T, head_dim] as in QKNormRopeParams.cos_sin, for `rows` and `columns` [T]; frequencies [head_dim / 4]."""
+    """[T, head_dim] as QKNormRopeParams.cos_sin; `rows`, `columns` [T], frequencies [head_dim / 4]."""
     angles = torch.cat((rows[:, None].float() * by_row, columns[:, None].float() * by_column), dim=1)
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 
