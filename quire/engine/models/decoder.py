@@ -1,5 +1,5 @@
-"""A decoder-only transformer of any layers, each a residual tuple of sublayers (engine/layers/sublayer.py). A family
-maps a config.json to a DecoderSpec and has no other model code.
+"""A decoder-only transformer whose layers are tuples of residual sublayers. A family maps config.json to a DecoderSpec
+and has no other model code.
 """
 
 from __future__ import annotations
@@ -43,23 +43,20 @@ from quire.kernels.streaming.layer_streamer import LayerHooks, LayerStreamer
 from quire.kernels.streaming.weight_offloader import WeightOffloader
 
 KVCache = list[LayerCache]
-"""By index in the block (engine/checkpoint/kv_cache_groups.py), as specified by `Decoder.block_tensor_specs` and
-`Decoder.slot_tensor_specs`.
-"""
+"""By index in the block (engine/checkpoint/kv_cache_groups.py)."""
 _MAX_SINGLE_CALL_TOKENS = 64
-"""Steps up to this size run all recorded layers in one call; longer ones report progress after each layer."""
+"""Longer steps call recorded layers one by one and report progress after each."""
 
 
 class _BoundSublayer(NamedTuple):
     sublayer: Sublayer
     cache_indices: list[int]
-    """Indices of its tensors among the layer's."""
     is_last_stateful: bool
-    """Sublayers after the last stateful one need not compute all tokens."""
+    """Later sublayers need not compute all tokens."""
 
 
 def _bind_sublayers(layer: Sequence[Sublayer]) -> list[_BoundSublayer]:
-    """A layer's cache holds block tensors first, then slot tensors, both in the sublayers' order."""
+    """A layer's cache holds block tensors first, then slot tensors."""
     num_block_tensors, num_slot_tensors = (
         [sublayer.num_block_tensors for sublayer in layer],
         [len(sublayer.slot_tensor_specs(1, 0)) for sublayer in layer],
@@ -84,17 +81,13 @@ def _bind_sublayers(layer: Sequence[Sublayer]) -> list[_BoundSublayer]:
 
 
 class MediaEmbeddings(NamedTuple):
-    """Embeddings that replace those of media tokens."""
-
-    token_indices: Tensor  # [P] int64, token indices in the step
-    embeddings: (
-        Tensor  # [P, hidden], or [P, (1 + D) * hidden] with deepstack values added after each of the first D layers
-    )
+    token_indices: Tensor  # [P] int64
+    embeddings: Tensor  # [P, hidden], or [P, (1 + D) * hidden] with deepstack values for the first D layers
 
 
 class Decoder:
     transformers_class = ""
-    """Name of the transformers class that computes it, or ""."""
+    """"" without the transformers backend."""
 
     def __init__(
         self,
@@ -107,9 +100,8 @@ class Decoder:
         layers: range | None = None,
         offload: tuple[WeightOffloader, QuantizationScheme] | None = None,
     ) -> None:
-        """`report_progress` is called after every layer and before logits. `layers`: those of this pipeline stage; the
-        first stage has the embedding, the last one the final norm and the head. `groups`: by default, one group of all
-        layers. `offload`: keeps some weights elsewhere, and the scheme that packs them.
+        """`report_progress` is called after every layer and before logits. `layers`: this pipeline stage's. The first
+        stage has the embedding, the last one the final norm and the head. `groups` None: all layers share blocks.
         """
         backend = build_context.backend
         scheme = build_context.scheme
@@ -169,7 +161,6 @@ class Decoder:
         self._head = FusedLinear(scheme, size, parts, bias=spec.head_bias, wide=True, adapters=adapters, cuts=cuts)
 
     def _layer_build_context(self, position: int, build_context: BuildContext) -> BuildContext:
-        """`position`: the layer's index in this stage."""
         if not isinstance(self._layer_hooks, LayerStreamer):
             return build_context
         return replace(
@@ -178,7 +169,7 @@ class Decoder:
 
     @property
     def kernel_backend_identity(self) -> str:
-        """Everything that the bits of keys and values may depend on."""
+        """Everything that bits of the KV cache may depend on."""
         return f"{self._backend.name}, {self._backend.description()}"
 
     def convert_weights(self, stream: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
@@ -208,7 +199,7 @@ class Decoder:
 
     @property
     def absent_module_prefixes(self) -> tuple[str, ...]:
-        """Prefixes of tensors that other stages have or that a model without head does not need."""
+        """Tensors of other stages, and of an unused head."""
         other_layers = [index for index in range(self.spec.num_layers) if index not in self.layers]
         end_modules = [
             *([] if self.is_first_stage else [EMBED_TOKENS, EMBED_POSITIONS, EMBEDDING_NORM]),
@@ -218,7 +209,7 @@ class Decoder:
         return tuple(f"{name}." for name in (*(f"model.layers.{index}" for index in other_layers), *end_modules))
 
     def block_tensor_specs(self, num_blocks: int) -> list[tuple[CacheTensorSpec, ...]]:
-        """By index in the block. Layers of one index are of different groups and share the tensors."""
+        """By index in the block. Layers with one index are of different groups and share tensors."""
         layers = [
             self._layers[self.groups.layer_index_in_block.index(place)] for place in range(self.groups.layers_per_block)
         ]
@@ -227,7 +218,7 @@ class Decoder:
         ]
 
     def slot_tensor_specs(self, num_slots: int, num_drafts: int) -> list[tuple[CacheTensorSpec, ...]]:
-        """By index in the block; see Sublayer.slot_tensor_specs."""
+        """By index in the block."""
         layers = [
             self._layers[self.groups.layer_index_in_block.index(place)] for place in range(self.groups.layers_per_block)
         ]
@@ -238,7 +229,6 @@ class Decoder:
 
     @property
     def all_stages_block_bytes(self) -> int:
-        """Bytes of a block in all layers, including other stages'."""
         return sum(
             tensor.total_bytes
             for layer in self.layers_of_all_stages
@@ -247,7 +237,7 @@ class Decoder:
         )
 
     def total_slot_bytes(self, num_slots: int, num_drafts: int) -> int:
-        """In all layers, including other stages'; see Sublayer.slot_tensor_specs."""
+        """In all stages."""
         return sum(
             tensor.total_bytes
             for layer in self.layers_of_all_stages
@@ -271,7 +261,7 @@ class Decoder:
         return self.total_block_bytes_formula(self.groups.layers_per_block)
 
     def total_block_bytes_formula(self, places: int) -> str:
-        """Bytes of a block of every group as a product, where a block has `places` layers, in all processes."""
+        """For all groups and processes; a block has `places` layers."""
         slots = places * self.groups.num_groups
         unused = f" ({slots - self.spec.num_layers} of them unused)" if slots > self.spec.num_layers else ""
         layers = self.layers_of_all_stages if self.groups.num_groups == 1 else self._layers
@@ -281,9 +271,7 @@ class Decoder:
         return " + ".join(f"{each} x {count} layers" for each, count in zip(kinds, counts, strict=True)) + unused
 
     def forward(self, token_ids: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, rows: Tensor) -> Tensor:
-        """Return hidden states [R, hidden] of the tokens at `rows` [R], ascending; store keys and values of all T
-        tokens.
-        """
+        """Return [R, hidden] at `rows` [R], ascending; store keys and values of all T tokens."""
         return self.forward_with_aux(token_ids, metadata, kv_cache, rows, ())[0]
 
     def forward_with_aux(
@@ -295,7 +283,7 @@ class Decoder:
         aux_layers: Sequence[int],
         features: MediaEmbeddings | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Also return the residual streams [T, hidden] entering `aux_layers` (ascending)."""
+        """Also return the residual streams [T, hidden] before `aux_layers` (ascending)."""
         assert self.is_last_stage
         assert self.is_first_stage or not aux_layers
         output_rows = None if len(rows) == len(token_ids) else rows
@@ -313,9 +301,7 @@ class Decoder:
         aux_layers: Sequence[int],
         features: MediaEmbeddings | None,
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-        """Run this stage's layers, the last one for `output_rows` only if given. Also return the streams entering
-        `aux_layers`.
-        """
+        """The last layer computes `output_rows` only, if given."""
         self._layer_hooks.begin_pass()
         x, residual = self.embed_or_receive_inputs(token_ids, metadata)
         deepstack_values = list[Tensor]()
@@ -328,14 +314,14 @@ class Decoder:
         elif self.spec.reads_embeddings:
             metadata = replace(
                 metadata, per_layer_inputs=x.clone()
-            )  # the residual stream starts as x and may be overwritten
+            )  # x becomes the residual stream, which may be overwritten
         first_layer, aux_hidden_states = 0, list[Tensor]()
         for stop in sorted({*aux_layers, *range(1, len(deepstack_values) + 1)}):
             x, residual = self._run_layers(x, residual, metadata, kv_cache, range(first_layer, stop), None)
             if features is not None and 0 < stop <= len(deepstack_values):
                 x[features.token_indices] += deepstack_values[stop - 1]
             if stop in aux_layers:
-                stream = x.clone() if residual is None else x + residual
+                stream = x.clone() if residual is None else x + residual  # a backend may overwrite both
                 aux_hidden_states.append(
                     stream if self.spec.residual_multiplier == 1 else stream.mul_(self.spec.residual_multiplier)
                 )
@@ -346,7 +332,7 @@ class Decoder:
         return x, residual, aux_hidden_states
 
     def embed_or_receive_inputs(self, token_ids: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor | None]:
-        """The layers' input x [T, hidden], and the residual stream to add it to (None: none yet)."""
+        """x [T, hidden], and the residual stream to add it to (None: none yet)."""
         x = self._embedding.embed_tokens(token_ids, metadata.linear_context)
         if self._positions is not None:
             x = self._positions.add_positions(x, metadata.positions)
@@ -355,7 +341,7 @@ class Decoder:
     def forward_stage(
         self, token_ids: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, features: MediaEmbeddings | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Run the layers of a stage that is not the last one."""
+        """For stages before the last."""
         x, residual, _ = self._run_stage(token_ids, metadata, kv_cache, None, (), features)
         assert residual is not None
         return x, residual
@@ -369,7 +355,7 @@ class Decoder:
         layers: range,
         output_rows: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """`layers` are indices in this stage; the last one computes `output_rows` only if given."""
+        """`layers`: indices in this stage. The last one computes `output_rows` only, if given."""
         done = layers.start
         if metadata.is_text_only and (recorded := self._get_recorded_layers_call(kv_cache)) is not None:
             layers_per_call = (
@@ -417,7 +403,7 @@ class Decoder:
         return (x, residual) if step.selected_rows is None else (x[step.selected_rows], residual[step.selected_rows])
 
     def _get_recorded_layers_call(self, kv_cache: KVCache) -> RecordedLayers | None:
-        """All layers as one call on this KV cache; None if the backend cannot record."""
+        """None if the backend cannot record."""
         if self._recorded_layers[0] is not kv_cache:
             layers = [partial(self._run_layer, index, kv_cache, None) for index in range(len(self.layers))]
             hidden, groups = self.spec.hidden_size, self.groups.num_groups
@@ -432,14 +418,14 @@ class Decoder:
         return self._embedding.lookup_rows(token_ids)
 
     def compute_logits(self, hidden: Tensor, context: LinearContext = NO_ADAPTERS) -> Tensor:
-        """[R, hidden] to [R, vocab] float32; ranks other than the first return their shard."""
+        """[R, hidden] to [R, vocab] float32. Only the first rank gets all columns."""
         return self.shard.gather_columns(self._shard_logits(hidden, context), self.spec.vocab_size)
 
     def greedy_tokens_and_finite_flags(
         self, hidden: Tensor, context: LinearContext = NO_ADAPTERS
     ) -> tuple[Tensor, Tensor]:
-        """Argmax of each row [R] int64 on every rank, and flags [R], valid on the first rank, that it is finite. Does
-        not wait for the host; ranks exchange two numbers per row.
+        """Argmax [R] int64 on every rank; flags [R] are valid on the first. Does not wait for the host; ranks exchange
+        two numbers per row.
         """
         logits = self._shard_logits(hidden, context)
         tokens = self.argmax(logits)
@@ -460,7 +446,5 @@ class Decoder:
 
 
 def has_finite_logits(hidden: Tensor, logits: Tensor) -> Tensor:
-    """Flags [R]. NaN anywhere spreads over hidden states or logits, so one logit per row is checked: a tenth of the
-    time of checking all.
-    """
+    """[R]. NaN spreads to whole rows, so checking one logit suffices: a tenth of the time of checking all."""
     return hidden.amax(-1).isfinite() & ~logits[:, 0].isnan()

@@ -1,5 +1,3 @@
-"""What a model requires of kernel backends."""
-
 from __future__ import annotations
 
 import torch
@@ -19,9 +17,7 @@ _RecurrentSpec = DeltaNetSpec | Mamba2LayerSpec | MambaLayerSpec
 
 
 def widest_attention_spec(spec: DecoderSpec) -> AttentionLayerSpec | MLALayerSpec:
-    """The attention with the largest head size; without attention, one that any backend computes. Raises ModelError if
-    layers keep no state at all.
-    """
+    """Without attention, a spec that any backend computes. Raises ModelError if layers keep no state."""
     attention_specs: list[AttentionLayerSpec | MLALayerSpec] = [
         *spec.sublayers_of_kind(AttentionLayerSpec),
         *spec.sublayers_of_kind(MLALayerSpec),
@@ -58,9 +54,7 @@ def has_mla(spec: DecoderSpec) -> bool:
 
 
 def attention_head_dim(spec: DecoderSpec, device: torch.device) -> int:
-    """Of the widest attention. The CPU computes MLA on latent heads; elsewhere MLA has its own kernels, and the size is
-    that of expanded heads.
-    """
+    """CPUs compute MLA on latent heads; elsewhere MLA has its own kernels, and heads are expanded ones."""
     widest_spec = widest_attention_spec(spec)
     if isinstance(widest_spec, MLALayerSpec) and device.type != "cpu":
         return widest_spec.qk_nope_head_dim + widest_spec.qk_rope_head_dim
@@ -68,7 +62,7 @@ def attention_head_dim(spec: DecoderSpec, device: torch.device) -> int:
 
 
 def make_dummy_recurrence_params(spec: DecoderSpec, device: torch.device) -> list[tuple[Recurrence, int]]:
-    """Per kind and size of recurrence, parameters with dummy weights, and value_dim."""
+    """With value_dim, by kind and size."""
     parts: list[_RecurrentSpec] = [
         *spec.sublayers_of_kind(DeltaNetSpec),
         *spec.sublayers_of_kind(Mamba2LayerSpec),
@@ -113,7 +107,7 @@ def _make_dummy_recurrence_params(part: _RecurrentSpec, device: torch.device) ->
 
 
 def attention_requirements(spec: DecoderSpec, kv_dtype: torch.dtype, *, ranks: int = 1) -> AttentionRequirements:
-    """`ranks`: size of decode context parallelism."""
+    """`ranks`: of context parallelism."""
     return AttentionRequirements(
         softcap=widest_attention_spec(spec).softcap is not None,
         sinks=has_sinks(spec),

@@ -1,5 +1,5 @@
-"""Interface of draft heads. A head keeps a state per position, computed from the model's hidden states. From it, it
-predicts the token after next, and continues with its own predictions.
+"""A draft head keeps a state per position, made of the model's hidden states, and predicts the token after next from
+it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ class DraftHead(ABC):
 
     device: torch.device
     aux_layers: tuple[int, ...] = ()
-    """Decoder layers that it reads inputs of, ascending, in addition to the last hidden states."""
+    """It reads inputs of these layers (ascending) and the last hidden states."""
     max_draft_tokens: int | None = None
     """None: unlimited."""
     block_bytes_formula: str = "0"
 
     @property
     def reads_all_tokens(self) -> bool:
-        """True if it reads the hidden states of all tokens, not just of those before a sampled one."""
+        """False: only those before a sampled token."""
         return bool(self.block_tensor_specs(1))
 
     def block_tensor_specs(self, num_blocks: int) -> list[tuple[CacheTensorSpec, ...]]:
-        """Per layer."""
         return []
 
     @abstractmethod
@@ -47,14 +46,14 @@ class DraftHead(ABC):
         metadata: AttentionMetadata | None,
         kv_cache: Sequence[LayerCache],
     ) -> Tensor:
-        """States at T tokens. `metadata`: the decoder's; None unless `reads_all_tokens`."""
+        """At T tokens. `metadata` is None unless `reads_all_tokens`."""
 
     @abstractmethod
     def advance_states(
         self, next_tokens: Tensor, states: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[LayerCache]
     ) -> Tensor:
-        """States at the draft tokens `next_tokens` [T], from the states before them."""
+        """`next_tokens` [T]: drafts after `states`."""
 
     @abstractmethod
     def compute_logits(self, states: Tensor, num_drafted: int) -> Tensor:
-        """[T, vocab] float32 of the token after next, after `num_drafted` draft tokens."""
+        """[T, vocab] float32."""

@@ -1,6 +1,5 @@
-"""EAGLE heads (Li et al., 2024 and 2025): layers with their own KV cache predict the next hidden state from a hidden
-state and the following token. EAGLE-3 reads three decoder layers and has a smaller vocabulary. Chains only, no draft
-trees.
+"""EAGLE heads (Li et al., 2024 and 2025): layers with KV cache predict the next hidden state from the last one and the
+next token. EAGLE-3 reads three decoder layers and has a smaller vocabulary. No draft trees.
 """
 
 from __future__ import annotations
@@ -24,29 +23,28 @@ from quire.engine.models.heads.transformer_head import TransformerHead
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, LayerCache
 
 _IMPOSSIBLE_LOGIT = -1e30
-"""Of tokens outside the draft vocabulary."""
+"""For tokens outside the draft vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class EagleSpec:
     layers: tuple[LayerSpec, ...]
-    """The first layer's input is already normed."""
+    """The first layer's input is normed already."""
     hidden_size: int
     norm: NormSpec
     fc_bias: bool
-    """Of the linear that joins its inputs."""
     aux_layers: tuple[int, ...] = ()
-    """EAGLE-3: decoder layers read."""
+    """EAGLE-3 only."""
     norm_before_residual: bool = False
-    """EAGLE-3: norm the state before it starts the residual stream."""
+    """EAGLE-3 only."""
     draft_vocab_size: int | None = None
-    """None: uses the decoder's head, as EAGLE does."""
+    """None: the decoder's head is used."""
     has_token_map: bool = False
     """Draft ids differ from the decoder's."""
 
 
 class EagleHead(TransformerHead):
-    """EAGLE: no norm before the first attention, none at the end."""
+    """No norm before the first attention or at the end."""
 
     def __init__(self, spec: EagleSpec, scheme: QuantizationScheme, decoder: Decoder, backend: Backend) -> None:
         layers = {f"layers.{index}": layer for index, layer in enumerate(spec.layers)}
@@ -75,7 +73,7 @@ class Eagle3Head(EagleHead):
         self._norms = NormWeights(dict.fromkeys(names, size), decoder.dtype, spec.norm)
         self._head = FusedLinear(scheme, size, {"lm_head": spec.draft_vocab_size}, bias=False, wide=True)
         self._token_ids: Tensor | None = None
-        """[draft vocabulary] int64: decoder ids; None: identical."""
+        """[draft vocabulary] int64 decoder ids; None: the same ids."""
 
     def parameters(self) -> ParameterTable:
         table = super().parameters() | self._norms.parameters() | self._head.parameters()
@@ -92,7 +90,7 @@ class Eagle3Head(EagleHead):
         norm = partial(self._norms.apply_norm, self._backend)
         embedded = norm("layers.0.input_layernorm", self._decoder.embed_tokens_unscaled(next_tokens))
         normed = norm("layers.0.hidden_norm", states)
-        residual = (normed if self._spec.norm_before_residual else states).clone()
+        residual = (normed if self._spec.norm_before_residual else states).clone()  # a backend may overwrite it
         x, residual = self._run_layers(torch.cat((embedded, normed), dim=-1), residual, metadata, kv_cache)
         return x + residual
 
@@ -101,12 +99,12 @@ class Eagle3Head(EagleHead):
         draft_logits = self._head.packed_linear(normed, NO_ADAPTERS)
         if self._token_ids is None:
             return draft_logits
-        # Finite, because a request may allow none of the draft vocabulary, and sampling needs some token.
+        # Finite: a request may allow no draft token, but something must be sampled.
         logits = draft_logits.new_full((len(draft_logits), self._decoder.spec.vocab_size), _IMPOSSIBLE_LOGIT)
         return logits.index_copy_(1, self._token_ids, draft_logits)
 
     def _load_token_offsets(self, offsets: Tensor) -> None:
-        """Checkpoints store decoder id minus draft id."""
+        """d2t holds decoder id minus draft id."""
         tokens = offsets + torch.arange(len(offsets), device=offsets.device)
         vocab = self._decoder.spec.vocab_size
         if not bool(((tokens >= 0) & (tokens < vocab)).all()):

@@ -1,6 +1,4 @@
-"""Medusa heads (Cai et al., 2024): each predicts one further position from the same hidden state. Chains only, no draft
-trees.
-"""
+"""Medusa heads (Cai et al., 2024): each predicts one position from the same hidden state. No draft trees."""
 
 from __future__ import annotations
 

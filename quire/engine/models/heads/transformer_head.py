@@ -19,12 +19,12 @@ from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Layer
 
 
 class TransformerHead(DraftHead):
-    """A draft head with transformer layers and KV cache; uses the decoder's LM head by default."""
+    """Uses the decoder's LM head by default."""
 
     def __init__(
         self, specs: Mapping[str, LayerSpec], scheme: QuantizationScheme, decoder: Decoder, backend: Backend
     ) -> None:
-        """`specs`: by layer name in the checkpoint. Every rank has the whole head."""
+        """`specs`: by checkpoint name. Ranks have whole heads."""
         self.device = decoder.device
         shape = (decoder.spec.hidden_size, decoder.dtype, decoder.kv_dtype, decoder.device, decoder.max_model_len)
         build_context = BuildContext(backend, scheme, *shape, kv_scales={})
@@ -68,8 +68,8 @@ class TransformerHead(DraftHead):
     def _run_layers(
         self, x: Tensor, residual: Tensor | None, metadata: AttentionMetadata, kv_cache: Sequence[LayerCache]
     ) -> tuple[Tensor, Tensor]:
-        """Return (output, residual stream), not yet added, for x [T, hidden]; `residual` None: none yet. Stores all T
-        tokens' keys and values. Adapters apply to the decoder only.
+        """Return (output, residual stream), not yet added, for x [T, hidden]. Stores all T tokens' keys and values.
+        Adapters are the decoder's alone.
         """
         metadata = replace(metadata, linear_context=NO_ADAPTERS)
         if (
@@ -98,7 +98,7 @@ class TransformerHead(DraftHead):
         return x, residual
 
     def _get_recorded_layers_call(self, kv_cache: Sequence[LayerCache]) -> RecordedLayers | None:
-        """All layers as one call on this KV cache; None if the backend cannot record."""
+        """None if the backend cannot record."""
         if self._recorded_layers[0] is not kv_cache:
             layers = [partial(self._run_layer, index, kv_cache) for index in range(len(self._layers))]
             shape = self._decoder.spec.hidden_size, self._decoder.dtype

@@ -1,5 +1,3 @@
-"""Paged attention for transformers classes: a step is one row of tokens there, ragged sequences here."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -16,7 +14,9 @@ from quire.kernels.backend import AttentionMetadata, Backend, LayerCache
 
 
 class PagedAttentionFunction:
-    """The n-th call in a step is the n-th layer's: a class calls attention in the order seen by the probe."""
+    """A class calls attention in the order seen by the probe: the n-th call is the n-th layer's. A step is one row of
+    tokens.
+    """
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
-"""Makes elementwise functions of transformers classes independent of other rows.
+"""Makes elementwise functions independent of other rows.
 
-On CPUs PyTorch computes a tail shorter than a vector with other instructions, which differ in the last bits, and splits
-large tensors among threads anywhere. So rows are padded to whole vectors and computed in chunks that stay on one
-thread, unless the backend has a kernel.
+On CPUs PyTorch computes a tail shorter than a vector with other instructions, which round differently, and splits large
+tensors among threads anywhere. So rows are padded to whole vectors, in chunks for one thread.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from quire.kernels.backend import Backend
 from quire.kernels.parameters.activation import GELU, Activation
 
 _VECTOR_SIZE = 64
-"""A multiple of every dtype's vector on every CPU."""
+"""Whole vectors of every dtype on every CPU."""
 _SINGLE_THREAD_SIZE = 1 << 15
-"""PyTorch uses one thread up to this size (at::internal::GRAIN_SIZE)."""
+"""Up to this size PyTorch uses one thread (at::internal::GRAIN_SIZE)."""
 _ELEMENTWISE = {
     torch.sigmoid,
     torch.Tensor.sigmoid,
@@ -69,7 +68,7 @@ class BatchInvariantOps(TorchFunctionMode):
 
     @staticmethod
     def _padded_softmax(func: Any, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Over the last axis, padded with -inf to whole vectors."""
+        """Pads the last axis with -inf."""
         dim = kwargs.get("dim", args[0] if args else None)
         num_padding = -x.shape[-1] % _VECTOR_SIZE
         if dim not in (-1, x.ndim - 1) or not num_padding or not x.is_floating_point():

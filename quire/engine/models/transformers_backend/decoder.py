@@ -48,7 +48,7 @@ from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext
 
 
 class _BodyOutput(BaseModelOutputWithPast):
-    """Hidden states; all other fields are None."""
+    """Other fields are None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):
@@ -56,7 +56,7 @@ class _BodyOutput(BaseModelOutputWithPast):
 
 
 class _BodyStub(nn.Module):
-    """Replaces the body while the head computes logits, and returns the given hidden states."""
+    """Replaces the body while the head computes logits."""
 
     hidden: Tensor | None = None
 
@@ -65,13 +65,11 @@ class _BodyStub(nn.Module):
 
 
 class TransformersDecoder(Decoder):
-    """A Decoder computed by a transformers class."""
-
     reduces_results = True
-    """False while one rank computes alone, where results are meaningless."""
+    """False while one rank computes alone, with meaningless results."""
 
     def build_modules(self, build_context: BuildContext) -> None:
-        """All layers: check_transformers_settings excludes pipeline stages."""
+        """Builds all layers: check_transformers_settings excludes pipeline stages."""
         spec, backend = self.spec, build_context.backend
         assert isinstance(spec, TransformersSpec)
         self._spec = spec
@@ -88,7 +86,7 @@ class TransformersDecoder(Decoder):
         )
         self._conversion = WeightConversion(model)
         self._paged_attention = PagedAttentionFunction(backend, attention, self.groups, self.report_progress)
-        # GPUs need no such care.
+        # GPUs compute every element alike.
         on_cpu = build_context.device.type == "cpu"
         self._batch_invariant_ops: AbstractContextManager[object] = (
             BatchInvariantOps(backend) if on_cpu else nullcontext()
@@ -108,7 +106,7 @@ class TransformersDecoder(Decoder):
         return dict(self._table)
 
     def convert_weights(self, stream: Iterable[tuple[str, Tensor]]) -> TensorStream:
-        """Set buffers, which not all checkpoints hold, at once."""
+        """Sets buffers, which not all checkpoints hold."""
         for name, tensor in self._conversion.convert_weights(stream):
             own = name.rpartition(".")[2]
             if (module := self._buffer_modules.get(name)) is not None:
@@ -153,7 +151,7 @@ class TransformersDecoder(Decoder):
         return best if group is None else group.broadcast(best), has_finite_logits(hidden, logits)
 
     def _replace_modules_and_list_parameters(self) -> ParameterTable:
-        """Replace modules where Quire's are the same function; return all parameters."""
+        """Replace modules where Quire's are the same function."""
         model, table = self._model, ParameterTable()
         head, replaced = model.get_output_embeddings(), dict[int, nn.Module]()
         positions, context = self.max_model_len, self._spec.rope_context or self.max_model_len
@@ -198,7 +196,7 @@ class TransformersDecoder(Decoder):
         return table
 
     def _merge_parameters(self, table: ParameterTable, parameters: ParameterTable) -> None:
-        """Add to the table under canonical names; a tied tensor loads into all its parameters."""
+        """A tied tensor loads into all its parameters."""
         for name, parameter in parameters.items():
             canonical_name = self._conversion.first_name_of_tied_parameter(name)
             table[canonical_name] = (
@@ -240,7 +238,7 @@ class TransformersDecoder(Decoder):
         return self.shard.all_reduce(x) if self.reduces_results else x
 
     def _make_buffers(self) -> None:
-        """Initialize buffers that no checkpoint holds. Raises ModelError if the class does not."""
+        """Raises ModelError if the class does not initialize a buffer."""
         makers = {name: each for name, each in self._model.named_modules() if isinstance(each, PreTrainedModel)}
         for path, module in self._model.named_modules():
             missing = [(name, each) for name, each in module.named_buffers(recurse=False) if each.is_meta]
@@ -255,7 +253,6 @@ class TransformersDecoder(Decoder):
                     raise ModelError(f"model: {what}: {describe_exception(error)}") from error
 
     def _remaining_parameters(self) -> ParameterTable:
-        """Parameters of modules that are not replaced."""
         table: ParameterTable = {}
         for name, module in self._model.named_modules():
             for own, each in module.named_parameters(recurse=False):

@@ -1,5 +1,5 @@
-"""Experts of transformers classes with Quire's linears. Each expert computes its rows alone and a token's experts are
-summed in order, so that results do not depend on other tokens.
+"""Each expert computes its rows alone, and a token's experts are summed in order, so that results do not depend on
+other tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.kernels.backend import NO_ADAPTERS, Linear
 
 
 class QuireExperts:
-    """Replaces stacked gate_up_proj (or up_proj) and down_proj, [experts, out, in]."""
+    """Takes gate_up_proj (or up_proj) and down_proj, [experts, out, in]."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class QuireExperts:
         return self._scheme.pack_linears({name: contiguous}, {name: FULL_LINEAR}, wide=False)
 
     def _slice_expert(self, tensor: Tensor, kind: str, name: str) -> Tensor:
-        """A rank's outputs of gate and up, or inputs of down."""
+        """Slices outputs of gate and up, inputs of down."""
         if name.endswith("down_proj"):
             cut = self._shard.input_slice(tensor.shape[-1])
             return cut.slice_bias(tensor) if kind == "bias" else cut.slice_tensor_on_read(tensor, "all")

@@ -1,5 +1,5 @@
-"""Registers Quire in transformers' attention, mask and experts interfaces. These dispatch to functions stored on the
-modules, so there is no state outside of models.
+"""Registers Quire in transformers' attention, mask and experts interfaces. Modules carry the functions, so no state
+lies outside of models.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class AttentionCall(NamedTuple):
     """[1, K, T, D of the value]."""
     mask: Tensor | None
     kwargs: Mapping[str, Any]
-    """By transformers' names."""
 
 
 AttentionFunction = Callable[[AttentionCall], Tensor]
@@ -71,7 +70,7 @@ def _run_attention(
 
 
 def _make_probe_mask(*, device: torch.device, mask_function: MaskFunction, **kwargs: Any) -> Tensor | None:
-    """Only on the meta device, carrying its function: paged attention needs no mask."""
+    """Only on meta devices, with its function: paged attention needs no mask."""
     if torch.device(device).type != "meta":
         return None
     mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device="meta")

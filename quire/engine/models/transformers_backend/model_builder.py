@@ -16,7 +16,7 @@ from quire.engine.models.transformers_backend.interface import INTERFACE_NAME, r
 
 
 def build_model(config_fields: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
-    """Build on the meta device with Quire's attention and experts. Raises ModelError with transformers' reason."""
+    """On the meta device. Raises ModelError with transformers' reason."""
     register_interfaces()
     kind = str(config_fields.get("model_type"))
     if kind not in CONFIG_MAPPING:
@@ -47,7 +47,7 @@ def build_model(config_fields: Mapping[str, Any], dtype: torch.dtype) -> PreTrai
 
 
 def _find_model_class(config_fields: Mapping[str, Any]) -> type[PreTrainedModel]:
-    """By model_type; for a text part, also by architecture."""
+    """A text part is found by architecture."""
     kind, architectures = str(config_fields["model_type"]), config_fields.get("architectures") or ()
     config = CONFIG_MAPPING[kind]
     if config in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -60,7 +60,7 @@ def _find_model_class(config_fields: Mapping[str, Any]) -> type[PreTrainedModel]
 
 
 def find_body_and_name(model: PreTrainedModel) -> tuple[str, nn.Module]:
-    """The module that computes hidden states. Raises ModelError if there is none."""
+    """Raises ModelError if there is no body."""
     candidates = (model.get_decoder(), getattr(model, model.base_model_prefix, None), getattr(model, "model", None))
     names = {id(module): name for name, module in model.named_modules()}
     for body in candidates:
@@ -81,5 +81,5 @@ def _make_attention_interface_error(model_class: type) -> ModelError:
 
 
 def describe_exception(error: Exception) -> str:
-    """More than the first line, which often lacks the reason."""
+    """The first line often lacks the reason."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

@@ -1,4 +1,4 @@
-"""Quire's linears and norms in place of a class's. Norms are compared numerically, because families use one name for
+"""Quire's linears and norms in place of a class's. Norms are compared by numbers, because families use one name for
 different arithmetic.
 """
 
@@ -38,9 +38,7 @@ class QuireLinear(nn.Module):
         cut: LinearSlice = FULL_LINEAR,
         reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """`context`: of the step's tokens, which are the rows of a linear with adapters. `cut`: this rank's part.
-        `reduce`: adds up the ranks' results.
-        """
+        """`context`: of the step's tokens, which are the rows if there are adapters."""
         super().__init__()
         self._packed = linear
         self._context = context
@@ -74,7 +72,7 @@ class QuireNorm(nn.Module):
 
 
 def make_quire_norm(name: str, module: nn.Module, build_context: BuildContext) -> QuireNorm | None:
-    """None if Quire's norm is not the same function."""
+    """None if it is not the same function."""
     if type(module) is nn.LayerNorm:
         if not module.elementwise_affine or len(module.normalized_shape) != 1:
             return None
@@ -93,14 +91,14 @@ def make_quire_norm(name: str, module: nn.Module, build_context: BuildContext) -
 
 
 def _is_numerically_rms_norm(module: nn.Module, size: int, eps: float, offset: float) -> bool:
-    """Test for x / sqrt(mean(x^2) + eps) * (weight + offset)."""
+    """Test x / sqrt(mean(x^2) + eps) * (weight + offset)."""
     generator = torch.Generator().manual_seed(1)
     weight, x = torch.randn(size, generator=generator), torch.randn((_TRIAL_ROWS, size), generator=generator) * eps**0.5
     trial: Any = copy.deepcopy(module)
     trial.weight = nn.Parameter(weight, requires_grad=False)
     try:
         output = trial(x)
-    except Exception:
+    except Exception:  # it takes more than x
         return False
     expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (weight + offset)
     return (
@@ -109,7 +107,7 @@ def _is_numerically_rms_norm(module: nn.Module, size: int, eps: float, offset: f
 
 
 def meta_linear_of_conv1d(module: Conv1D) -> nn.Linear:
-    """GPT-2's Conv1D as a linear; its weight is [in, out]."""
+    """GPT-2's Conv1D has a weight [in, out]."""
     inner, outs = module.weight.shape
     return nn.Linear(inner, outs, device="meta")
 
@@ -125,7 +123,7 @@ def transpose_parameter(parameter: LoadableParameter) -> LoadableParameter:
 
 
 class BatchInvariantModule(ModuleProxy):
-    """Replaces F.linear in a module with its own matrix, such as a router, by a linear in which rows are independent."""
+    """A module with its own matrix, such as a router; rows become independent."""
 
     def __init__(self, module: nn.Module, backend: Backend) -> None:
         super().__init__(module)
@@ -147,7 +145,7 @@ class _PackedMatmulMode(TorchFunctionMode):
         super().__init__()
         self._module, self._backend = module, backend
         self._packed: dict[torch.dtype, tuple[Tensor, Linear]] = {}
-        """By dtype, with the packed parameter."""
+        """With the parameter that was packed."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if func is not F.linear or kwargs or (linear := self._packed_linear_or_none(*args[:2])) is None:
@@ -170,9 +168,7 @@ class _PackedMatmulMode(TorchFunctionMode):
 
 
 def find_unreplaced_matmuls(model: nn.Module, called: frozenset[str]) -> list[str]:
-    """Matrices that PyTorch still multiplies, in which rows may depend on others. `called`: modules that the class
-    calls.
-    """
+    """Matrices that PyTorch still multiplies, where rows may depend on others."""
     names = []
     for name, module in model.named_modules():
         parent = name.rpartition(".")[0]

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 
 class ModuleProxy(nn.Module):
-    """Forwards attributes to the module that it replaces."""
-
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._module = module
@@ -23,12 +21,12 @@ class ModuleProxy(nn.Module):
 
 
 class CachedRotary(ModuleProxy):
-    """Computes rotary values for all positions once, so that a token's values do not depend on its neighbors, and
-    length-dependent scaling uses one context length.
+    """Computes all positions once: a token's values must not depend on its neighbors, and scaling must assume one
+    context length.
     """
 
     def __init__(self, module: nn.Module, num_positions: int, context: int) -> None:
-        """`context` >= `num_positions`: the length that scaling assumes."""
+        """`context`: the length that scaling assumes."""
         super().__init__(module)
         self._positions, self._context = num_positions, context
         self._tables: dict[str, tuple[Tensor, ...] | None] = {}
@@ -61,7 +59,7 @@ def is_rotary(module: nn.Module) -> bool:
 
 
 class StepPositionInjector(nn.Module):
-    """Passes the step's positions to an embedding that would count from the cache length."""
+    """For an embedding that counts from the cache length."""
 
     def __init__(self, module: nn.Module, positions: Callable[[], Tensor]) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""Runs a class once on meta tensors to find the attention of each layer. Refuses, with a reason, whatever paged
-attention cannot compute.
-"""
+"""Runs a class once on meta tensors to find its attention. Refuses, with a reason, what paged attention cannot do."""
 
 from __future__ import annotations
 
@@ -66,7 +64,6 @@ _IGNORED_KWARGS = {
     "head_mask",
     "token_type_ids",
 }
-"""Irrelevant to attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +75,6 @@ class TransformersAttentionSpec(AttentionLayerSpec):
 
 
 class _TransformersAttention(PagedKVSublayer):
-    """Keeps KV blocks; the class computes."""
-
     def parameters(self) -> ParameterTable:
         return {}
 
@@ -98,8 +93,6 @@ def build_transformers_attention(
 
 @dataclass(slots=True)
 class AttentionProbe:
-    """Records attention calls."""
-
     max_len: int
     attention_specs: list[TransformersAttentionSpec] = field(default_factory=list)
 
@@ -156,7 +149,7 @@ class AttentionProbe:
 
 
 def window_from_mask(allowed: MaskFunction, max_len: int) -> int | None:
-    """Tokens visible to a token, itself included; None: all. Raises ModelError for any other mask."""
+    """Including the token itself; None: all tokens. Raises ModelError for any other mask."""
     max_len = min(max_len, _MAX_MASK_LEN)
     positions = torch.arange(max_len)
 
@@ -179,7 +172,7 @@ def window_from_mask(allowed: MaskFunction, max_len: int) -> int | None:
 
 @torch.inference_mode()
 def probe_attention(model: PreTrainedModel, max_len: int) -> list[TransformersAttentionSpec]:
-    """Attention calls in order. Raises ModelError if unsupported."""
+    """In call order. Raises ModelError if unsupported."""
     attention_probe, name = AttentionProbe(max_len), type(model).__name__
     if _is_recurrent(model):
         raise make_stateful_model_error(type(model))
@@ -204,7 +197,7 @@ def probe_attention(model: PreTrainedModel, max_len: int) -> list[TransformersAt
 
 @contextmanager
 def called_modules_recorder(model: PreTrainedModel) -> Iterator[dict[str, bool]]:
-    """Names of called modules; True if their rows are always the tokens."""
+    """By name: whether its rows are always the tokens."""
     calls = dict[str, bool]()
 
     def record_call(module: nn.Module, args: Sequence[Any], output: Any, name: str) -> None:
@@ -218,9 +211,7 @@ def called_modules_recorder(model: PreTrainedModel) -> Iterator[dict[str, bool]]
 
 
 class _EmptyNonzero(TorchFunctionMode):
-    """Makes nonzero and where find nothing on meta tensors, e.g. for the experts of tokens; attention does not depend
-    on it.
-    """
+    """Makes nonzero find nothing on meta tensors, such as experts of tokens; attention does not depend on it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         x, kwargs = args[0] if args else None, kwargs or {}
@@ -233,7 +224,7 @@ class _EmptyNonzero(TorchFunctionMode):
 
 
 def _assume_all_nonzero() -> AbstractContextManager[object]:
-    """Lets boolean indexing, which no torch function handles, select everything on meta tensors."""
+    """For boolean indexing, which no torch function handles."""
     patch: AbstractContextManager[object] = fx_config.patch(  # type: ignore[attr-defined]
         meta_nonzero_assume_all_nonzero=True
     )
@@ -241,7 +232,7 @@ def _assume_all_nonzero() -> AbstractContextManager[object]:
 
 
 class _ZeroMetaInputs(TorchFunctionMode):
-    """Replaces meta inputs of a mask function (padding, images, packed sequences) by zeros."""
+    """Zeros replace other inputs of a mask: padding, images, packed sequences."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         def zeros_for_meta(each: Any) -> Any:
@@ -270,7 +261,7 @@ def _is_recurrent(model: PreTrainedModel) -> bool:
 
 @torch.inference_mode()
 def check_lm_head(model: PreTrainedModel, vocab_size: int, hidden_size: int) -> None:
-    """Raise ModelError unless logits are one row per hidden state."""
+    """Raise ModelError unless each hidden state gives one row of logits."""
     (_, body), name = find_body_and_name(model), type(model).__name__
     hidden_states: list[Tensor] = []
     hook = body.register_forward_hook(lambda module, args, output: hidden_states.append(output[0]))

@@ -24,16 +24,15 @@ from quire.engine.models.transformers_backend.probe import (
 from quire.engine.models.transformers_backend.tensor_parallel import probe_sharded_attention
 
 ROUTERS = (".gate", ".router", ".shared_expert_gate")
-"""Name endings of routers."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransformersSpec(DecoderSpec):
     config_fields: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """config.json."""
     transformers_class: str = ""
     rope_context: int | None = None
     max_len: int = 0
+    """Context length in tokens."""
     called_modules: frozenset[str] = frozenset()
     """The class may use weights of other modules without calling them."""
 
@@ -42,7 +41,7 @@ class TransformersSpec(DecoderSpec):
         return self.sublayers_of_kind(TransformersAttentionSpec)
 
     def rank_attention_specs(self, shard: ModelShard) -> list[TransformersAttentionSpec]:
-        """Raises ModelError if the class's plan cannot shard it."""
+        """Raises ModelError if it cannot be sharded."""
         if shard.world_size == 1:
             return self.attention_specs
         return probe_sharded_attention(self.config_fields, self.max_len, shard)
@@ -59,7 +58,7 @@ class TransformersSpec(DecoderSpec):
 
 
 def transformers_spec(config: ModelConfig) -> TransformersSpec:
-    """Builds the class without weights. Raises ModelError if it cannot be served."""
+    """Raises ModelError if the class cannot be served."""
     assert config.transformers_config is not None
     model = build_model(config.transformers_config, torch.float32)
     with called_modules_recorder(model) as names:
@@ -81,7 +80,7 @@ def transformers_spec(config: ModelConfig) -> TransformersSpec:
 
 
 def _lora_target_sizes(model: PreTrainedModel, called: Mapping[str, bool]) -> dict[str, tuple[int, int]]:
-    """(in, out) by PEFT's name, of linears that process each token once and are no routers."""
+    """(in, out) of linears that multiply each token once, without routers."""
     sizes = {}
     for name, module in model.named_modules():
         if called.get(name) and not name.endswith(ROUTERS):

@@ -1,5 +1,5 @@
-"""Tensor parallelism by a class's own plan (base_model_tp_plan), as far as it shards linears, experts and per-head
-parameters. Everything else, also what a plan shards and gathers at once, is replicated.
+"""Tensor parallelism by a class's own plan (base_model_tp_plan) for linears, experts and per-head parameters.
+Everything else, and what is gathered at once, is replicated.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ _REPLICATED_KINDS = {
     "all_reduce",
     "local_params",
 }
-"""Their results are whole on every rank."""
 _EXPERT_KINDS = {"moe_tp_experts", "packed_colwise", "rowwise"}
 
 
@@ -40,9 +39,8 @@ class TensorParallelPlan:
     linear_kinds: Mapping[str, Literal["outs", "ins"]]
     """Sharded by outputs, or by inputs with summed results."""
     expert_modules: frozenset[str] = frozenset()
-    """Every expert is sharded."""
     per_head_parameters: frozenset[str] = frozenset()
-    """One number per head."""
+    """They have one number per head."""
 
     def linear_slice(self, name: str, linear: nn.Linear, shard: ModelShard) -> LinearSlice:
         which = self.linear_kinds.get(name)
@@ -55,7 +53,7 @@ REPLICATED_PLAN = TensorParallelPlan({})
 
 
 def make_tensor_parallel_plan(model: PreTrainedModel, ranks: int) -> TensorParallelPlan:
-    """Raises ModelError with the reason if the ranks cannot shard the model."""
+    """Raises ModelError with the reason if the model cannot be sharded."""
     body_name, body = find_body_and_name(model)
     plan_fields = getattr(body.config, "base_model_tp_plan", None) or {}
     plan = {f"{_replace_indices_with_wildcard(body_name)}.{name}": str(kind) for name, kind in plan_fields.items()}
@@ -110,7 +108,7 @@ def make_tensor_parallel_plan(model: PreTrainedModel, ranks: int) -> TensorParal
 def probe_sharded_attention(
     config_fields: Mapping[str, object], max_len: int, shard: ModelShard
 ) -> list[TransformersAttentionSpec]:
-    """A rank's attention calls, probed on its shard of the class. Raises ModelError if that does not run."""
+    """Raises ModelError if the sharded class does not run."""
     model = build_model(config_fields, torch.float32)
     unsharded = probe_attention(build_model(config_fields, torch.float32), max_len)
     plan = make_tensor_parallel_plan(model, shard.world_size)
@@ -133,5 +131,5 @@ def probe_sharded_attention(
 
 
 def _replace_indices_with_wildcard(name: str) -> str:
-    """Plans name modules of all layers with "*"."""
+    """As plans name the modules of all layers."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)

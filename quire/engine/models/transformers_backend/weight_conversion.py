@@ -1,5 +1,5 @@
-"""Converts checkpoint tensors by transformers' rules, some of which join experts or split fused linears. Parts are held
-until all have arrived.
+"""Converts tensors by transformers' rules, which may join experts or split linears. Parts are held until all have
+arrived.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from quire.engine.common.errors import ModelError
 from quire.engine.models.transformers_backend.model_builder import build_model
 
 _NON_TEXT = re.compile(r"(^|[._])(vision|visual|image|img|audio|speech|multi_modal|mm)(_|\.|$)")
-"""Names of non-text parts."""
 TensorStream = Iterator[tuple[str, Tensor]]
 
 
@@ -29,13 +28,13 @@ TensorStream = Iterator[tuple[str, Tensor]]
 class _PendingConversion:
     converter: Any
     num_elements: int
-    """Of all parts."""
+    """In all parts."""
     parts: list[tuple[str, str, Tensor]] = field(default_factory=list)
     """Stored name, matched pattern, tensor."""
 
 
 class _OriginalModel:
-    """Answers the rules' parameter lookups as before modules were replaced."""
+    """Looks up parameters as before modules were replaced."""
 
     def __init__(self, model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
         self._model, self._state = model, state
@@ -67,7 +66,7 @@ class WeightConversion:
         return self._canonical.get(name, name)
 
     def convert_weights(self, stream: Iterable[tuple[str, Tensor]]) -> TensorStream:
-        """Raises ModelError for tensors that the rules do not fit."""
+        """Raises ModelError for tensors that do not fit."""
         yielded, waiting = set[str](), dict[str, _PendingConversion]()
         for stored, tensor in stream:
             for name, weight in self._convert_tensor(stored, tensor, waiting):
@@ -102,7 +101,6 @@ class WeightConversion:
             yield from self._run_converter(name, waiting.pop(name))
 
     def _rename_and_match_converter(self, stored: str) -> tuple[str, str | None]:
-        """The class's name, and the pattern of the converting rule, if any."""
         name, pattern = rename_source_key(stored, self._renamings, self._converters, self._prefix, self._state_dict)
         return (stored, None) if name not in self._state_dict and stored in self._state_dict else (name, pattern)
 
@@ -118,7 +116,7 @@ class WeightConversion:
 
 
 def convert_meta_tensors(config_fields: Mapping[str, Any], stream: Iterable[tuple[str, Tensor]]) -> TensorStream:
-    """Convert another checkpoint's meta tensors; drops buffers. Raises ModelError."""
+    """Drops buffers. Raises ModelError."""
     model = build_model(config_fields, torch.float32)
     buffers = {name for name, _ in model.named_buffers()}
     return ((name, tensor) for name, tensor in WeightConversion(model).convert_weights(stream) if name not in buffers)
