@@ -1,5 +1,3 @@
-"""Slots for LoRA adapters in every linear and the embedding."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -18,7 +16,7 @@ from quire.kernels.backend import AdapterSlotSpec, Backend, Linear, LinearContex
 
 @dataclass(frozen=True, slots=True)
 class LoRALayerWeights:
-    """One module's adapter: adds x @ down.T @ up.T to the outputs."""
+    """Adds x @ down.T @ up.T to a module's outputs."""
 
     down: Tensor
     """[rank, in_features]; for the embedding [rank, vocab]."""
@@ -29,7 +27,6 @@ class LoRALayerWeights:
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
     linears: Mapping[int, Any]
-    """By linear index."""
     embedding: tuple[Tensor, Tensor] | None
     """[vocab, rank] and [hidden, rank]."""
 
@@ -42,16 +39,12 @@ class _TargetModuleLocation:
 
 
 class AdapterManager:
-    """Collects a model's linears during loading. Afterwards any thread may pack adapters; put them into slots between
-    steps.
-    """
+    """Collects a model's linears during loading. Any thread may pack adapters; put them into slots between steps."""
 
     def __init__(
         self, backend: Backend, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Slots are numbered from 1."""
         self.absent_module_prefixes: tuple[str, ...] = ()
-        """Modules of other pipeline stages."""
         self._backend = backend
         self._num_slots = num_slots
         self._max_rank = max_rank
@@ -64,7 +57,7 @@ class AdapterManager:
     def add_slots_to_linear(
         self, linear: Linear, parts: Mapping[str, int], in_features: int, cuts: Mapping[str, LinearSlice], *, wide: bool
     ) -> Linear:
-        """`parts`: out_features of each fused module."""
+        """`parts`: out_features by module."""
         sizes = [cuts[name].sliced_sizes(outs, in_features) for name, outs in parts.items()]
         output_sizes, inner = tuple(own for own, _ in sizes), sizes[0][1]
         for name, first in zip(parts, accumulate(output_sizes, initial=0), strict=False):
@@ -76,7 +69,7 @@ class AdapterManager:
 
     @property
     def supports_embeddings(self) -> bool:
-        """CPU only: embedding deltas wait for the host, which GPU steps must not."""
+        """Embedding deltas wait for the host, which GPU steps must not."""
         return self._device.type == "cpu"
 
     def pack_adapter(self, modules: Mapping[str, LoRALayerWeights]) -> PackedAdapter:
@@ -107,7 +100,7 @@ class AdapterManager:
             self._embeddings[slot] = adapter.embedding
 
     def add_embedding_deltas(self, x: Tensor, token_ids: Tensor, context: LinearContext) -> Tensor:
-        """Row by row, so that a row's bits depend on nothing else; few adapters have an embedding."""
+        """Row by row, so that a row's bits depend on nothing else."""
         if context.adapter_slots is None or not self._embeddings:
             return x
         for row, slot in enumerate(context.adapter_slots.tolist()):

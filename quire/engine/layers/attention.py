@@ -1,4 +1,4 @@
-"""Grouped-query attention (Ainslie et al., 2023) over KV blocks."""
+"""Grouped-query attention (Ainslie et al., 2023)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ class PagedKVSublayer(Sublayer):
         self._kv_heads = kv_heads
 
     def block_tensor_specs(self, num_blocks: int) -> tuple[CacheTensorSpec, ...]:
-        """Key cache and value cache."""
         if self._spec.kv_source_layer is not None:
             return ()
         kind = self._build_context.kv_dtype
@@ -166,9 +165,7 @@ class Attention(PagedKVSublayer):
         return QKNormRopeParams(spec.head_dim, self._cos_sin, q_norm, k_norm, spec.norm.eps, *extras)
 
     def _rope_params_at_mrope_positions(self, axes: Tensor) -> QKNormRopeParams:
-        """A RoPE row per token: each frequency uses one of its coordinates [T, 3]. Values come from the table, so three
-        equal coordinates give the same bits as a position.
-        """
+        """Each frequency uses one coordinate of a token [T, 3]. Three equal ones give the same bits as a position."""
         assert self._cos_sin is not None
         return replace(self.rope_params, cos_sin=self._cos_sin.gather(0, axes[:, self._axis_indices]))
 

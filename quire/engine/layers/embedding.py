@@ -24,7 +24,7 @@ class Embedding:
         embeds_tokens: bool = True,
         scale: float,
     ) -> None:
-        """`tied`: also the LM head. `embeds_tokens`: False if only the head is needed."""
+        """`tied`: also the LM head. `embeds_tokens`: False for a head alone."""
         self._shard = build_context.shard
         self._cut = build_context.shard.output_slice(vocab_size)
         self._vocab_size = vocab_size
@@ -59,7 +59,6 @@ class Embedding:
         return x if self.scale == 1 else x.mul_(self.scale)
 
     def lookup_rows(self, token_ids: Tensor) -> Tensor:
-        """Without scale and adapters."""
         assert self._table is not None, "weights are not loaded"
         if (vocab_range := self._cut.output_range) is None:
             return self._table.embed_tokens(token_ids)
@@ -71,7 +70,7 @@ class Embedding:
 
     @property
     def lm_head(self) -> Linear:
-        """float32 logits of this rank's vocabulary shard."""
+        """float32, of this rank's vocabulary."""
         assert self._lm_head is not None, "it is not the head, or its weights are not loaded"
         return self._lm_head
 

@@ -1,5 +1,3 @@
-"""Linears with one input as one matrix product: query, key and value; gate and up."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -24,7 +22,7 @@ class Projection(Protocol):
 
 
 class FusedLinear:
-    """Packs its parts when the last tensor is loaded and drops the unpacked ones, so that loading never holds much more
+    """Linears with one input, such as q, k, v. The last tensor triggers packing, so that loading never holds much more
     than the model.
     """
 
@@ -39,9 +37,7 @@ class FusedLinear:
         adapters: AdapterManager | None = None,
         cuts: Mapping[str, LinearSlice] | None = None,
     ) -> None:
-        """`parts`: out_features by checkpoint name, in output order. `wide`: float32 results. `cuts`: this rank's slice
-        of each part; None: all.
-        """
+        """`parts`: out_features, in output order. `wide`: float32 results. `cuts`: this rank's slices."""
         self._part_sizes = parts, in_features
         self._cuts = dict.fromkeys(parts, FULL_LINEAR) if cuts is None else cuts
         self._adapters = adapters
@@ -67,7 +63,6 @@ class FusedLinear:
         return ops.apply_linear(self.packed_linear, x, context)
 
     def share_weights(self, names: tuple[str, ...]) -> SharedLinear:
-        """Another use of the weights, with other names for its parts."""
         parts, in_features = self._part_sizes
         renamed_parts = dict(zip(parts, names, strict=True))
         sizes = {renamed_parts[part]: size for part, size in parts.items()}, in_features
@@ -76,7 +71,7 @@ class FusedLinear:
         return use
 
     def watch_inputs(self, on_input: Callable[[Tensor], None]) -> None:
-        """Call `on_input` with each input [rows, in_features]. Backends do not record such a linear."""
+        """`on_input` gets [rows, in_features]. Backends do not record a watched linear."""
         packed = self.packed_linear
 
         def watched_linear(x: Tensor, context: LinearContext) -> Tensor:
@@ -113,12 +108,11 @@ class FusedLinear:
 
 
 class SharedLinear:
-    """Another layer's use of a FusedLinear's weights, with its own adapters."""
+    """Another use of a FusedLinear's weights, with its own adapters."""
 
     def __init__(
         self, adapters: AdapterManager | None, sizes: tuple[dict[str, int], int], cuts: Mapping[str, LinearSlice]
     ) -> None:
-        """`sizes`: parts and in_features."""
         self._adapters = adapters
         self._part_sizes = sizes
         self._cuts = cuts
@@ -130,7 +124,7 @@ class SharedLinear:
             self._packed_linear = self._adapters.add_slots_to_linear(packed, *self._part_sizes, self._cuts, wide=False)
 
     def parameters(self) -> ParameterTable:
-        """The weights' owner has them."""
+        """Loaded by the weights' owner."""
         return {}
 
     def project(self, ops: Operations, x: Activations, context: LinearContext) -> Tensor:
@@ -139,7 +133,7 @@ class SharedLinear:
 
 
 class DequantizedWeightLoader:
-    """Hands over dense weights of a linear, dequantized if needed. No bias, no adapters."""
+    """Has no bias and no adapters."""
 
     def __init__(
         self,
@@ -150,7 +144,7 @@ class DequantizedWeightLoader:
         cut: LinearSlice,
         on_loaded: Callable[[Tensor], None],
     ) -> None:
-        """`on_loaded` gets this rank's [out, in] in the model's dtype."""
+        """`on_loaded` gets [out, in] in the model's dtype."""
         self._scheme = scheme
         self._name = name
         self._slice = cut

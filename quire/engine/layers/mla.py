@@ -1,9 +1,8 @@
-"""Multi-head latent attention (MLA: DeepSeek-V2, 2024): a block keeps one latent and one rotated key per token for all
+"""Multi-head latent attention (DeepSeek-V2, 2024): a block keeps one latent and one rotated key per token for all
 heads.
 
-Queries are absorbed into latent space in prefill and decode alike, so that a row's bits depend on the row alone. If
-that is not required, a backend may expand a prompt's latents to keys and values (`ExpandablePerHeadLinear`), which
-rounds differently.
+Queries are absorbed into latent space, also in prefill, so that a row's bits depend on the row alone. If that is not
+required, a backend may expand latents instead (`ExpandablePerHeadLinear`), which rounds differently.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class MLAttention(Sublayer):
         return SmoothableNorm(self._input_norm, offset, (self._q_a, self._kv_a)), low
 
     def block_tensor_specs(self, num_blocks: int) -> tuple[CacheTensorSpec, ...]:
-        """Latents and rotated keys as keys of one head; values are their prefix."""
+        """Keys of one head: latent and rotated key. Values are their prefix."""
         kind = self._build_context.kv_dtype
         shape = self._build_context.backend.kv_cache_shape(num_blocks, 1, self._spec.head_dim, kind)
         return (CacheTensorSpec(shape, kind),)
@@ -146,7 +145,7 @@ class MLAttention(Sublayer):
     def _attend_decode_and_prefill(
         self, ops: Operations, q: Tensor, kv: Tensor, cache: Tensor, parts: Sequence[AttentionMetadata]
     ) -> Tensor:
-        """Attend part by part [T, heads * value], expanding latents instead of absorbing queries where worthwhile."""
+        """[T, heads * value]; expands latents where worthwhile."""
         assert self._absorb_queries is not None
         assert self._expand_values is not None
         sizes, outputs = [len(part.positions) for part in parts], list[Tensor]()
@@ -168,7 +167,6 @@ class MLAttention(Sublayer):
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def _pack_kv_b(self, weight: Tensor) -> None:
-        """Split kv_b_proj into query absorption and value expansion."""
         spec, pack = self._spec, self._build_context.backend.pack_per_head_linear
         heads = weight.view(self._num_heads, spec.qk_nope_head_dim + spec.v_head_dim, spec.kv_lora_rank)
         self._absorb_queries = pack(

@@ -1,4 +1,4 @@
-"""A feed-forward sublayer: MLP with (Shazeer, 2020) or without gate."""
+"""MLP, gated (Shazeer, 2020) or not."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ _RELU_SQUARED = Activation("relu2")
 
 
 class SparseMoE(Sublayer):
-    """Only shared experts and latent projections take adapters. A rank has a part of every expert, or whole experts,
-    and the whole router.
+    """Only shared experts and latent projections take adapters. Ranks have parts of experts or whole experts, and the
+    whole router.
     """
 
     def __init__(self, spec: MoELayerSpec, build_context: BuildContext, layer: str) -> None:
@@ -160,7 +160,7 @@ class _SharedExpert:
     def compute_output_and_gate(
         self, ops: Operations, x: Activations, step: ForwardContext
     ) -> tuple[Tensor, Tensor | None]:
-        """Output for x [T, hidden] and gate [T, 1], if any."""
+        """[T, hidden], and gate [T, 1] if any."""
         up = ops.apply_linear(self._up.packed_linear, x, step.linear_context)
         activated = activate_gate_up(ops, up, self._down) if self._is_gated else ops.apply_activation(up, _RELU_SQUARED)
         output = ops.apply_linear(self._down.packed_linear, activated, step.linear_context)
@@ -174,8 +174,8 @@ class _SharedExpert:
 
 
 class _LatentProjections:
-    """Projections around experts of smaller vectors, whole on every rank. The output projection is applied to this
-    rank's partial sum, which is then reduced together with shared experts.
+    """Replicated. The output projection takes this rank's partial sum, so that one reduction suffices for shared
+    experts too.
     """
 
     def __init__(self, spec: LatentMoESpec, shapes: SublayerShapes, shard: ModelShard, layer: str) -> None:
@@ -197,7 +197,7 @@ class _LatentProjections:
 def _make_replicated_dense_linear(
     shapes: SublayerShapes, build_context: BuildContext, name: str, dtype: torch.dtype, *, wide: bool = False
 ) -> FusedLinear:
-    """Whole on every rank, and never quantized: routing would change."""
+    """Never quantized: routing would change."""
     scheme = UnquantizedScheme(build_context.backend, dtype)
     return shapes.with_context(scheme=scheme, adapters=None).make_linear([name], wide=wide)
 
@@ -205,7 +205,7 @@ def _make_replicated_dense_linear(
 def _make_mlp_linears(
     shapes: SublayerShapes, shard: ModelShard, prefix: str, names: tuple[str, str, str]
 ) -> tuple[FusedLinear, FusedLinear]:
-    """This rank's gate and up (fused), and down."""
+    """Gate and up (fused), and down."""
     gate, up, down = (f"{prefix}.{name}" for name in names)
     size, input_names = shapes.in_features(down), [name for name in (gate, up) if name in shapes]
     return (

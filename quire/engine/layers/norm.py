@@ -16,7 +16,7 @@ from quire.kernels.quantized_tensors import Activations, choose_rounding_and_nee
 
 
 class NormWeights:
-    """float32, as kernels take them."""
+    """float32."""
 
     def __init__(self, names: dict[str, int], dtype: torch.dtype, spec: NormSpec) -> None:
         """`names`: sizes by checkpoint name."""
@@ -27,11 +27,11 @@ class NormWeights:
         self._biases: dict[str, Tensor] = {}
 
     def get_weight(self, name: str) -> Tensor | None:
-        """None if the model has no such norm."""
+        """None without such a norm."""
         return self._weights[name] if name in self._sizes_by_name else None
 
     def add_and_norm(self, ops: Operations, name: str, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (norm(x + residual), x + residual); the sum twice if the model has no such norm. May overwrite both."""
+        """(norm(x + residual), x + residual), without such a norm the sum twice. May overwrite both."""
         if residual is None:
             return self.apply_norm(ops, name, x), x
         if name not in self._sizes_by_name:
@@ -52,9 +52,7 @@ class NormWeights:
         *,
         parallel: bool = False,
     ) -> tuple[Activations, Tensor]:
-        """add_and_norm, or (norm(residual), residual) if `parallel`. Quantizes the norm's output to 8 bits if the
-        linears, its only readers, take that.
-        """
+        """Quantizes the norm to 8 bits if its only readers take that. `parallel`: (norm(residual), residual)."""
         if parallel:
             assert residual is not None
             x, residual = residual, None
@@ -69,7 +67,7 @@ class NormWeights:
         return form.norm_and_round(x, residual, self._weights[name], bias, self._spec.eps, whole=whole)
 
     def apply_norm(self, ops: Operations, name: str, x: Tensor) -> Tensor:
-        """Return x if the model has no such norm."""
+        """Without such a norm, x."""
         if name not in self._sizes_by_name:
             return x
         weight, eps = self._weights[name], self._spec.eps
@@ -100,7 +98,7 @@ class NormWeights:
 
 
 class LayerNormWeights:
-    """float32; without bias in the model, the bias is zero."""
+    """float32; the bias is zero if the model has none."""
 
     def __init__(self, name: str, size: int, *, bias: bool) -> None:
         self._name, self._size = name, size

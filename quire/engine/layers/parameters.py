@@ -1,3 +1,5 @@
+"""How checkpoint tensors reach a model. A module is ready once all of its `parameters()` are loaded."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 
 EarlySliceAxes = Literal["nothing", "outputs", "all"]
-"""Axes of a rank's slice that are cut when a tensor is read; the others are cut when a linear is packed."""
+"""Axes of a rank's slice that are cut on reading; the others are cut on packing."""
 
 
 def identity(tensor: Tensor) -> Tensor:
@@ -18,15 +20,13 @@ def identity(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LoadableParameter:
-    """A checkpoint tensor to be loaded."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     """Floating-point tensors are cast to it; others must be stored so."""
     weight_loader: Callable[[Tensor], None]
-    """Takes the tensor in this dtype on the model's device."""
+    """Takes a tensor of this dtype on the model's device."""
     slice_tensor: Callable[[Tensor], Tensor] = identity
-    """Selects what is read and passed to `weight_loader`."""
+    """Applied on reading."""
 
     def combine_weight_loaders(self, other: LoadableParameter) -> LoadableParameter:
         assert (self.shape, self.dtype) == (other.shape, other.dtype)
@@ -49,8 +49,6 @@ def make_loadable_parameter(
     transform: Callable[[Tensor], Any] = identity,
     slice_tensor: Callable[[Tensor], Tensor] = identity,
 ) -> LoadableParameter:
-    """Stores `transform(tensor)` at `weights[key]`."""
-
     def store_tensor(tensor: Tensor) -> None:
         weights[key] = transform(tensor)
 

@@ -1,5 +1,3 @@
-"""Dense modules of embedding models, and classification heads."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -24,7 +22,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class PoolerHead:
-    """[R, hidden] to [R, size], in float32."""
+    """Dense modules or a classifier: [R, hidden] to [R, size], in float32."""
 
     def __init__(self, layer_specs: Sequence[HeadLayerSpec], backend: Backend) -> None:
         self._layer_specs = layer_specs

@@ -1,5 +1,3 @@
-"""Pooling: a vector per prompt or token, independent of chunking and batch."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -23,12 +21,11 @@ PoolerHeadFunction = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PoolingChunk:
-    """A step's chunk of a prompt."""
-
     scheduled: ScheduledRequest
     first_row: int
-    """Of its tokens in the step."""
+    """Index of its first token in the step."""
     prompt_len: int
+    """Tokens of the whole prompt."""
     params: PoolingParams
 
     @property
@@ -37,7 +34,7 @@ class PoolingChunk:
 
 
 class Pooler:
-    """Sums are float64 if the device has it, and grow token by token, so that chunking does not matter."""
+    """Chunking does not matter: sums grow token by token, in float64 if the device has it."""
 
     def __init__(
         self, pooling: PoolingConfig, head: PoolerHeadFunction, num_slots: int, hidden_size: int, device: torch.device
@@ -45,16 +42,14 @@ class Pooler:
         self.pooling = pooling
         self._head = head
         self._accumulated = torch.empty(0)
-        """[slots, hidden]: the running sum ("mean"), or the first state ("cls")."""
+        """[slots, hidden]: the running sum or first state."""
         self._token_vectors: dict[int, list[Tensor]] = {}
-        """By slot: [tokens, size] per chunk, for per-token vectors."""
+        """By slot: [tokens, size] per chunk."""
         if pooling.pooling_type in ("mean", "cls"):
             self._accumulated = torch.zeros((num_slots, hidden_size), dtype=accumulation_dtype(device), device=device)
 
     def pool(self, rows: Sequence[PoolingChunk], hidden: Tensor) -> Tensor:
-        """[R, size] float32 of the prompts that end, or of all their tokens. `hidden` [T, hidden]: all tokens of the
-        step.
-        """
+        """[R, size] float32 of prompts that end, or of their tokens. `hidden` [T, hidden]: all tokens of the step."""
         if self.pooling.pooling_type == "none":
             return self._pool_tokens_across_chunks(rows, hidden)
         finished_rows = [each for each in rows if each.is_last_chunk]
@@ -114,7 +109,6 @@ def make_pooler_head(
 def postprocess_vectors_by_request_id(
     rows: Sequence[PoolingChunk], vectors: Tensor, pooling: PoolingConfig
 ) -> dict[str, bytes]:
-    """`vectors`: the result of `Pooler.pool`."""
     last_chunks = [each for each in rows if each.is_last_chunk]
     row_vectors = list(vectors.numpy())
     if pooling.pooling_type == "none":
@@ -126,7 +120,7 @@ def postprocess_vectors_by_request_id(
 
 
 def postprocess_vector_to_bytes(vector: np.ndarray, params: PoolingParams, pooling: PoolingConfig) -> bytes:
-    """Truncate and normalize an embedding, or turn scores into probabilities: [size] or [tokens, size] float32."""
+    """[size] or [tokens, size] float32; embeddings are truncated and normalized, scores become probabilities."""
     wide = vector.astype(np.float64)
     if not pooling.labels:
         wide = wide[..., : params.dimensions]

@@ -30,7 +30,7 @@ _REQUIRED_FIELDS = {
 
 
 def rope_table(rope: dict[str, Any], head_dim: int, length: int) -> Tensor:
-    """Cosines, then sines: [length, head_dim] float32. Raises ModelError for an unknown rope_type or missing fields."""
+    """Cosines, then sines: [length, head_dim] float32. Raises ModelError."""
     rope_type = rope["rope_type"]
     if missing := [key for key in _REQUIRED_FIELDS.get(rope_type, ()) if key not in rope]:
         raise ModelError(
@@ -58,7 +58,6 @@ def _base_frequencies(theta: float, rotated: int) -> Tensor:
 
 
 def _attention_factor(rope: dict[str, Any]) -> float:
-    """Multiplies cosines and sines."""
     if rope["rope_type"] == "longrope":
         return _longrope_attention_factor(rope)
     if rope["rope_type"] == "yarn":
@@ -74,8 +73,8 @@ def query_scales(query_scaling: QueryScaling, length: int) -> Tensor:
 
 
 def alibi_bias_table(heads: int, length: int) -> Tensor:
-    """AttentionParams.relative_bias [heads, 2 * length + 15] of ALiBi (Press et al., 2022). Slopes are a geometric
-    sequence; if `heads` is not a power of two, the rest interleaves the next power's.
+    """[heads, 2 * length + 15] of ALiBi (Press et al., 2022). Slopes are geometric; if `heads` is no power of two, the
+    rest comes from the next one's.
     """
     power_of_two = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** (-8.0 * number / power_of_two) for number in range(1, power_of_two + 1)]
@@ -91,8 +90,8 @@ def _parse_factors_field(rope: dict[str, Any], name: str, count: int) -> Tensor:
 
 
 def _longrope_factors(rope: dict[str, Any], count: int) -> Tensor:
-    """LongRoPE (Ding et al., 2024): factors per frequency, long ones if contexts may exceed the original length. Never
-    chosen per request: a sequence's keys would change in the middle.
+    """LongRoPE (Ding et al., 2024). Long factors apply if contexts may exceed the original length, never per request: a
+    sequence's keys would change midway.
     """
     long = rope["max_position_embeddings"] > rope["original_max_position_embeddings"]
     return _parse_factors_field(rope, "long_factor" if long else "short_factor", count)
@@ -107,7 +106,7 @@ def _longrope_attention_factor(rope: dict[str, Any]) -> float:
 
 
 def _llama3_frequencies(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
-    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, others blended linearly."""
+    """Llama 3.1: stretch long wavelengths by `factor`, keep short ones, blend others linearly."""
     low, high, old = (rope[key] for key in _LLAMA3_FIELDS)
     if low > high:
         raise ModelError(
@@ -121,14 +120,14 @@ def _llama3_frequencies(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
 
 
 def _yarn_frequencies(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
-    """YaRN (Peng et al., 2023): stretch frequencies with fewer than beta_slow turns in the original context, keep those
-    above beta_fast, blend linearly by index.
+    """YaRN (Peng et al., 2023): stretch frequencies of fewer than beta_slow turns in the original context, keep those
+    above beta_fast, blend others linearly by index.
     """
     head_dim, old = 2 * len(frequencies), rope["original_max_position_embeddings"]
     base = max(math.log(rope["rope_theta"]), 1e-9)  # with theta 1, all frequencies are equal
 
     def correction_dim(turns: float) -> float:
-        """Fractional index of the frequency that makes so many turns in the original context."""
+        """May be fractional."""
         return head_dim * math.log(old / (turns * 2 * math.pi)) / (2 * base)
 
     first, last = correction_dim(rope.get("beta_fast") or 32.0), correction_dim(rope.get("beta_slow") or 1.0)
@@ -151,9 +150,7 @@ def _yarn_attention_factor(rope: dict[str, Any]) -> float:
 
 
 def _ntk_frequencies(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
-    """GTE: frequency i is divided by its own power of `factor` (Su, 2023, https://kexue.fm/archives/9706, equation 6;
-    with `mixed_b` equations 10 to 13).
-    """
+    """GTE (Su, 2023, https://kexue.fm/archives/9706, equation 6; with `mixed_b` equations 10 to 13)."""
     half, factor = len(frequencies), rope["factor"]
     numbers = torch.arange(1, half + 1, dtype=torch.float32)
     exponents = numbers / half if rope.get("mixed_b") is None else (numbers / half) ** rope["mixed_b"]
@@ -161,13 +158,13 @@ def _ntk_frequencies(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
 
 
 def _dynamic_frequencies(rope: dict[str, Any], rotated: int) -> Tensor:
-    """HunYuan's alpha stretches all. Otherwise scaling only applies beyond the model's positions, where contexts end."""
+    """HunYuan's alpha stretches all frequencies. Otherwise contexts end where scaling begins."""
     stretched = rope["rope_theta"] * (rope.get("alpha") or 1.0) ** (rotated / max(rotated - 2, 1))
     return _base_frequencies(stretched, rotated)
 
 
 def _axial_frequencies(rope: dict[str, Any], rotated: int) -> Tensor:
-    """For vision towers: rows and columns rotate half a head each, with equal frequencies."""
+    """For vision towers: rows and columns rotate half a head each."""
     half = 1.0 / rope["rope_theta"] ** (torch.arange(0, rotated // 2, 2, dtype=torch.float32) / (rotated // 2))
     return torch.cat((half, half))
 
@@ -193,4 +190,4 @@ _FREQUENCY_SCALINGS: dict[str, Callable[[Tensor, dict[str, Any], int], Tensor]] 
     "axial": lambda frequencies, rope, head_dim: _axial_frequencies(rope, rotated_size(rope, head_dim)),
     "proportional": _proportional_frequencies,
 }
-"""By rope_type: (base frequencies, ModelConfig.rope, head_dim) to frequencies."""
+"""(base frequencies, ModelConfig.rope, head_dim) to frequencies."""

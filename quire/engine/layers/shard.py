@@ -1,5 +1,5 @@
-"""A rank's shard under tensor parallelism (Shoeybi et al., 2019). q, k, v, gate and up are split by outputs; o_proj and
-down_proj by inputs, with summed results. Norms and the residual stream are replicated.
+"""Tensor parallelism (Shoeybi et al., 2019): q, k, v, gate and up are split by outputs; o_proj and down_proj by inputs,
+with summed results. Norms and the residual stream are replicated.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, Quantiz
 
 @dataclass(frozen=True, slots=True)
 class LinearSlice:
-    """A rank's outputs or inputs of a linear [out, in]; None: all."""
+    """A part of a linear [out, in]; None: all."""
 
     output_range: range | None = None
     input_range: range | None = None
     adds_bias: bool = True
-    """Of the ranks with summed results, one adds the bias."""
+    """One of the summing ranks adds the bias."""
 
     def slice_tensor_on_read(self, tensor: Tensor, which: EarlySliceAxes) -> Tensor:
-        """Rows are outputs, columns inputs."""
         if which == "nothing":
             return tensor
         if tensor.ndim == 1:
@@ -36,7 +35,6 @@ class LinearSlice:
         return outs if which == "outputs" else _narrow_axis(outs, self.input_range, 1)
 
     def remaining_slice(self, which: EarlySliceAxes) -> LinearSlice:
-        """What is left to cut after reading."""
         return {"nothing": self, "outputs": replace(self, output_range=None), "all": FULL_LINEAR}[which]
 
     def slice_bias(self, tensor: Tensor) -> Tensor:
@@ -58,7 +56,7 @@ class LinearSlice:
     def slice_quantized(self, weight: QuantizedWeight | Tensor, linear: str) -> QuantizedWeight | Tensor: ...
 
     def slice_quantized(self, weight: QuantizedWeight | Tensor, linear: str) -> QuantizedWeight | Tensor:
-        """Raises ConfigError if the cut would split a group with one scale."""
+        """Raises ConfigError if it would split a group with one scale."""
         if isinstance(weight, GroupedWeight):
             return self._slice_grouped(weight, linear)
         if isinstance(weight, Float8Weight):
@@ -112,9 +110,7 @@ class ModelShard:
         return _rank_span(size, self.rank, self.world_size)
 
     def kv_head_span(self, heads: int) -> range:
-        """The KV heads of this rank's query heads. With more ranks than heads, ranks share one; all heads under context
-        parallelism.
-        """
+        """With more ranks than heads, ranks share one. All heads under context parallelism."""
         if self.is_context_parallel:
             return range(heads)
         return (
@@ -152,15 +148,15 @@ class ModelShard:
         return x if self.group is None else self.group.all_reduce(x)
 
     def gather_columns(self, x: Tensor, size: int) -> Tensor:
-        """Ranks' columns [R, n] float32 to [R, size] on the first rank; others return x."""
+        """[R, n] float32 to [R, size] on the first rank; others return x."""
         if self.group is None:
             return x
         widths = [len(_rank_span(size, rank, self.world_size)) for rank in range(self.world_size)]
         return self.group.gather_columns(x, widths)
 
     def gather_argmax(self, values: Tensor, indices: Tensor, size: int) -> Tensor:
-        """First index of each row's maximum, [R] int64 on every rank. `values` [R] float32, `indices` [R] int64: of
-        this rank's columns.
+        """First maximum of each row, [R] int64 on every rank; `values` [R] float32 and `indices` [R] int64 are this
+        rank's.
         """
         assert self.group is not None
         assert size <= 2**24, "float32 holds every place"

@@ -1,5 +1,3 @@
-"""Interface of a layer's sublayers: parameters, state per sequence, forward pass."""
-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -26,8 +24,8 @@ from quire.kernels.quantized_tensors import Activations, choose_rounding_and_nee
 
 @dataclass(frozen=True, slots=True)
 class CacheTensorSpec:
-    """A tensor of KV blocks or slots, which are its first axis. Blocks of more than 16 tokens are [blocks, tokens,
-    ...], or [blocks, pieces, ...], so that a prefix of a block can be copied.
+    """The first axis is the KV block or slot. Blocks of more than 16 tokens are [blocks, tokens, ...] or [blocks,
+    pieces, ...], so that a prefix can be copied.
     """
 
     shape: tuple[int, ...]
@@ -40,8 +38,6 @@ class CacheTensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class BuildContext:
-    """What sublayers need to build themselves."""
-
     backend: Backend
     scheme: QuantizationScheme
     hidden_size: int
@@ -50,21 +46,18 @@ class BuildContext:
     device: torch.device
     max_model_len: int
     kv_scales: Mapping[str, KVScales] = field(default_factory=dict)
-    """By layer name, for quantized KV; missing: 1."""
+    """By layer name; 1 if missing."""
     adapters: AdapterManager | None = None
     shard: ModelShard = UNSHARDED
     expert_packing: tuple[Backend, QuantizationScheme] | None = None
-    """If routed experts are packed differently."""
+    """If different from other weights'."""
     make_linear: Callable[..., Projection] = FusedLinear
-    """Makes attention's linears."""
     position_tables: dict[str, Tensor] = field(default_factory=dict)
-    """Shared by layers."""
     shared_linears: dict[str, FusedLinear] = field(default_factory=dict)
-    """Linears whose weights layers share, by the first one's name."""
+    """By name of the first use."""
 
     @property
     def attention_dtype(self) -> torch.dtype:
-        """The KV dtype unless quantized."""
         return self.dtype if self.kv_dtype in QUANTIZED_KV_DTYPES else self.kv_dtype
 
     def rope_table(self, rope: dict[str, Any], head_dim: int) -> Tensor:
@@ -80,7 +73,7 @@ class BuildContext:
         return self.position_tables[key]
 
     def alibi_table(self, factor: float, heads: int, rank_heads: range) -> Tensor:
-        """AttentionParams.relative_bias of this rank's heads."""
+        """AttentionParams.relative_bias of `rank_heads`."""
         key = f"alibi {factor} {heads}"
         if key not in self.position_tables:
             all_heads = factor * alibi_bias_table(heads, self.max_model_len)
@@ -90,22 +83,19 @@ class BuildContext:
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """What sublayers need to know of a step."""
-
     metadata: AttentionMetadata
     cache: LayerCache
-    """The layer's block tensors, then slot tensors."""
+    """Block tensors, then slot tensors."""
     selected_rows: Tensor | None
-    """Tokens to compute after the layer's last state is stored; None: all."""
+    """Tokens needed after the last stateful sublayer; None: all."""
     per_layer_inputs: Tensor | None = None
-    """[T, W]; see AttentionMetadata."""
+    """[T, W]."""
 
     @property
     def linear_context(self) -> LinearContext:
         return self.metadata.linear_context
 
     def context_of_selected_rows(self, rows: Tensor) -> ForwardContext:
-        """For sublayers after the rows were selected."""
         per_layer_inputs = None if self.per_layer_inputs is None else self.per_layer_inputs[rows]
         return ForwardContext(
             replace(self.metadata, linear_context=self.linear_context.select_rows(rows)),
@@ -117,11 +107,8 @@ class ForwardContext:
 
 @dataclass(frozen=True, slots=True)
 class SmoothableNorm:
-    """A norm with the linears that read it."""
-
     norm_name: str
     weight_offset: float
-    """See NormSpec."""
     linears: tuple[FusedLinear, ...]
 
 
@@ -143,26 +130,23 @@ class Sublayer(ABC):
 
     @property
     def num_block_tensors(self) -> int:
-        """Its own or, if it reads another layer's KV, that layer's."""
+        """Includes another layer's, if it reads that."""
         return len(self.block_tensor_specs(1))
 
     def slot_tensor_specs(self, num_slots: int, num_drafts: int) -> tuple[CacheTensorSpec, ...]:
-        """State per sequence that is not in blocks; a step may compute `num_drafts` draft tokens that are rejected
-        later.
-        """
+        """State outside of blocks; `num_drafts` tokens of a step may be rejected later."""
         return ()
 
     @property
     def block_bytes_formula(self) -> str:
-        """Bytes of a block as a product."""
         return "0"
 
     @abstractmethod
     def forward(
         self, ops: Operations, x: Tensor, residual: Tensor | None, step: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """Return (output, residual stream), not yet added, for x [T, hidden]; residual None: x is the embeddings.
-        Stores the state of all T tokens.
+        """Return (output, residual stream), not yet added, for x [T, hidden] (residual None: embeddings). Stores the
+        state of all T tokens.
         """
 
 
@@ -174,7 +158,7 @@ def compute_attention(
     metadata: AttentionMetadata,
     params: AttentionParams,
 ) -> Tensor:
-    """Attention of q [T, H, D] (this rank's heads), also under context parallelism."""
+    """`q` [T, H, D] has this rank's heads."""
     if shard.is_context_parallel:
         assert shard.group is not None
         return ops.context_parallel_attention(q, caches, metadata, params, shard.group)
@@ -182,7 +166,7 @@ def compute_attention(
 
 
 def activate_gate_up(ops: Operations, gate_up: Tensor, down: FusedLinear, *, gelu: bool = False) -> Activations:
-    """silu_mul or gelu_mul, quantized if `down`, its only reader, takes that."""
+    """Quantized if `down`, the only reader, takes that."""
     if (rounding := choose_rounding_and_needs_unrounded((down.packed_linear,), gate_up)) is not None:
         form, whole = rounding
         return form.gate_and_round(gate_up, gelu=gelu, whole=whole)

@@ -17,8 +17,6 @@ from quire.engine.layers.sublayer import BuildContext
 
 
 class SublayerShapes:
-    """Makes modules of a spec's parameter shapes."""
-
     def __init__(self, shapes: ParameterShapes, build_context: BuildContext) -> None:
         self._shapes = shapes
         self._build_context = build_context
@@ -50,7 +48,7 @@ class SublayerShapes:
         takes_bias: bool = True,
         wide: bool = False,
     ) -> FusedLinear:
-        """`slices` None: all. `takes_bias`: False if the bias is loaded by make_parameters. `wide`: float32 results."""
+        """`takes_bias`: False if make_parameters loads it. `wide`: float32 results."""
         build_context, first = self._build_context, linears[0]
         return FusedLinear(
             build_context.scheme,
@@ -63,7 +61,6 @@ class SublayerShapes:
         )
 
     def make_projection(self, linears: Sequence[str], slices: Mapping[str, LinearSlice]) -> Projection:
-        """Like make_linear, through BuildContext.make_linear."""
         build_context, first = self._build_context, linears[0]
         return build_context.make_linear(
             build_context.scheme,
@@ -75,7 +72,6 @@ class SublayerShapes:
         )
 
     def make_norms(self, names: Iterable[str], norm: NormSpec) -> NormWeights:
-        """Skips norms that the sublayer lacks."""
         sizes = self.output_sizes(name for name in names if name in self)
         return NormWeights(sizes, self._build_context.dtype, norm)
 
@@ -87,9 +83,7 @@ class SublayerShapes:
         slice_tensor: Callable[[Tensor], Tensor] = identity,
         transform: Callable[[Tensor], Tensor] = identity,
     ) -> ParameterTable:
-        """Load `names` below `prefix` into `weights` as float32, sliced and then transformed; skips those that the
-        sublayer lacks.
-        """
+        """float32; skips missing names. `slice_tensor` comes before `transform`."""
         shapes = {name: self._shapes.get(f"{prefix}.{name}") for name in names}
         return {
             f"{prefix}.{name}": make_loadable_parameter(weights, name, shape, torch.float32, transform, slice_tensor)

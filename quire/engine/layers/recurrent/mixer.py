@@ -1,5 +1,3 @@
-"""Base of recurrent sublayers, which keep a state of fixed size per sequence."""
-
 from __future__ import annotations
 
 from abc import abstractmethod
@@ -31,30 +29,28 @@ class RecurrentMixer(Sublayer):
         name: str,
         parent_module: str | None = None,
     ) -> None:
-        """`name`: in the checkpoint, below the layer and `parent_module`."""
+        """`name`: below the layer and `parent_module`."""
         self._shapes = SublayerShapes(spec.parameter_shapes(layer, build_context.hidden_size), build_context)
         layer = layer if parent_module is None else f"{layer}.{parent_module}"
         self._build_context, self._prefix = build_context, f"{layer}.{name}"
         self._input_norm, self._output_norm = f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"
         self._norms = self._shapes.make_norms((self._input_norm, self._output_norm), spec.norm)
         self._weights: dict[str, Tensor] = {}
-        """This rank's weights other than linears and norms, float32."""
+        """float32, without linears and norms."""
 
     def _make_linear(self, slices: Mapping[str, LinearSlice], *, takes_bias: bool = True) -> FusedLinear:
-        """`slices`: this rank's, by name. `takes_bias`: see SublayerShapes.make_linear."""
         named_slices = {f"{self._prefix}.{name}": part for name, part in slices.items()}
         return self._shapes.make_linear(list(named_slices), named_slices, takes_bias=takes_bias)
 
     def _make_parameters(
         self, names: Iterable[str], slice_tensor: Callable[[Tensor], Tensor] = identity
     ) -> ParameterTable:
-        """Skips names that the sublayer lacks."""
         return self._shapes.make_parameters(self._weights, self._prefix, names, slice_tensor)
 
     def _project_output(
         self, ops: Operations, mixed: Tensor, residual: Tensor, step: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """For the step's selected rows; `mixed` has all tokens."""
+        """`mixed` has all tokens; the result has the selected rows."""
         context = step.linear_context
         if step.selected_rows is not None:
             mixed = mixed[step.selected_rows]
@@ -77,21 +73,20 @@ class MatrixStateMixer(RecurrentMixer):
         self._state_spec, self._head_span = spec, build_context.shard.rank_span(spec.num_heads)
 
     def _slice_channels(self, tensor: Tensor) -> Tensor:
-        """This rank's rows of [channels, ...]."""
+        """`tensor` [channels, ...]."""
         kinds = self._state_spec.conv_input_shapes
         parts = zip(tensor.split([heads * size for heads, size in kinds]), self._channel_spans, strict=True)
         return torch.cat([part[span.start : span.stop] for part, span in parts])
 
     @property
     def _channel_spans(self) -> list[range]:
-        """Per input of the convolution."""
         head_spans = [
             (self._build_context.shard.rank_span(heads), size) for heads, size in self._state_spec.conv_input_shapes
         ]
         return [range(span.start * size, span.stop * size) for span, size in head_spans]
 
     def slot_tensor_specs(self, num_slots: int, num_drafts: int) -> tuple[CacheTensorSpec, ...]:
-        """Last convolution inputs, state matrices, and inputs of draft tokens to replay once they are accepted."""
+        """Convolution inputs, states, and inputs of draft tokens to replay when accepted."""
         shape = self._state_spec
         dtype = self._build_context.dtype
         heads = len(self._head_span)

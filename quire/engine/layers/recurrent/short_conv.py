@@ -1,4 +1,4 @@
-"""Gated short convolution (LFM2: Liquid AI, 2025). Its state is explained in kernels/recurrent/short_conv.py."""
+"""Gated short convolution (LFM2: Liquid AI, 2025). See kernels/recurrent/short_conv.py."""
 
 from __future__ import annotations
 
@@ -33,13 +33,12 @@ class ShortConvolution(RecurrentMixer):
         return (SmoothableNorm(self._input_norm, self._spec.norm.weight_offset, (self._in,)),)
 
     def block_tensor_specs(self, num_blocks: int) -> tuple[CacheTensorSpec, ...]:
-        """Last columns of each PIECE, to resume after it."""
+        """The last columns of each PIECE, where a request may resume."""
         pieces = self._build_context.backend.block_size // PIECE
         shape = (num_blocks, pieces, self._spec.conv_width - 1, len(self._channels))
         return (CacheTensorSpec(shape, self._build_context.dtype),)
 
     def slot_tensor_specs(self, num_slots: int, num_drafts: int) -> tuple[CacheTensorSpec, ...]:
-        """Its last columns."""
         return (
             CacheTensorSpec(
                 (num_slots, self._spec.conv_width - 1 + num_drafts, len(self._channels)), self._build_context.dtype

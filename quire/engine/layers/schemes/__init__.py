@@ -1,5 +1,3 @@
-"""Quantization schemes: how a checkpoint stores linears and a backend packs them."""
-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -29,14 +27,14 @@ class QuantizationScheme(ABC):
     def linear_tensor_specs(
         self, linear: str, in_features: int, out_features: int, *, bias: bool
     ) -> dict[str, TensorSpec]:
-        """By name relative to the linear, such as "weight"."""
+        """By name below the linear, such as "weight"."""
 
     @abstractmethod
     def pack_linears(
         self, linears: dict[str, dict[str, Tensor]], cuts: Mapping[str, LinearSlice], *, wide: bool
     ) -> Linear:
-        """Fuse linears of one input in this order. `linears`: tensors by linear and name. `cuts`: this rank's slices,
-        where not cut early. `wide`: float32 results of the same sums.
+        """Fuse linears of one input in this order. `cuts` apply where not cut early. `wide`: float32 results of the
+        same sums.
         """
 
     @abstractmethod
@@ -53,8 +51,6 @@ class QuantizationScheme(ABC):
 
 
 class WrappedScheme(QuantizationScheme):
-    """Delegates to another scheme."""
-
     def __init__(self, scheme: QuantizationScheme) -> None:
         self._scheme = scheme
 
@@ -79,8 +75,6 @@ class WrappedScheme(QuantizationScheme):
 
 
 class UnquantizedScheme(QuantizationScheme):
-    """Casts floating-point weights to one dtype."""
-
     def __init__(self, backend: Backend, dtype: torch.dtype) -> None:
         self._backend = backend
         self._dtype = dtype

@@ -1,4 +1,4 @@
-"""Linears with clipped inputs and outputs, as in Gemma 4's towers."""
+"""Linears with bounds for inputs and outputs, as in Gemma 4's towers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from quire.engine.layers.shard import LinearSlice
 from quire.kernels.backend import Linear, LinearContext
 
 _LINEAR_PREFIX = "linear."
-"""Of the linear's own tensors."""
 _BOUND_NAMES = ("input_min", "input_max", "output_min", "output_max")
 
 

@@ -1,5 +1,3 @@
-"""fp8, fp4 and bitsandbytes formats."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -22,13 +20,11 @@ _NESTED_ABSMAX, _NESTED_MAP = "weight.nested_absmax", "weight.nested_quant_map"
 
 
 DOUBLED_E2M1_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""e2m1 values by code, doubled to be integers."""
+"""By code; doubled to be integers."""
 _Dimension = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 
 
 class _QuantState(msgspec.Struct):
-    """bitsandbytes' JSON about a 4-bit tensor."""
-
     blocksize: _Dimension
     shape: tuple[_Dimension, _Dimension]
     nested_blocksize: _Dimension = 1
@@ -68,8 +64,8 @@ class Float8Format(LinearFormat):
 
 @dataclass(frozen=True, slots=True)
 class Float4Format(LinearFormat):
-    """e2m1, first number in the low nibble. MXFP4: a power of two per 32 inputs. NVFP4: an e4m3 scale per 16 inputs,
-    and a global divisor.
+    """e2m1, low nibble first. MXFP4 has a power of two per 32 inputs; NVFP4 an e4m3 scale per 16 inputs, and a global
+    divisor.
     """
 
     weight_format: WeightFormat
@@ -96,7 +92,7 @@ class Float4Format(LinearFormat):
 
 
 def decode_halved_e8m0_scales(exponents: Tensor) -> Tensor:
-    """2 ** (exponent - 128) in float32: half of e8m0, because DOUBLED_E2M1_VALUES are doubled."""
+    """2 ** (exponent - 128) in float32: halved, because DOUBLED_E2M1_VALUES are doubled."""
     exponents = exponents.int()
     # The two smallest are subnormal.
     bits = torch.where(exponents < 2, 0x00200000 << exponents, (exponents - 1) << 23)
@@ -105,7 +101,7 @@ def decode_halved_e8m0_scales(exponents: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class BitsAndBytesInt8Format(LinearFormat):
-    """LLM.int8(): int8, and each output's largest weight, which is code 127."""
+    """LLM.int8(): code 127 is an output's largest weight."""
 
     def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:
         codes = TensorSpec((out_features, in_features), torch.int8)
@@ -117,14 +113,13 @@ class BitsAndBytesInt8Format(LinearFormat):
 
 @dataclass(frozen=True, slots=True)
 class BitsAndBytes4BitFormat(LinearFormat):
-    """NF4 or FP4: nibbles, the first one high, that index 16 floats, times absmax per block of the flattened weights.
-    absmax may be 8-bit codes itself. Dequantized: no kernel has 16-float tables.
+    """NF4 or FP4: nibbles, high one first, that index 16 floats, times absmax per block of flattened weights (maybe
+    8-bit codes itself). Dequantized, because no kernel has float tables.
     """
 
     quant_type: str
-    """nf4 or fp4: suffix of the quant_state tensor's name."""
+    """nf4 or fp4."""
     extra_specs: dict[str, TensorSpec]
-    """Tensors other than the weights."""
 
     def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:
         return {"weight": TensorSpec((in_features * out_features // 2, 1), torch.uint8)} | self.extra_specs
@@ -152,7 +147,7 @@ class BitsAndBytes4BitFormat(LinearFormat):
 
 
 def bitsandbytes_4bit_format_from_headers(headers: dict[str, TensorSpec], linear: str) -> BitsAndBytes4BitFormat:
-    """Raises ModelError if tensors are missing."""
+    """Raises ModelError for missing tensors."""
     quant_type = next(
         (name.removeprefix(_QUANT_STATE_PREFIX) for name in headers if name.startswith(_QUANT_STATE_PREFIX)), None
     )

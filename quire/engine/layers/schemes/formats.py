@@ -1,5 +1,3 @@
-"""Chooses each linear's format from quantization_config and tensor headers."""
-
 from __future__ import annotations
 
 from bisect import bisect_left
@@ -45,8 +43,8 @@ def make_format_lookup(
     *,
     is_extra_layer: bool = False,
 ) -> Callable[[str], LinearFormat | None]:
-    """None for unquantized linears. `headers`: of all tensors. `config_name_of`: a linear's name in config.json.
-    `is_extra_layer`: an MTP layer, which, like a head, may be unquantized without config.json saying so.
+    """None: unquantized. `headers`: of all tensors. `is_extra_layer`: like a head, an MTP layer may be unquantized
+    though config.json does not say so.
     """
     names = sorted(headers)
 
@@ -102,6 +100,6 @@ def _make_format(weight_format: WeightFormat, specs: dict[str, TensorSpec], line
 
 
 def _is_stored_unquantized(specs: dict[str, TensorSpec]) -> bool:
-    """True also without tensors, as for a tied head."""
+    """True without tensors: a tied head has none."""
     weight = specs.get("weight")
     return not specs or (weight is not None and weight.dtype.is_floating_point and weight.dtype.itemsize > 1)

@@ -1,5 +1,5 @@
-"""GGUF's quantized blocks as grouped weights of exactly the same values. Functions take a matrix's rows as bytes.
-Source: ggml-common.h and ggml-quants.c, https://github.com/ggml-org/ggml.
+"""GGUF blocks as grouped weights with exactly the same values. Functions take rows as bytes. Source: ggml-common.h and
+ggml-quants.c, https://github.com/ggml-org/ggml.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 
 class GGUFFormat(LinearFormat):
     tensor_type: GGMLType
     input_order: Tensor | None = field(default=None, compare=False)
-    """See GroupedWeight."""
 
     def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:
         shape = (out_features, in_features // self.tensor_type.block_size * self.tensor_type.type_size)
@@ -35,7 +34,7 @@ class GGUFFormat(LinearFormat):
 
 
 def blocks_to_grouped_weight(rows: Tensor, kind: str) -> GroupedWeight:
-    """`rows` [out, bytes] uint8; `kind` is one of `SUPPORTED_QUANT_TYPES`."""
+    """`rows` [out, bytes] uint8."""
     size, unpack = _CONVERTERS_BY_TYPE[kind]
     return unpack(rows.view(rows.shape[0], -1, size))
 
@@ -144,13 +143,13 @@ SUPPORTED_QUANT_TYPES = frozenset(_CONVERTERS_BY_TYPE)
 
 
 def _read_float16(data: Tensor, wider: int = 0) -> Tensor:
-    """[..., blocks, 2] bytes to float32 [..., blocks], or [..., blocks, 1] with `wider`."""
+    """[..., blocks, 2] bytes to float32 [..., blocks], with `wider` [..., blocks, 1]."""
     numbers = data.contiguous().view(torch.float16).float()
     return numbers if wider else numbers.squeeze(-1)
 
 
 def _unpack_nibbles(data: Tensor) -> Tensor:
-    """[out, in] uint8; a block's first half is in low nibbles."""
+    """[out, in] uint8; low nibbles hold a block's first half."""
     return torch.cat((data & 15, data >> 4), -1).flatten(1)
 
 
@@ -160,7 +159,7 @@ def _unpack_single_bits(data: Tensor) -> Tensor:
 
 
 def _unpack_code_planes(data: Tensor, shifts: range | tuple[int, ...], mask: int, width: int = 32) -> Tensor:
-    """[out, blocks, bytes] to [out, in] uint8: `width` bytes hold one plane after another."""
+    """[out, blocks, bytes] to [out, in] uint8; `width` bytes hold a plane after another."""
     lines = data.unflatten(-1, (-1, 1, width)) >> torch.tensor(
         tuple(shifts), dtype=torch.uint8, device=data.device
     ).view(-1, 1)
@@ -168,7 +167,7 @@ def _unpack_code_planes(data: Tensor, shifts: range | tuple[int, ...], mask: int
 
 
 def _decode_k_scales_and_offsets(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Q4_K and Q5_K: 6-bit multiples of two float16 numbers that eight groups share."""
+    """6-bit multiples of two float16 numbers shared by eight groups."""
     d, least = _read_float16(blocks[..., :2], 1), _read_float16(blocks[..., 2:4], 1)
     first, second, last = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
     steps = torch.cat((first & 63, last & 15 | first >> 2 & 48), -1)

@@ -1,7 +1,7 @@
-"""GPTQ, AWQ and compressed-tensors: integers of 2 to 8 bits, usually in 32-bit words, as grouped weights.
+"""Integers of 2 to 8 bits as grouped weights: GPTQ, AWQ, compressed-tensors.
 
-All mean scale * (code - zero) per group. Grouped weights store scale and offset; float32 holds the difference exactly:
-11 bits of scale and 8 of code.
+All mean scale * (code - zero). Grouped weights store scale and offset; float32 holds 11 bits of scale times 8 of code
+exactly.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 @dataclass(frozen=True, slots=True)
 class GPTQFormat(LinearFormat):
-    """Codes packed along inputs, zero points along outputs."""
+    """Words along inputs; for zero points, along outputs."""
 
     weight_format: WeightFormat
     has_group_index: bool
-    """g_idx gives each input's group."""
 
     def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:
         bits, groups = self.weight_format.bits, _num_groups(in_features, self.weight_format.group_size)
@@ -53,7 +52,7 @@ class GPTQFormat(LinearFormat):
 
 @dataclass(frozen=True, slots=True)
 class AWQFormat(LinearFormat):
-    """Codes packed along outputs, eight in `_AWQ_ORDER`."""
+    """Words along outputs."""
 
     weight_format: WeightFormat
 
@@ -75,9 +74,7 @@ class AWQFormat(LinearFormat):
 
 @dataclass(frozen=True, slots=True)
 class PackQuantizedFormat(LinearFormat):
-    """compressed-tensors' pack-quantized: codes + 2 ** (bits - 1) packed along inputs, zero points likewise along
-    outputs.
-    """
+    """pack-quantized: codes + 2 ** (bits - 1) in words along inputs; zero points likewise, along outputs."""
 
     weight_format: WeightFormat
     scale_spec: TensorSpec
@@ -140,9 +137,8 @@ class Int8Format(LinearFormat):
 def make_grouped_weight(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int, order: Tensor | None
 ) -> GroupedWeight:
-    """scales * (codes - zeros) for codes [out, in] from 0 to 2 ** bits - 1, scales and zeros [out, groups]. Zeros None:
-    2 ** (bits
-    - 1). Inputs that are no multiple of the group get smaller groups.
+    """scales * (codes - zeros) for codes [out, in] from 0 to 2 ** bits - 1, scales and zeros [out, groups]; zeros None:
+    2 ** (bits - 1). Groups shrink if inputs are no multiple.
     """
     inner = codes.shape[1]
     middle, scales = 2 ** (bits - 1), scales.float()
@@ -166,7 +162,7 @@ def make_grouped_weight(
 
 
 def unpack_bits(words: Tensor, bits: int) -> Tensor:
-    """[rows, n] 32-bit words to [rows, codes] uint8; codes may cross words."""
+    """[rows, n] 32-bit words to [rows, codes] uint8; a code may cross words."""
     rows = words.contiguous().view(torch.uint8).view(words.shape[0], -1)  # little-endian
     if bits == 8:
         return rows
@@ -181,7 +177,7 @@ def unpack_bits(words: Tensor, bits: int) -> Tensor:
 
 
 def act_order_permutation(group_of: Tensor | None, group: int, where: str) -> Tensor | None:
-    """Inputs sorted by group; None if they already are. Raises ModelError for unequal groups."""
+    """Inputs by group; None: already sorted. Raises ModelError for unequal groups."""
     if group_of is None:
         return None
     order = torch.argsort(group_of, stable=True)
@@ -192,7 +188,7 @@ def act_order_permutation(group_of: Tensor | None, group: int, where: str) -> Te
 
 
 def broadcast_to_groups(numbers: Tensor, shape: torch.Size, group: int, where: str) -> Tensor:
-    """One number, one per output or one per group, to [out, groups]."""
+    """Return [out, groups]."""
     outs, groups = shape[0], _num_groups(shape[1], group)
     if numbers.numel() == 1:
         return numbers.reshape(1, 1).expand(outs, groups)

@@ -15,11 +15,11 @@ from quire.kernels.quantized_tensors import QuantizedWeight
 class LinearFormat(ABC):
     @abstractmethod
     def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:
-        """By name relative to the linear."""
+        """By name below the linear."""
 
     @abstractmethod
     def to_backend_weight(self, tensors: dict[str, Tensor], linear: str) -> QuantizedWeight | Tensor:
-        """Dense [out, in] if no backend format fits. Raises ModelError for inconsistent tensors."""
+        """Dense [out, in] if no format fits. Raises ModelError."""
 
 
 class MixedScheme(UnquantizedScheme):

@@ -1,4 +1,4 @@
-"""Quantizes weights to 8 or 4 bits while loading (--quantization)."""
+"""Implements --quantization at load."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, Quantiz
 Quantization = Literal["int8", "int4", "fp8"]
 
 _CHUNK_WEIGHTS = 1 << 20
-"""Weights quantized at once (at least one output): a float32 copy of all would be twice the tensor."""
+"""At once, or one output: a float32 copy of all would be twice the tensor."""
 _MAX_FLOAT8 = 448.0
 _MIN_SCALE = 2.0**-100
 
 
 class OnlineQuantizedScheme(UnquantizedScheme):
-    """8 bits (int or float) with a scale per output, or 4 bits with scale and offset per 32 inputs. `dense_weight`
-    stays unquantized: it would be expanded at once.
+    """8 bits with a scale per output, or 4 bits with scale and offset per 32 inputs. `dense_weight` is not quantized:
+    it would be expanded at once.
     """
 
     def __init__(self, backend: Backend, dtype: torch.dtype, quantization: Quantization) -> None:
@@ -65,8 +65,6 @@ class OnlineQuantizedScheme(UnquantizedScheme):
 
 
 class Int8EmbeddingAndHeadScheme(WrappedScheme):
-    """Quantizes floating-point embedding and head to int8."""
-
     def __init__(self, scheme: QuantizationScheme, backend: Backend, dtype: torch.dtype) -> None:
         super().__init__(scheme)
         self._backend = backend
@@ -104,7 +102,7 @@ def quantize_float8(weight: Tensor) -> Float8Weight:
 
 
 def quantize_int4(weight: Tensor, backend: Backend) -> GroupedWeight:
-    """[out, in] with scale and offset per 32 inputs (kernels/int4_fit.py); int8 if inputs are no multiple of 32."""
+    """[out, in] with scale and offset per 32 inputs (kernels/int4_fit.py); otherwise int8."""
     outs, inner = weight.shape
     if inner % GROUP_SIZE:
         return quantize_int8(weight)

@@ -1,1 +1,1 @@
-"""Sublayers that change the residual stream other than by adding to it (Gemma 4, Zamba 2)."""
+"""Sublayers that do more to the residual stream than add to it."""

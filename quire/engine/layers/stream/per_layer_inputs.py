@@ -1,5 +1,5 @@
-"""Per-layer embeddings (Gemma 3n, 2025; Gemma 4): from a separate table and a projection of the embedding, gated into
-the residual stream.
+"""Per-layer embeddings (Gemma 3n, 2025; Gemma 4), from a table and a projection of the embedding, gated into the
+residual stream.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PerLayerInputs:
         return table | merge_parameters(self._projection, self._norm)
 
     def compute_inputs(self, token_ids: Tensor, x: Tensor, image_rows: Tensor | None, context: LinearContext) -> Tensor:
-        """[T, layers * size] for embeddings x [T, hidden]. `image_rows`: indices of image tokens."""
+        """[T, layers * size] for x [T, hidden]. `image_rows`: indices of image tokens."""
         if image_rows is not None:
             token_ids = token_ids.clone().index_fill_(0, image_rows, self._spec.image_token_id)
         embedded = self._table[EMBED_TOKENS_PER_LAYER].embed_tokens(token_ids) * self._scale
@@ -62,7 +62,7 @@ class PerLayerInputs:
 
 
 class PerLayerInputGate(Sublayer):
-    """Replicated on all ranks: it is small."""
+    """Replicated: it is small."""
 
     def __init__(self, spec: PerLayerInputGateSpec, build_context: BuildContext, layer: str) -> None:
         self._first_column = spec.size_per_layer * spec.layer_index

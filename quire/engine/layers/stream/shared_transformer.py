@@ -1,6 +1,5 @@
-"""Attention and MLP with weights shared by layers (Zamba 2: Glorioso et al., 2024). They read the residual stream
-concatenated with the embeddings; each use has its own low-rank adapters and an output linear, whose result the layer's
-Mamba 2 reads.
+"""Attention and MLP whose weights layers share (Zamba 2: Glorioso et al., 2024). They read the residual stream and the
+embeddings; each use has low-rank adapters and an output linear, whose result Mamba 2 reads.
 """
 
 from __future__ import annotations
@@ -95,8 +94,6 @@ class SharedTransformer(Sublayer):
         adapters: AdapterManager | None,
         cuts: Mapping[str, LinearSlice],
     ) -> Projection:
-        """As BuildContext.make_linear."""
-
         def share(names: list[str]) -> Projection:
             sizes, slices = {name: parts[name] for name in names}, {name: cuts[name] for name in names}
             make_linear = partial(FusedLinear, scheme, in_features, sizes, bias=bias, adapters=adapters, cuts=slices)
@@ -114,7 +111,6 @@ class SharedTransformer(Sublayer):
         return _ConcatenatedOutputProjections(low_rank)
 
     def _share_linear(self, names: tuple[str, ...], make_linear: Callable[[], FusedLinear]) -> Projection:
-        """The first use creates the linear."""
         shared_linears = self._build_context.shared_linears
         if self._weights_prefix == self._use_prefix:
             shared_linears[names[0]] = linear = make_linear()
