@@ -1,4 +1,4 @@
-"""Trials that a GPU backend must pass before it is chosen and before its steps are captured as graphs."""
+"""Trials that a GPU backend must pass before it is chosen or captured in graphs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from quire.kernels.reference import ReferenceBackend
 def choose_trials(
     config: EngineConfig, device: torch.device, types: tuple[torch.dtype, torch.dtype], spec: DecoderSpec
 ) -> list[BackendTrial]:
-    """First with decodes in a CUDA graph, then without graphs. None on CPUs, whose kernels were built on this machine."""
+    """With decodes in a CUDA graph, then without graphs. CPUs need none: their kernels were built on this machine."""
     if device.type == "cpu":
         return []
     captures: list[GraphCapture | None] = (
@@ -54,7 +54,7 @@ def find_eager_prefill_reason(
     spec: DecoderSpec,
     backend: Backend,
 ) -> str | None:
-    """Why graphs hold decodes but no prefills: the backend says so, or a library's attention fails the trial. The first
+    """Why graphs hold decodes but no prefills: the backend says so, or a library's attention fails in one. The first
     rank decides for all. `types`: compute and KV dtype.
     """
     if backend.cuda_graph_support != "steps":
@@ -74,15 +74,15 @@ def _make_trial(
     ranks: int = 1,
     prompts: bool = False,
 ) -> BackendTrial:
-    """Try every attention shape, MLA and recurrence of the model, also with `ranks` of context parallelism. `prompts`:
-    try prefills in a graph, where a library may compute them.
+    """Try all attention shapes, MLA and recurrences, also with `ranks` of context parallelism. `prompts`: only prefills
+    in a graph, which libraries may compute.
     """
     dtype, kv_dtype = types
     windowed = any(each.window for each in spec.kv_cache_specs)
     trials = list[BackendTrial]()
     for part in distinct_attention_specs(spec):
         if isinstance(part, MLALayerSpec) and prompts:
-            continue  # Triton, like recurrences: never reads the host
+            continue  # like recurrences, Triton never reads the host
         if isinstance(part, MLALayerSpec):
             sizes = (part.kv_lora_rank, part.qk_rope_head_dim, part.qk_nope_head_dim, part.v_head_dim)
             trials.append(

@@ -1,5 +1,5 @@
-"""Copies KV blocks between device and host memory for KV offload (engine/tiers). A block's bytes are those of all its
-tensors in order; 8-bit blocks include scales.
+"""Copies KV blocks between device and host (engine/tiers). A block's bytes are those of all its tensors in order, with
+scales if it is 8-bit.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ ClaimCallback = Callable[[Iterable[int]], None]
 
 
 def choose_block_mover(tensors: Sequence[Tensor], identity: str, on_claim: ClaimCallback | None = None) -> BlockMover:
-    """`tensors`: from allocate_kv_blocks, of all models with the same blocks. `identity`: everything the bits depend
-    on. `on_claim` is called with blocks about to be written.
+    """`tensors`: from allocate_kv_blocks. `identity`: everything the bits depend on. `on_claim` gets blocks about to be
+    written.
     """
     on_gpu = bool(tensors) and tensors[0].device.type == "cuda"
     return CudaBlockMover(tensors, identity) if on_gpu else HostBlockMover(tensors, identity, on_claim)
@@ -29,7 +29,7 @@ def describe_layout(tensors: Sequence[Tensor], identity: str) -> str:
 
 
 class HostBlockMover:
-    """Copies with NumPy, which blocks neither Python nor PyTorch's threads."""
+    """Uses NumPy, which blocks neither Python nor PyTorch's threads."""
 
     def __init__(self, tensors: Sequence[Tensor], identity: str, on_claim: ClaimCallback | None = None) -> None:
         self.layout = describe_layout(tensors, identity)
@@ -53,13 +53,13 @@ class HostBlockMover:
             tensors[:, block] = part
 
     def _iter_parts(self, block_content: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Each tensor [tensors, blocks, bytes] with its part [tensors, bytes] of a block."""
+        """Pairs of [tensors, blocks, bytes] and a block's [tensors, bytes]."""
         for tensors, begin, end in zip(self._tensors, [0, *self._part_ends], self._part_ends, strict=False):
             yield tensors, block_content[begin:end].reshape(len(tensors), -1)
 
 
 class CudaBlockMover:
-    """Copies through pinned memory on separate streams that wait for earlier work."""
+    """Uses pinned memory, and separate streams that wait for earlier work."""
 
     def __init__(self, tensors: Sequence[Tensor], identity: str) -> None:
         device = tensors[0].device

@@ -1,5 +1,3 @@
-"""KV cache: memory budget and allocation."""
-
 from __future__ import annotations
 
 import ctypes
@@ -43,15 +41,15 @@ from quire.kernels.device.error_messages import describe_compiler_error, describ
 from quire.kernels.gpu.other_devices import MPS_OUT_OF_MEMORY, available_device_bytes, empty_device_caches
 
 _PREFAULT_FRACTION = 1 / 8
-"""Share of a host KV cache touched in advance."""
+"""Share of a host KV cache to touch."""
 _PREFAULT_BYTES = 512 * 2**10
-"""At a time; takes about a millisecond."""
+"""Takes about a millisecond."""
 _OUT_OF_MEMORY_MESSAGES = ("can't allocate memory", MPS_OUT_OF_MEMORY)
-"""In RuntimeErrors of PyTorch on the host and on Apple GPUs."""
+"""Contained in PyTorch's RuntimeErrors for hosts and Apple GPUs."""
 
 
 def check_kv_cache_fits_device(config: EngineConfig, device: torch.device) -> None:
-    """Raise ConfigError if the configured KV cache exceeds the devices' memory."""
+    """Raise ConfigError if kv_cache_memory exceeds the devices' memory."""
     kv_gib = config.kv_cache_memory
     if device.type == "cpu":
         check_kv_memory(kv_gib and kv_gib * config.data_parallel_size, total_host_bytes(), "this machine")
@@ -62,8 +60,8 @@ def check_kv_cache_fits_device(config: EngineConfig, device: torch.device) -> No
 
 
 def kv_budget(config: EngineConfig, device: torch.device, step_bytes: int) -> int:
-    """Bytes for the KV cache after loading weights and reserving `step_bytes`. Raises ConfigError with the arithmetic
-    if none are left.
+    """Bytes left once weights are loaded and `step_bytes` reserved. Raises ConfigError, with the arithmetic, if there
+    are none.
     """
     if config.kv_cache_memory is not None:
         return int(config.kv_cache_memory * GIB)
@@ -88,8 +86,8 @@ def kv_budget(config: EngineConfig, device: torch.device, step_bytes: int) -> in
 
 
 def max_kv_tokens(config: EngineConfig, token_bytes: int, device: torch.device, block_size: int) -> int:
-    """Upper bound on cached tokens before weights are loaded, at least one block. Bounds per-position tables, whatever
-    context config.json claims. `token_bytes`: of all layers.
+    """Upper bound before weights are loaded, at least one block: per-position tables must not grow with what
+    config.json claims. `token_bytes`: of all layers.
     """
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks * block_size
@@ -102,7 +100,7 @@ def max_kv_tokens(config: EngineConfig, token_bytes: int, device: torch.device, 
 
 
 def check_context_length(config: EngineConfig, token_bytes: int, device: torch.device, block_size: int) -> None:
-    """Raise ConfigError before loading weights if max_model_len cannot fit. `token_bytes`: of all layers that keep
+    """Raise ConfigError if max_model_len cannot fit, before weights are loaded. `token_bytes`: of layers that keep
     every token.
     """
     max_model_len, max_tokens = config.max_model_len or 0, max_kv_tokens(config, token_bytes, device, block_size)
@@ -120,15 +118,13 @@ def check_context_length(config: EngineConfig, token_bytes: int, device: torch.d
 def available_kv_bytes(
     model: Decoder, model_config: ModelConfig, backend: Backend, config: EngineConfig, image_bytes: int = 0
 ) -> int:
-    """`image_bytes`: peak on a GPU while an image is encoded, without cached features. All GPU ranks must call it at
-    the same time.
-    """
+    """`image_bytes`: a GPU's peak while encoding. All GPU ranks must call it at the same time."""
     step_bytes = find_step_reserve(model, model_config, backend, config)
     return kv_budget(config, model.device, max(step_bytes, image_bytes) + (ENCODER_CACHE_BYTES if image_bytes else 0))
 
 
 def find_step_reserve(model: Decoder, model_config: ModelConfig, backend: Backend, config: EngineConfig) -> int:
-    """Bytes of the largest step on a GPU; on a CPU, those of adapters."""
+    """Bytes of the largest step on a GPU, of adapters on a CPU."""
     if model.device.type != "cuda":
         if not config.enable_lora:
             return 0
@@ -142,7 +138,7 @@ def find_step_reserve(model: Decoder, model_config: ModelConfig, backend: Backen
 
 @torch.inference_mode()
 def measure_step_bytes(model: Decoder, backend: Backend, config: EngineConfig) -> int:
-    """Run the largest step on a dummy KV cache, and return its peak bytes beyond weights and KV cache."""
+    """Run the largest step on a dummy KV cache. Returns its peak bytes beyond weights and KV cache."""
     device, length = model.device, min(config.max_step_tokens, model.max_model_len)
     seqs = -(-config.max_step_tokens // length)
     own = model.shard.context_shard(backend.block_size)
@@ -191,9 +187,7 @@ def prefill_metadata(
     groups: int = 1,
     context_shard: ContextShard | None = None,
 ) -> AttentionMetadata:
-    """A step of `seqs` full prompts, each on its own blocks. Tokens outside `context_shard` (None: all are inside) go
-    to an extra block.
-    """
+    """`seqs` full prompts on blocks of their own. Tokens outside `context_shard` go to an additional block."""
     blocks_per_seq = -(-length // block_size)
     table = torch.arange(seqs * blocks_per_seq, dtype=torch.int32, device=device).view(seqs, blocks_per_seq)
     positions = torch.arange(length, device=device).repeat(seqs)
@@ -222,8 +216,6 @@ def prefill_metadata(
 
 
 class KVModule(Protocol):
-    """A decoder or a draft head."""
-
     device: torch.device
 
     @property
@@ -233,21 +225,21 @@ class KVModule(Protocol):
 
 
 def block_bytes(model: KVModule) -> int:
-    """Of one KV cache group (engine/checkpoint/kv_cache_groups.py)."""
+    """For one KV cache group."""
     return sum(tensor.total_bytes for layer in model.block_tensor_specs(1) for tensor in layer)
 
 
 def block_bytes_of_all_groups(model: Decoder, places: int) -> int:
-    """With `places` layers per block in all pipeline stages together."""
+    """`places`: layers per block in all pipeline stages."""
     if model.groups.num_groups > 1:
         return block_bytes(model) * places // model.groups.layers_per_block * model.groups.num_groups
     return model.all_stages_block_bytes
 
 
 def allocate_kv_blocks(model: KVModule, num_blocks: int) -> list[Tensor]:
-    """Tensors of one kind are stacked as [tensors, blocks, ...], so that an operation covers a block in all layers.
-    Uninitialized on the host, where untouched memory is free on Linux. Zeroed elsewhere: kernels read unwritten blocks
-    before a window, with weight 0.
+    """Tensors of one kind are stacked as [tensors, blocks, ...]: one operation covers a block in all layers.
+    Uninitialized on the host, where untouched memory is free on Linux; otherwise zeroed, because kernels read unwritten
+    blocks before a window with weight 0.
     """
     kinds = Counter(each for layer in model.block_tensor_specs(num_blocks) for each in layer)
     make = torch.empty if model.device.type == "cpu" else torch.zeros
@@ -255,7 +247,7 @@ def allocate_kv_blocks(model: KVModule, num_blocks: int) -> list[Tensor]:
 
 
 def kv_cache_by_layer(model: KVModule, tensors: Sequence[Tensor], states: Sequence[LayerCache] = ()) -> KVCache:
-    """Each layer's block tensors, then its slot states."""
+    """Block tensors, then slot states."""
     layers = model.block_tensor_specs(tensors[0].shape[1] if tensors else 1)  # a stage may have slot states only
     kinds = dict.fromkeys(each for layer in layers for each in layer)
     parts = {kind: iter(each) for kind, each in zip(kinds, tensors, strict=True)}
@@ -264,14 +256,14 @@ def kv_cache_by_layer(model: KVModule, tensors: Sequence[Tensor], states: Sequen
 
 
 def allocate_slot_states(model: Decoder, slots: int, drafts: int) -> list[LayerCache]:
-    """By index in the block; see Sublayer.slot_tensor_specs. A slot is written before it is read."""
+    """By index in the block. A slot is written before it is read."""
     make = torch.empty if model.device.type == "cpu" else torch.zeros
     layers = model.slot_tensor_specs(slots, drafts)
     return [tuple(make(each.shape, dtype=each.dtype, device=model.device) for each in layer) for layer in layers]
 
 
 def slot_state_bytes(model: Decoder, config: EngineConfig) -> int:
-    """Per slot, in all pipeline stages."""
+    """In all pipeline stages."""
     return model.total_slot_bytes(1, max_draft_tokens_per_step(config))
 
 
@@ -281,7 +273,7 @@ def copy_slot_states(states: Sequence[LayerCache], copy: SlotCopy) -> None:
 
 
 def copy_block_prefix(tensors: Sequence[Tensor], copy: BlockCopy, own_range: range) -> None:
-    """Large blocks only, which are contiguous by token or piece. `own_range`: this rank's tokens of a block."""
+    """For large blocks, which are contiguous by token or piece. `own_range`: this rank's tokens."""
     count = len(own_range[: max(copy.num_tokens - own_range.start, 0)])
     for each in tensors:
         end = count * each.shape[2] // len(own_range)
@@ -289,7 +281,7 @@ def copy_block_prefix(tensors: Sequence[Tensor], copy: BlockCopy, own_range: ran
 
 
 def _allocate_dummy_kv_cache(model: Decoder, num_blocks: int, slots: int) -> KVCache:
-    """Layers of equal shape share tensors: results are wrong, but memory is saved."""
+    """Saves memory: layers of equal shape share tensors, with wrong results."""
     layers = [
         pages + own
         for pages, own in zip(model.block_tensor_specs(num_blocks), model.slot_tensor_specs(slots, 0), strict=True)
@@ -302,7 +294,7 @@ def _allocate_dummy_kv_cache(model: Decoder, num_blocks: int, slots: int) -> KVC
 
 
 class KVPrefaulter:
-    """Touches host KV blocks in idle moments. The first touch of a 4 KB page costs a microsecond, ten on some virtual
+    """Touches host KV blocks in idle moments. The first touch of 4 KB costs a microsecond, ten on some virtual
     machines: then 7 % of a small model's prefill.
     """
 
@@ -318,11 +310,11 @@ class KVPrefaulter:
         self._num_used = self._num_touched = self._next_tensor = 0
 
     def mark_used(self, block_ids: Iterable[int]) -> None:
-        """Exclude blocks that a step will write."""
+        """These blocks are never touched from now on."""
         self._num_used = max(self._num_used, 1 + max(block_ids, default=-1))
 
     def touch_next(self) -> bool:
-        """Touch some blocks of one tensor; False when done."""
+        """False when done."""
         begin = max(self._num_used, self._num_touched)
         end = min(begin + self._blocks_per_touch, self._num_used + self._max_blocks_ahead, self._num_blocks)
         if begin >= end:
@@ -335,14 +327,13 @@ class KVPrefaulter:
 
 
 def trim_host_memory() -> None:
-    """Return freed memory to the system, if the C library can."""
+    """If the C library can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def release_cached_memory() -> None:
-    """Also the device's."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     empty_device_caches()
@@ -351,7 +342,7 @@ def release_cached_memory() -> None:
 
 @contextmanager
 def explain_out_of_memory(what: str, param: str, advice: str) -> Iterator[None]:
-    """Turn out-of-memory, missing-compiler and Triton errors into a ConfigError that says what to change."""
+    """Turn out-of-memory, compiler and Triton errors into a ConfigError with advice."""
     try:
         yield
     except QuireError:
@@ -380,7 +371,7 @@ def explain_weights_out_of_memory() -> AbstractContextManager[None]:
 
 
 def allocate_kv_blocks_checked(model: Decoder, num_blocks: int) -> list[torch.Tensor]:
-    """Raises ConfigError if memory is short."""
+    """Raises ConfigError."""
     param = "gpu_memory_utilization" if model.device.type == "cuda" else "kv_cache_memory"
     with explain_out_of_memory(f"{num_blocks} pages of KV cache", param, "Lower it, or --max-model-len"):
         return allocate_kv_blocks(model, num_blocks)

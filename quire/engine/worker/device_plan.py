@@ -1,5 +1,3 @@
-"""Chooses device, dtypes, backend and graph capture."""
-
 from __future__ import annotations
 
 import os
@@ -49,10 +47,10 @@ _KV_DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
 }
 _MIN_DRIVERS = {"12": "525", "13": "580"}
-"""Oldest driver by CUDA major version, from NVIDIA's minor version compatibility table."""
+"""By CUDA major version, from NVIDIA's minor version compatibility table."""
 _ONEDNN_ISA = "AVX512_CORE_BF16"
-"""With AMX, a row's bfloat16 product in oneDNN depends on the number of rows (seen from 12 to 32), which breaks batch
-invariance. oneDNN reads this before its first product.
+"""With AMX, a row's bfloat16 product depends on the number of rows (seen from 12 to 32). oneDNN reads this before its
+first product.
 """
 
 
@@ -71,7 +69,7 @@ def check_device_supports_attention(device: torch.device, model: ModelConfig, sp
 
 
 def configure_cpu(config: EngineConfig) -> None:
-    """Set threads, split evenly among local ranks, and limit oneDNN's instructions."""
+    """Threads are split evenly among local ranks."""
     ranks, threads = config.local_world_size, config.threads
     if threads is None:
         threads = torch.get_num_threads()
@@ -82,7 +80,7 @@ def configure_cpu(config: EngineConfig) -> None:
 
 
 def choose_device(config: EngineConfig) -> torch.device:
-    """Raises ConfigError if a requested GPU, or one with a loaded driver, cannot be used."""
+    """Raises ConfigError if a GPU that is requested, or has a driver, cannot be used."""
     if config.device in OTHER_DEVICES:
         try:
             other = require_other_device(config.device)
@@ -100,14 +98,14 @@ def choose_device(config: EngineConfig) -> torch.device:
 
 
 def apply_gpu_defaults(config: EngineConfig) -> EngineConfig:
-    """Raises ConfigError like `choose_device`."""
+    """Raises ConfigError."""
     if config.max_num_batched_tokens is not None or (device := choose_device(config)).type != "cuda":
         return config
     return config.with_gpu_default_step_tokens(torch.cuda.get_device_properties(device).total_memory)
 
 
 def refuse_gpu_replicas(config: EngineConfig, device: torch.device) -> torch.device:
-    """Return the device."""
+    """Returns the device. Raises ConfigError."""
     refuse_setting_if(
         "data_parallel_size",
         device.type != "cpu"
@@ -118,7 +116,7 @@ def refuse_gpu_replicas(config: EngineConfig, device: torch.device) -> torch.dev
 
 
 def check_non_cuda_accelerator_settings(config: EngineConfig, device: torch.device) -> None:
-    """Raise ConfigError for settings unsupported on devices other than CPU and CUDA."""
+    """Raise ConfigError for settings that need a CPU or CUDA."""
     if not is_other_device(device):
         return
     where = f"not on {device.type}: "
@@ -134,7 +132,7 @@ def check_non_cuda_accelerator_settings(config: EngineConfig, device: torch.devi
 
 
 def nvidia_driver_version(root: Path = Path("/")) -> str | None:
-    """ "of unknown version" if it cannot be read; None without a driver, or if CUDA_VISIBLE_DEVICES hides all GPUs."""
+    """None without a driver, or if CUDA_VISIBLE_DEVICES hides all GPUs."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return None
     try:
@@ -180,7 +178,7 @@ class ModelDTypes:
     compute_dtype: torch.dtype
     kv_dtype: torch.dtype
     change_note: str | None
-    """Why it differs from the checkpoint's."""
+    """Why the dtype is not the checkpoint's."""
 
 
 def choose_dtypes(config: EngineConfig, model: ModelConfig, device: torch.device) -> ModelDTypes:
@@ -205,10 +203,8 @@ def choose_dtypes(config: EngineConfig, model: ModelConfig, device: torch.device
 def choose_compute_dtype_and_note(
     config: EngineConfig, model: ModelConfig, device: torch.device
 ) -> tuple[torch.dtype, str | None]:
-    """The configured dtype or the checkpoint's; a note if "auto" changes it.
-
-    CPUs avoid float16. GPUs from Ampere on compute bfloat16 many times as fast as float32, and their fast attention
-    needs 16 bits. Older GPUs have float16 tensor cores only. For other devices see kernels/gpu/other_devices.py.
+    """CPUs avoid float16. GPUs from Ampere on compute bfloat16 many times as fast as float32, and their fast attention
+    needs 16 bits; older ones have float16 tensor cores only. For other devices see kernels/gpu/other_devices.py.
     """
     name = config.dtype if config.dtype != "auto" else model.dtype
     note = None
@@ -223,17 +219,17 @@ def choose_compute_dtype_and_note(
 
 
 def _prefers_float32_activations(config: EngineConfig, model: ModelConfig, device: torch.device) -> bool:
-    """True if Quire's CPU kernels compute quantized weights. They round activations anyway; a bfloat16 residual stream
-    would cause most of the total rounding error. Costs 5 to 10 % of the time.
+    """True for quantized weights in Quire's CPU kernels, which round activations anyway. A bfloat16 residual stream
+    would cause most of the error. Costs 5 to 10 % of the time.
     """
-    if config.dtype != "auto" or not uses_float32_activations(model.raw):  # checked first: avoids loading kernels
+    if config.dtype != "auto" or not uses_float32_activations(model.raw):  # first: avoids loading kernels
         return False
     return device.type == "cpu" and config.attention_backend in ("auto", "cpu") and CpuBackend().missing_reason is None
 
 
 def _cpu_float16_substitute_and_note(config: EngineConfig) -> tuple[str, str]:
-    """On CPUs float16 products take many times as long as bfloat16's, which has float16's range with 8 bits instead of
-    11. float32 keeps all bits in twice the memory.
+    """On CPUs float16 takes many times as long as bfloat16, which has its range with 8 bits instead of 11. float32
+    keeps all bits in twice the memory.
     """
     if config.attention_backend not in ("auto", "cpu"):
         return "float16", "float16 on a CPU takes many times as long as bfloat16: --dtype bfloat16"
@@ -261,24 +257,22 @@ class DevicePlan:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     dtype_note: str | None
-    """Why it differs from the checkpoint's."""
+    """Why the dtype is not the checkpoint's."""
     backend: Backend
     backend_reason: str
     vision_backend: Backend
-    """Never context parallel."""
     eager_prefill_reason: str | None = None
-    """Why graphs hold decodes but no prefills. Known on the first rank."""
+    """Why graphs hold decodes but no prefills; known on the first rank."""
 
 
 def kv_cache_dtype_name(config: EngineConfig, chosen: DevicePlan) -> str:
-    """As in the setting; auto: the model's dtype."""
     if config.kv_cache_dtype != "auto" or chosen.kv_dtype == chosen.dtype:
         return config.kv_cache_dtype
     return str(chosen.kv_dtype).removeprefix("torch.")
 
 
 def choose_device_plan(config: EngineConfig, model_config: ModelConfig, *, backend_tried: bool = False) -> DevicePlan:
-    """`backend_tried`: another rank has tried the configured backend on such a GPU. Raises ConfigError."""
+    """`backend_tried`: another rank has tried the backend on such a GPU. Raises ConfigError."""
     check_transformers_settings(config, model_config)
     device = choose_device(config)
     check_non_cuda_accelerator_settings(config, device)
@@ -288,7 +282,7 @@ def choose_device_plan(config: EngineConfig, model_config: ModelConfig, *, backe
     check_device_supports_attention(device, model_config, spec)
     backend, why = choose_backend(config, device, (dtype, kv_dtype), spec, backend_tried=backend_tried)
     text_backend = context_parallel_backend(config, device, spec, backend) if config.uses_context_parallel else backend
-    # Deterministic GPU towers encode images one by one, so their kernels need not be batch invariant.
+    # Deterministic towers on GPUs encode one by one, so their kernels may depend on the batch.
     vision_backend = type(backend)() if config.deterministic and device.type == "cuda" else backend
     eager_prefill_reason = (
         None if backend_tried else find_eager_prefill_reason(config, device, (dtype, kv_dtype), spec, backend)
@@ -320,7 +314,7 @@ def context_parallel_backend(
 
 
 def apply_expert_parallel(config: EngineConfig, spec: DecoderSpec) -> DecoderSpec:
-    """Raises ConfigError if not possible."""
+    """Raises ConfigError."""
     if not config.enable_expert_parallel:
         return spec
     refuse_setting_if(
@@ -342,8 +336,8 @@ def choose_backend(
     *,
     backend_tried: bool = False,
 ) -> tuple[Backend, str]:
-    """Return the backend and the reason. Raises ConfigError if it cannot serve, or cannot be deterministic: a GPU
-    without Triton, or a CPU with plain PyTorch products.
+    """Raises ConfigError if none serves or, if required, none is deterministic: GPUs need Triton, and PyTorch's CPU
+    products may depend on the batch.
     """
     deterministic = config.deterministic and device.type == "cuda"
     if deterministic and find_spec("triton") is None:

@@ -1,6 +1,4 @@
-"""Runs draft heads: after every step to update their states, and between steps to draft. With CUDA graphs, the update
-is a graph after the step's (DecodeGraphs, MixedBatchGraphs).
-"""
+"""Runs draft heads: after every step to update states, and between steps to draft. Both may be CUDA graphs."""
 
 from __future__ import annotations
 
@@ -29,23 +27,23 @@ from quire.kernels.probes.backend_probe import GraphCapture
 
 @dataclass(frozen=True, slots=True)
 class HiddenStates:
-    """What a step computed at R sampled positions."""
+    """At R sampled positions."""
 
     sample_hidden: Tensor  # [R, hidden]
     all_hidden: Tensor | None = None  # [T, hidden], if a head reads all tokens
     aux_hidden: Sequence[Tensor] = ()
-    """[T, hidden] inputs of the aux layers."""
+    """[T, hidden] each."""
     sampled_tokens: Tensor | None = None  # [R] int64, if a graph sampled and stored them
     used_cuda_graph: bool = False
     run_draft_head_graph: Callable[[], Tensor] | None = None
-    """Computes head states [R, hidden]; call it once sampled tokens are stored."""
+    """Returns [R, hidden]. Call it once sampled tokens are stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class _SlotStateSpan:
     new_request: NewRequestData
     first_num_tokens: int
-    """Tokens before the last step's first sample."""
+    """Tokens before the first sample."""
     num_states: int
 
 
@@ -60,9 +58,7 @@ class DraftHeadRunner:
         max_drafts: int,
         capture: GraphCapture | None = None,
     ) -> None:
-        """`kv_tensors`: the head's, laid out by `spare_blocks`. `max_drafts`: per request. `capture`: None for no
-        graphs.
-        """
+        """`max_drafts`: per request."""
         self.head = head
         self.kv_tensors = kv_tensors
         self._input_batch, self.spare_blocks = slots, spare_blocks
@@ -75,7 +71,7 @@ class DraftHeadRunner:
         self._download_stream = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None
         shape = (len(slots.slot_requests) + 1, 2 + max_drafts, decoder.spec.hidden_size)
         self._hidden_by_slot = torch.empty(shape, dtype=decoder.dtype, device=slots.device)
-        """Per slot, states before its last samples; the last place holds states after drafts by graphs."""
+        """States before the last samples; the last place is for drafts by graphs."""
         self._state_spans: dict[int, _SlotStateSpan] = {}
         self.graphs: DraftHeadGraphs | None = None
         if capture is not None:
@@ -124,14 +120,14 @@ class DraftHeadRunner:
     def compute_states(
         self, token_slots: Tensor, metadata: AttentionMetadata, hidden: Tensor, aux_hidden: Sequence[Tensor]
     ) -> Tensor:
-        """States of all tokens of a step; `token_slots` [T]."""
+        """`token_slots` [T]."""
         # Unsampled rows may be followed by garbage.
         following = self._input_batch.token_ids[token_slots, metadata.positions + 1].clamp_(0, self._vocab_size - 1)
         return self.head.compute_states(following, hidden, aux_hidden, metadata, self._kv_cache)
 
     @torch.inference_mode()
     def draft_tokens(self, rows: Sequence[HeadDraftRequest]) -> list[list[int]]:
-        """Up to `num_drafts` tokens per row; none if its states are outdated."""
+        """No tokens for rows with outdated states."""
         drafts: list[list[int]] = [[] for _ in rows]
         draftable = [
             index
@@ -149,7 +145,7 @@ class DraftHeadRunner:
         return drafts
 
     def _find_place_in_slot_states(self, row: HeadDraftRequest) -> int | None:
-        """Index of the state before the last known token, or None."""
+        """Index of the state before the last token, or None."""
         state_span, slot_request = self._state_spans.get(row.slot), self._input_batch.slot_requests[row.slot]
         if state_span is None or slot_request is None or slot_request.new_request is not state_span.new_request:
             return None
@@ -157,7 +153,7 @@ class DraftHeadRunner:
         return index if 0 <= index < state_span.num_states else None
 
     def _draft_eagerly(self, rows: list[HeadDraftRequest]) -> HostDownload:
-        """Later positions are drafted for the first rows only."""
+        """Later drafts are for the first rows only."""
         longest = max(len(row.block_ids) for row in rows)
         arrays: list[np.ndarray] = [
             np.array([row.slot for row in rows], dtype=np.int64),
@@ -184,7 +180,7 @@ class DraftHeadRunner:
         return HostDownload(draft_tokens, self._download_stream)
 
     def _draft_by_graphs(self, rows: list[HeadDraftRequest]) -> HostDownload:
-        """Sampling is in the graph too if all rows are greedy."""
+        """If all rows are greedy, graphs sample too."""
         graphs = self.graphs
         table = self._input_batch.token_ids
         draft_tokens = list[Tensor]()
@@ -212,14 +208,12 @@ class DraftHeadRunner:
         return HostDownload(draft_tokens, self._download_stream)
 
     def _sample_greedy_in_graph(self, rows: Tensor, draft_index: int) -> Tensor:
-        """A DraftSampleFunction."""
         slots, positions, _, places = rows
         tokens = self._argmax(self.head.compute_logits(self._hidden_by_slot[slots, places], draft_index))
         self._input_batch.token_ids[slots, positions + 1] = tokens.to(torch.int32)
         return tokens
 
     def _advance_states_in_graph(self, rows: Tensor, max_blocks: int) -> Tensor:
-        """An AdvanceFunction."""
         slots, positions, num_owned, places = rows
         _, metadata = self._input_batch.graph_decode_inputs(rows[:2], max_blocks, updates_states=False)
         spare_index = torch.arange(max_blocks, device=slots.device) - num_owned[:, None]
@@ -239,12 +233,12 @@ class DraftHeadRunner:
         return states
 
     def _sample_draft_tokens(self, states: Tensor, rows: list[HeadDraftRequest], draft_index: int) -> Tensor:
-        """By each request's rules, but not its grammar, which would have to follow unverified drafts."""
+        """Ignores grammars, which would have to follow unverified drafts."""
         sampling = [self._input_batch.make_sampling_row(row.slot, row.num_tokens + draft_index) for row in rows]
         return self._sample(self.head.compute_logits(states, draft_index), sampling, None).clamp(min=0)
 
     def _decode_metadata(self, slots: Tensor, positions: Tensor, table: Tensor, longest: int) -> AttentionMetadata:
-        """One token for each of N sequences, at `positions` [N]."""
+        """`positions` [N]."""
         device = self._input_batch.device
         contexts = (positions + 1).to(torch.int32)
         return AttentionMetadata(
@@ -279,7 +273,7 @@ class DraftHeadRunner:
 
     @torch.inference_mode()
     def run_dummy_draft(self, count: int) -> None:
-        """Only while no request uses the blocks."""
+        """Only while KV blocks are unused."""
         size, device = self._input_batch.block_size, self._input_batch.device
         length = size if not self.kv_tensors else min(MEASURED_CONTEXT_TOKENS, size * self.kv_tensors[0].shape[1])
         if self.graphs is not None and count <= self.graphs.max_rows:
@@ -293,7 +287,6 @@ class DraftHeadRunner:
         HostDownload([self._argmax(self.head.compute_logits(states, 0))], self._download_stream).wait_for_copy()
 
     def _run_dummy_graphs(self, graphs: DraftHeadGraphs, count: int, length: int) -> None:
-        """On the scratch block."""
         scratch = self._input_batch.scratch_slot
         slots, _, _, places = graphs.upload_rows(np.repeat([[scratch], [length - 1], [0], [0]], count, axis=1))
         if self._reads_all_tokens:
@@ -310,7 +303,7 @@ def _slot_mapping(table: Tensor, positions: Tensor, block_size: int) -> Tensor:
 
 
 def _dummy_decode_metadata(count: int, length: int, block_size: int, device: torch.device) -> AttentionMetadata:
-    """`count` sequences that share blocks."""
+    """All sequences share blocks."""
     whole = prefill_metadata(1, length, block_size, device)
     return AttentionMetadata(
         query_start=torch.arange(count + 1, dtype=torch.int32, device=device),

@@ -1,6 +1,4 @@
-"""Runs a draft model: catches up with each sequence, then drafts token by token. Launching dominates the time of so
-small a model, so this path is kept short.
-"""
+"""Runs a draft model. Launching dominates the time of so small a model, so this path is kept short."""
 
 from __future__ import annotations
 
@@ -27,12 +25,10 @@ from quire.kernels.gpu.host_transfer import HostDownload, upload_arrays
 from quire.kernels.probes.backend_probe import GraphCapture
 
 _MAX_GRAPH_TOKENS_PER_SEQUENCE = 8
-"""As graph rows, each of which reads the whole context."""
+"""Each graph row reads the whole context."""
 
 
 class _DraftingSlots(NamedTuple):
-    """Slots of the last drafts."""
-
     slots: np.ndarray  # [R] int64
     num_known: np.ndarray  # [R] int64, tokens before the drafts
 
@@ -46,7 +42,7 @@ class DraftModelRunner:
         eos_token_ids: tuple[int, ...],
         capture: GraphCapture | None = None,
     ) -> None:
-        """`capture`: None for no graphs; otherwise slots need a scratch block."""
+        """`capture` needs slots with a scratch block."""
         self._model = model
         self._kv_cache = kv_cache_by_layer(model, kv_tensors, slots.recurrent_states)
         self._input_batch = slots
@@ -60,7 +56,7 @@ class DraftModelRunner:
 
     @torch.inference_mode()
     def draft_first_tokens(self, rows: Sequence[DrafterCatchUp]) -> list[DraftToken]:
-        """Compute the tokens; return a draft for each row that wants one."""
+        """Returns drafts for rows that want one."""
         slots = self._input_batch
         for row in rows:
             if (new_request := row.new_request) is not None:
@@ -79,15 +75,15 @@ class DraftModelRunner:
 
     @torch.inference_mode()
     def draft_next_tokens(self, keep: Sequence[int]) -> list[DraftToken]:
-        """One more draft for the rows `keep` of the last call."""
+        """`keep`: indices in the last call."""
         previous = self._drafting_slots
         self._drafting_slots = _DraftingSlots(previous.slots[keep], previous.num_known[keep] + 1)
         row_array = np.stack((self._drafting_slots.slots, previous.num_known[keep], np.ones(len(keep), dtype=np.int64)))
         return _to_draft_tokens(self._draft_tokens(row_array, np.arange(len(keep))))
 
     def _draft_tokens(self, row_array: np.ndarray, last: np.ndarray) -> HostDownload:
-        """Returns tokens and probabilities [2, R] float32, which holds any token id. `row_array` [3, rows] int64:
-        slots, starts, counts. `last` [R] int64: token indices to draft after.
+        """Tokens and probabilities [2, R] float32, which holds any token id. `row_array` [3, rows] int64: slots,
+        starts, counts. `last` [R] int64: token indices.
         """
         where = zip(self._drafting_slots.slots.tolist(), self._drafting_slots.num_known.tolist(), strict=True)
         rows = [self._input_batch.make_sampling_row(slot, position) for slot, position in where]
@@ -113,8 +109,8 @@ class DraftModelRunner:
     def _compute_hidden_and_graph_tokens(
         self, row_array: np.ndarray, last: np.ndarray, *, all_greedy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [R, hidden] at `last`, and drafts if a graph sampled them. Several tokens of a sequence may be
-        graph rows: see DecodeGraphs.can_run.
+        """[R, hidden], and drafts if a graph samples. Several tokens of a sequence may be graph rows: see
+        DecodeGraphs.can_run.
         """
         slots, starts, counts = row_array
         total = int(counts.sum())
@@ -133,7 +129,6 @@ class DraftModelRunner:
         return hidden, token_probabilities
 
     def _sample_greedy_with_probabilities(self, rows: Tensor, hidden: Tensor) -> Tensor:
-        """Graph-safe."""
         logits = self._model.compute_logits(hidden)
         return _tokens_with_softmax_probabilities(self._model.argmax(logits), logits)
 
@@ -142,13 +137,13 @@ class DraftModelRunner:
         return self.graphs is not None and self.graphs.capture_next()
 
     def launch_kernel_variants(self, step_tokens: int) -> None:
-        """Without graphs there is no scratch block: kernels compile at first use."""
+        """Without a scratch block, kernels compile at first use."""
         if self.graphs is not None:
             launch_kernel_variants(self._model, self._kv_cache, self._input_batch, step_tokens)
 
     @torch.inference_mode()
     def measure_draft_costs(self, num_blocks: int, longest: int) -> list[tuple[int, float]]:
-        """(sequences, seconds) per draft token, on the first `num_blocks` blocks, which must be unused."""
+        """(sequences, seconds) per draft token. The first `num_blocks` blocks must be unused."""
         size, num_slots = self._input_batch.block_size, len(self._input_batch.slot_requests)
         length = min(MEASURED_CONTEXT_TOKENS, longest, size * num_blocks)
         params = SamplingParams(max_tokens=1)
@@ -169,7 +164,7 @@ class DraftModelRunner:
 
 
 def _tokens_with_softmax_probabilities(token_ids: Tensor, logits: Tensor) -> Tensor:
-    """[2, R] float32 of tokens [R] and logits [R, vocab]."""
+    """[2, R] float32 for tokens [R] and logits [R, vocab]."""
     probabilities = torch.softmax(logits, dim=-1).gather(1, token_ids[:, None])[:, 0]
     return torch.stack((token_ids.float(), probabilities.float().nan_to_num(0.0)))
 

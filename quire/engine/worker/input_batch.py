@@ -1,5 +1,3 @@
-"""The device's state of each slot, and the tensors of a step."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -27,7 +25,7 @@ class SlotRequest:
 
 @dataclass(frozen=True, slots=True)
 class ForwardInputs:
-    """Tensors of T tokens, R of them sampled."""
+    """T tokens, R of them sampled."""
 
     token_ids: Tensor  # [T] int32
     metadata: AttentionMetadata
@@ -37,10 +35,9 @@ class ForwardInputs:
 
 @dataclass(frozen=True, slots=True)
 class SampleTargets:
-    """The R positions where a step samples. A row with drafts has several, adjacent and in order."""
+    """R positions. A row with drafts has several, adjacent and in order."""
 
     rows: list[ScheduledRequest]
-    """One per position."""
     slots: np.ndarray  # [R] int64
     positions: np.ndarray  # [R] int64, equal to the number of tokens so far
     device_slots: Tensor  # both on the device
@@ -50,8 +47,6 @@ class SampleTargets:
 
 @dataclass(frozen=True, slots=True)
 class SlotStateTensors:
-    """From allocate_slot_states."""
-
     tensors: Sequence[LayerCache] = ()
     max_drafts: int = 0
 
@@ -60,7 +55,7 @@ NO_SLOT_STATES = SlotStateTensors()
 
 
 class InputBatch:
-    """Token ids live on the device, so that a step can read a token before the host has seen it."""
+    """Token ids live on the device: a step reads tokens that the host has not seen."""
 
     def __init__(
         self,
@@ -74,9 +69,8 @@ class InputBatch:
         slot_states: SlotStateTensors = NO_SLOT_STATES,
         context_shard: ContextShard | None = None,
     ) -> None:
-        """`scratch_block`: the block of an additional `scratch_slot`; needed by `graph_decode_inputs`, with block
-        tables on the device. `num_groups`: KV cache groups, whose blocks are interleaved in the table. `context_shard`:
-        this rank's tokens; None: all.
+        """`scratch_block`: owned by an additional `scratch_slot`; `graph_decode_inputs` needs it. `num_groups`: KV
+        cache groups, interleaved in the block table. `context_shard`: this rank's tokens; None: all.
         """
         recurrent_states = slot_states.tensors
         self.recurrent_states = recurrent_states
@@ -98,15 +92,13 @@ class InputBatch:
         self.token_ids = torch.empty((num_slots + 1, max_model_len + 1), dtype=torch.int32, device=device)
         self.token_ids[num_slots] = 0
         self._state_lengths = np.zeros(num_slots, dtype=np.int64)
-        """Tokens that each slot's recurrent state has seen; negative until set: all before the owner's first step."""
+        """Tokens in recurrent states; negative: all before the owner's first step."""
         self._block_table = np.zeros((num_slots, self.max_blocks * num_groups), dtype=np.int32)
         self.num_blocks = [0] * num_slots
-        """Per slot."""
         self._device_block_tables: Tensor | None = None
         self._device_state_lengths: Tensor | None = None
-        """For graphs."""
         self._rope_offsets: Tensor | None = None
-        """[slots] int64, added to positions after the prompt's last image; None until used."""
+        """[slots] int64; None until used."""
         if scratch_block is not None:
             if self.tracks_recurrent_state_lengths:
                 self._device_state_lengths = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
@@ -125,13 +117,13 @@ class InputBatch:
         self.token_ids[new_request.slot, : len(ids)] = ids
 
     def set_rope_offset(self, slot: int, offset: int) -> None:
-        """Applies unless a step's metadata overrides it."""
+        """A step's metadata may override it."""
         if self._rope_offsets is None:
             self._rope_offsets = torch.zeros(len(self.slot_requests) + 1, dtype=torch.int64, device=self.device)
         self._rope_offsets[slot].fill_(offset)
 
     def rope_positions(self, slots: Tensor, positions: Tensor) -> Tensor | None:
-        """AttentionMetadata.rope_position_override; both arguments are [T] int64."""
+        """Both are [T] int64."""
         return None if self._rope_offsets is None else positions + self._rope_offsets[slots]
 
     def get_slot_request(self, slot: int) -> SlotRequest:
@@ -152,7 +144,7 @@ class InputBatch:
             self.num_blocks[row.slot] += len(row.new_block_ids)
 
     def update_block_tables(self, updates: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """(slot, first index, block ids), each slot once. Ids beyond the longest context are dropped."""
+        """(slot, first index, block ids), each slot once. Drops ids beyond the longest context."""
         changed = []
         for slot, first, block_ids in updates:
             old_blocks = self._block_table[slot, first : first + len(block_ids)]
@@ -178,11 +170,11 @@ class InputBatch:
 
     @property
     def tracks_recurrent_state_lengths(self) -> bool:
-        """True if recurrent states may have to replay draft tokens later."""
+        """True if states may have to replay draft tokens."""
         return self._has_draft_states and self._has_recurrent_matrices
 
     def try_record_state_lengths(self, rows: list[ScheduledRequest]) -> bool:
-        """False if a graph cannot compute the rows: a new owner's state length is unknown."""
+        """False if a new owner's state length is unknown, so that no graph can run."""
         if not self.tracks_recurrent_state_lengths:
             return True
         if any(self._state_lengths[row.slot] < 0 for row in rows):
@@ -223,9 +215,8 @@ class InputBatch:
     def graph_decode_inputs(
         self, rows: Tensor, max_blocks: int, *, updates_states: bool = True
     ) -> tuple[Tensor, AttentionMetadata]:
-        """Token ids [B] and metadata for one token per row, built on the device only, so that a graph can hold it.
-        `rows` [2 or 3, B] int64: slots, positions, optional adapter slots. `updates_states`: also update recurrent
-        states, which draft heads lack.
+        """Token ids [B] and metadata, made on the device alone. `rows` [2 or 3, B] int64: slots, positions, optional
+        adapter slots. `updates_states`: False for draft heads.
         """
         slots, positions = rows[:2]
         starts = torch.arange(rows.shape[1] + 1, dtype=torch.int32, device=self.device)
@@ -235,8 +226,8 @@ class InputBatch:
     def graph_prefill_inputs(
         self, rows: Tensor, chunks: Tensor, max_blocks: int, *, updates_states: bool = True
     ) -> tuple[Tensor, AttentionMetadata]:
-        """The same for T tokens of P sequences. `chunks` [5, P] int64: slots, token counts (at least 1), contexts, and
-        the two counts of StateAndVerifiedCounts.
+        """For T tokens of P sequences. `chunks` [5, P] int64: slots, token counts (at least 1), contexts, and
+        StateAndVerifiedCounts.
         """
         slots, counts, contexts, num_seen, num_known = chunks
         starts, sequences = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0)), None
@@ -254,7 +245,6 @@ class InputBatch:
         max_blocks: int,
         sequences: RecurrenceMetadata | None,
     ) -> tuple[Tensor, AttentionMetadata]:
-        """`sequence_tensors`: slots, starts, contexts."""
         assert self._device_block_tables is not None
         (slots, positions, *adapters), (sequence_slots, starts, contexts) = rows, sequence_tensors
         blocks = self._device_block_tables[:, slots, positions // self.block_size]
@@ -277,7 +267,7 @@ class InputBatch:
         return self.token_ids[slots, positions], metadata.with_block_tables(tables.unbind(), slot_mapping.unbind())
 
     def _record_and_make_recurrence_metadata(self, slots: Tensor, positions: Tensor) -> RecurrenceMetadata | None:
-        """Per slot, the first of B adjacent rows is no draft, the others are."""
+        """The first of B rows of a slot is no draft, the others are."""
         if self._device_state_lengths is None:
             return None
         count, at = len(slots), torch.arange(len(slots), device=self.device)
@@ -328,10 +318,8 @@ class InputBatch:
         linear: LinearContext,
         drafts: np.ndarray | None = None,
     ) -> ForwardInputs:
-        """Per row, all [rows] int64: `counts` tokens from `starts`, the last `drafts` of them draft tokens.
-        `sampled_indices` [R] int64.
-        """
-        # Hot path on every rank: array methods take half the time of NumPy's functions.
+        """Arrays are [rows] int64. The last `drafts` tokens of a row are draft tokens. `sampled_indices` [R] int64."""
+        # Array methods take half the time of NumPy's functions.
         ends, contexts = counts.cumsum(), starts + counts
         token_slots = slots.repeat(counts)
         positions = (contexts - ends).repeat(counts)
@@ -402,7 +390,7 @@ class InputBatch:
     def _advance_state_and_verified_lengths(
         self, slots: np.ndarray, starts: np.ndarray, contexts: np.ndarray, drafts: np.ndarray | None
     ) -> tuple[np.ndarray, ...]:
-        """The counts of StateAndVerifiedCounts; () without current or previous drafts."""
+        """StateAndVerifiedCounts, or () without drafts now or before."""
         if not self._has_draft_states:
             return ()
         known = contexts if drafts is None else contexts - drafts
@@ -413,7 +401,7 @@ class InputBatch:
 
 
 def _starts_from_cumulative_ends(*ends: np.ndarray) -> np.ndarray:
-    """[rows] each to [counts, rows + 1] int32 from 0."""
+    """[rows] each to [counts, rows + 1] int32."""
     cumulative_starts = np.zeros((len(ends), len(ends[0]) + 1), dtype=np.int32)
     for row, each in zip(cumulative_starts, ends, strict=True):
         row[1:] = each
@@ -421,9 +409,7 @@ def _starts_from_cumulative_ends(*ends: np.ndarray) -> np.ndarray:
 
 
 def expand_ends_to_samples(rows: list[ScheduledRequest], ends: np.ndarray) -> np.ndarray:
-    """One number per sample of `rows`: a row's last sample has its `ends` value, those of its drafts the values just
-    below.
-    """
+    """A row's last sample gets its `ends` value, those of drafts the values just below."""
     if not any(row.draft_token_ids for row in rows):
         return ends
     widths = np.array([1 + len(row.draft_token_ids) for row in rows])

@@ -42,9 +42,10 @@ if TYPE_CHECKING:
     from quire.kernels.gpu.kernel_variant import KernelVariant
 
 _MAX_LOGIT_ROWS = 256
-"""Prompt logits held at once; a row of 150,000 tokens takes 600 KB."""
+"""A row of 150,000 tokens takes 600 KB."""
 
 _WARM_UP_PROMPT_LENGTHS = (2, 16, 128)
+"""In tokens."""
 
 
 class ModelRunner:
@@ -59,9 +60,7 @@ class ModelRunner:
         encoder_cache: ImageEncoderCache | None = None,
         captures_mixed_batches: bool = False,
     ) -> None:
-        """`allocation`: with graph capture, slots need a scratch block. `captures_mixed_batches`: capture small steps
-        with prefills too.
-        """
+        """With graph capture, slots need a scratch block."""
         kv_tensors = allocation.kv_tensors
         slots = allocation.input_batch
         capture = allocation.capture
@@ -131,10 +130,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, scheduler_output: SchedulerOutput) -> PendingOutput:
-        """Start to compute a batch and to sample.
-
-        On a GPU this only queues work: a step reads what earlier steps sampled and stored, without the host waiting for
-        them.
+        """On a GPU this only queues work: a step reads what earlier steps sampled and stored, but the host does not
+        wait.
         """
         return self._compute_and_sample_batch(self._prepare_batch(scheduler_output))
 
@@ -196,7 +193,7 @@ class ModelRunner:
             copy_slot_states(self._input_batch.recurrent_states, slots)
 
     def _compute_and_sample_batch(self, prepared: PreparedBatch) -> PendingStep:
-        """Call in the order of `_prepare_batch`, before any slot gets another owner."""
+        """Call in the order of `_prepare_batch`, before a slot gets another owner."""
         batch = prepared.scheduler_output
         sample_targets = prepared.sample_targets
         inputs = prepared.inputs
@@ -250,7 +247,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up_next(self) -> bool:
-        """Prepare one thing that later steps need, in about a second at most; False if nothing is left."""
+        """Takes about a second at most; False if all is ready."""
         if self._prefaulter is not None:
             return self._prefaulter.touch_next()
         if self.decode_graphs is not None and self.decode_graphs.capture_next():
@@ -259,7 +256,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_sampler(self) -> None:
-        """Sample greedily, from all tokens, and filtered: these use different kernel variants."""
+        """Greedy, unfiltered and filtered sampling have different kernels."""
         device, table = self._input_batch.device, self._input_batch.token_ids
         hidden = torch.zeros((1, self._model.spec.hidden_size), dtype=self._model.dtype, device=device)
         for params in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.5)):
@@ -268,8 +265,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_prompts(self) -> None:
-        """Compute short prompts on the scratch block, and encode a small image. Kernel variants depend on the number of
-        queries and take seconds to compile; the variant for long prompts was compiled when a step was measured.
+        """Runs on the scratch block. Kernels differ by number of queries and take seconds to compile; those for long
+        prompts were compiled when a step was measured.
         """
         if self._encoder_cache is not None:
             self._encoder_cache.warm_up_tower()
@@ -287,7 +284,7 @@ class ModelRunner:
             )
 
     def compile_kernels(self, step_tokens: int, drafter: DeviceDrafter | None) -> CompileResult:
-        """Compile missing variants of all ranks, and of the local drafter, in several processes."""
+        """Compiles missing variants of all ranks and of the local drafter."""
         from quire.kernels.gpu.kernel_variant import dry_run_for_variants
 
         variants = self.kernel_variants(step_tokens)
@@ -309,7 +306,7 @@ class ModelRunner:
         self._grammars.start_loading_compiler()
 
     def _admit_requests(self, scheduler_output: SchedulerOutput) -> None:
-        """Pooling requests never sample, so they get default rules."""
+        """Pooling requests never sample."""
         for slot in scheduler_output.freed_slots:
             self._grammars.release_slot(slot)
         for new_request in scheduler_output.new_requests:
@@ -334,7 +331,7 @@ class ModelRunner:
         return pooled_rows
 
     def _run_model(self, prepared: PreparedBatch, *, all_tokens: bool, all_greedy: bool) -> HiddenStates:
-        """Without `inputs` a graph runs. `all_tokens`: also return all tokens' hidden states."""
+        """Without `inputs` a graph runs."""
         if self._model.offload is not None:
             self._model.offload.prepare_for_step()
         inputs, features = prepared.inputs, prepared.features
@@ -377,7 +374,6 @@ class ModelRunner:
         )
 
     def _sample_greedy_in_graph(self, rows: Tensor, hidden: Tensor) -> Tensor:
-        """Graph-safe; one token per row."""
         slots, positions, *adapters = rows
         linear_context = LinearContext.from_adapter_slots(adapters[0]) if adapters else NO_ADAPTERS
         return self._sample_and_write_greedy(
@@ -406,8 +402,8 @@ class ModelRunner:
         logprob_indices: list[int],
         hidden: Tensor,
     ) -> list[Tensor]:
-        """Sample and store tokens. Returns tokens [R] int64 (NONFINITE_TOKEN for rows without finite logits,
-        NO_TOKEN_LEFT if constraints left none), then, with `logprob_indices`, the result of logprob_tensors.
+        """Returns tokens [R] int64 (NONFINITE_TOKEN without finite logits, NO_TOKEN_LEFT if constraints left none), and
+        logprob_tensors at `logprob_indices`.
         """
         if not sample_targets.rows:
             return [hidden.new_empty(0, dtype=torch.int64)]
@@ -449,7 +445,6 @@ class ModelRunner:
     def _compute_prompt_logprobs(
         self, rows: list[ScheduledRequest], hidden: Tensor
     ) -> tuple[list[PromptLogprobTargets], list[Tensor]]:
-        """Per row that wants prompt logprobs: the following prompt tokens, and their logprob_tensors."""
         chunks: list[PromptLogprobTargets] = []
         tensors: list[Tensor] = []
         begin = 0

@@ -18,7 +18,7 @@ from quire.kernels.gpu.host_transfer import HostDownload
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
-    """`inputs` is None if a graph builds them (`graph_plan` for mixed batches), or if the batch only encodes images."""
+    """`inputs`: None if a graph makes them, or the batch only encodes images."""
 
     scheduler_output: SchedulerOutput
     sample_targets: SampleTargets
@@ -35,7 +35,7 @@ class PromptLogprobTargets:
 
 
 NONFINITE_TOKEN = -1
-"""Instead of a sampled token: logits were infinite or NaN."""
+"""For infinite or NaN logits."""
 _NONFINITE_CAUSE = "its weights, or an adapter's, are broken, or too large for its type"
 _FAILURES_BY_TOKEN = {
     NONFINITE_TOKEN: RequestFailure(f"the model gave no finite number for the next token: {_NONFINITE_CAUSE}"),
@@ -45,14 +45,12 @@ _FAILURES_BY_TOKEN = {
     ),
 }
 NUM_LOGPROB_TENSORS = 4
-"""Of one `logprob_tensors` call."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A launched step. `sampled_rows`: each sampled token's row and slot owner at launch. `download` holds, in this
-    order: tokens, logprob_tensors of the tokens at `logprob_indices`, those of each of `prompt_chunks`, vectors of
-    finished `pooled_rows`.
+    """`sampled_rows`: rows and slot owners at launch. `download`: tokens, logprob_tensors at `logprob_indices`, those
+    of each of `prompt_chunks`, vectors of finished `pooled_rows`.
     """
 
     sampled_rows: list[tuple[ScheduledRequest, SlotRequest]]
@@ -65,7 +63,7 @@ class PendingStep:
     used_cuda_graph: bool = False
 
     def result(self) -> ModelRunnerOutput:
-        """Wait for the device and advance grammars. Call it once."""
+        """Waits for the device and advances grammars. Call it once."""
         tensors = iter(self.download.wait_for_copy())
         sampled = next(tensors).tolist()
         token_logprob_list: list[TokenLogprob] = []
@@ -95,7 +93,7 @@ class PendingStep:
     def _accept_drafts_and_advance_grammars(
         self, sampled: list[int], logprobs_by_index: dict[int, TokenLogprob]
     ) -> tuple[dict[str, list[int]], dict[str, list[TokenLogprob]], dict[str, RequestFailure]]:
-        """By request id: accepted tokens, logprobs, errors. `logprobs_by_index`: by index in `sampled`."""
+        """By request id: tokens, logprobs, errors."""
         token_ids = {}
         logprobs = {}
         errors = dict[str, RequestFailure]()
@@ -117,7 +115,7 @@ class PendingStep:
 
 
 def accept_drafts(drafts: list[int], sampled: list[int]) -> list[int]:
-    """`sampled` (one more than `drafts`) up to the first token that differs from its draft; later ones assumed a wrong
+    """`sampled`, one token more than `drafts`, up to and including the first difference: later tokens assumed a wrong
     draft.
     """
     num_accepted = 0

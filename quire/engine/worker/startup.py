@@ -25,9 +25,8 @@ def start_worker(
     tensors: NamedTensors | None = None,
     on_rank_end: Callable[[int], None] | None = None,
 ) -> StartedWorker:
-    """Load the model (weights from `tensors` if given) and allocate its KV cache. `progress` is called after every
-    layer: a step may take long, but a layer that does not end hangs. `on_rank_end`: see MultiProcessRanks. Raises
-    ConfigError.
+    """`tensors` replace the files' weights. `progress` is called after every layer: a step may take long, but a layer
+    that does not end hangs. Raises ConfigError.
     """
     device = choose_device(config)
     check_kv_cache_fits_device(config, device)

@@ -1,5 +1,3 @@
-"""Measures step times by number of tokens before the engine is ready."""
-
 from __future__ import annotations
 
 import time
@@ -13,15 +11,15 @@ from quire.engine.common.scheduler_output import NewRequestData, ScheduledReques
 
 MEASURED_TOKEN_COUNTS = (1, 2, 4, 6, 8, 16, 32, 64)
 MEASURED_CONTEXT_TOKENS = 128
-"""Of each sequence in measured steps."""
+"""Context of each measured sequence."""
 _MIN_MAX_ROUNDS = (3, 32)
 _MAX_SECONDS = 0.1
-"""No further rounds after this time."""
+"""No round begins after this time."""
 
 
 def measure_step_costs(executor: Executor, plan: KVCachePlan, config: EngineConfig) -> list[tuple[int, float]]:
-    """(tokens, seconds) of steps that sample after each token, as with drafts; empty without speculative decoding.
-    Overwrites the first KV blocks, which are still unused.
+    """(tokens, seconds) of steps that sample after each token, as with drafts. Overwrites the first KV blocks, which
+    are unused yet.
     """
     if config.speculative_config is None or config.speculative_config.method == "none":
         return []
@@ -55,12 +53,12 @@ def measure_step_costs(executor: Executor, plan: KVCachePlan, config: EngineConf
 def measure_best_step_times(
     run_step: Callable[[int], object], counts: Sequence[int] = MEASURED_TOKEN_COUNTS
 ) -> list[tuple[int, float]]:
-    """Best of some rounds; `counts` are at least two numbers of tokens."""
+    """The best of some rounds, for at least two counts."""
     best = dict.fromkeys(counts, float("inf"))
     began = time.perf_counter()
     rounds = 0
     while rounds < _MIN_MAX_ROUNDS[0] or (rounds < _MIN_MAX_ROUNDS[1] and time.perf_counter() - began < _MAX_SECONDS):
-        # Measure all counts in every round, so that a disturbance does not hit all measurements of one count.
+        # A disturbance must not hit all measurements of one count.
         for count in counts:
             before = time.perf_counter()
             run_step(count)

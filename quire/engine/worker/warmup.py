@@ -20,9 +20,8 @@ def warm_up_runner(
     drafter: DeviceDrafter | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[str]:
-    """Compile all kernel variants, however long it takes; warm the sampler and short prompts; then capture graphs,
-    decodes first, drafts last, until `seconds` are over. The rest is captured in idle moments; no capture is cut short.
-    Returns notes; none without graphs.
+    """Compile all kernels, however long it takes; warm sampler and short prompts; then capture graphs, decodes first,
+    until `seconds` are over. The rest is captured in idle moments; no capture is cut short. Returns notes.
     """
     if not isinstance(runner, ModelRunner) or runner.decode_graphs is None:
         return []
@@ -62,7 +61,7 @@ def warm_up_runner(
 def precompile_kernels(
     runner: ModelRunner, step_tokens: int, drafter: DeviceDrafter | None, clock: Callable[[], float]
 ) -> list[str]:
-    """Return notes if kernels were missing. A failure here may work, or be explained, when a step needs the kernel."""
+    """Returns notes. A failure here may work, or be explained, when a step needs the kernel."""
     if find_spec("triton") is None:
         return []
     began = clock()

@@ -2,9 +2,8 @@
 
     python -m quire.engine.worker.weight_receiver FD FOLDER
 
-It is separate from the engine because a collective may wait for a dead peer, and the engine must not. FD is a socket of
-engine/client/weight_broadcast.py, on which it answers WeightReceiverMethods. When the socket closes, FOLDER is deleted
-and the process exits, whatever it is doing.
+A collective may wait for a dead peer, which the engine must not. FD is a socket of engine/client/weight_broadcast.py
+for WeightReceiverMethods. When it closes, FOLDER is deleted and the process exits at once.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class WeightFileReceiver(WeightReceiverMethods):
 
     def __init__(self) -> None:
         self._shard_of_tensor: dict[str, dict[str, str]] = {}
-        """By folder: each received tensor's file."""
+        """Files by folder and tensor."""
         self._device = torch.device("cpu")
 
     def join(self, address: str, port: int, rank: int, world_size: int, backend: str, timeout: float) -> None:

@@ -1,6 +1,6 @@
 """`python -m quire.engine.worker.checkpoint_writer.quantize_checkpoint MODEL OUT FORMAT [STRENGTH]`: writes a quantized
-checkpoint. With STRENGTH, applies SmoothQuant with samples from stdin, a JSON list of lists of token ids. `quire
-quantize` runs it as a process because it needs torch.
+checkpoint, with STRENGTH after SmoothQuant. Samples come from stdin, a JSON list of lists of token ids. `quire
+quantize` starts it, because it needs torch.
 """
 
 from __future__ import annotations
@@ -30,21 +30,18 @@ from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.reference import ReferenceBackend
 
 _LINEAR_NAME = re.compile(r"(?:^|\.)layers\.\d+\..*\.weight$")
-"""Weights of decoder layers; those with two axes are linears."""
+"""Weights of layers; those with two axes are linears."""
 _ROUTER_NAME = re.compile(r"\.(?:gate|router)\.weight$")
-"""Routers stay unquantized."""
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 _COPIED_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*")
 _VISION_LINEARS = ("re:.*vision_tower.*", "re:.*multi_modal_projector.*")
-"""Stay unquantized."""
 
 
 def quantize_folder(
     model: Path, out: Path, name: str, backend: Backend, make_smoothing: Callable[[], Smoothing] | None = None
 ) -> str:
-    """Write the folder `out`; it is removed on failure. Holds one tensor and its result at a time. Returns a summary
-    for people. `backend` fits int4. `make_smoothing` is called once files are known to be writable. Raises ModelError
-    and OSError.
+    """Holds one tensor and its result at a time. Returns a summary for people. `make_smoothing` is called once files
+    are known to be writable. Raises ModelError and OSError; `out` is then removed.
     """
     partial_folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.absolute().parent))
     try:
@@ -132,7 +129,6 @@ def _strip_weight_suffix(name: str) -> str:
 
 
 def _copy_other_files(model: Path, out: Path) -> None:
-    """Including module folders of embedding models."""
     for pattern in _COPIED_PATTERNS:
         for file in model.glob(pattern):
             if file.is_file() and file.name != "config.json" and not file.name.endswith(".index.json"):

@@ -1,4 +1,4 @@
-"""Formats of `quire quantize`, as in compressed-tensors (https://github.com/vllm-project/compressed-tensors)."""
+"""compressed-tensors formats (https://github.com/vllm-project/compressed-tensors)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from quire.kernels.backend import Backend
 from quire.kernels.int4_fit import GROUP_SIZE
 
 TensorLayout = dict[str, tuple[str, tuple[int, ...]]]
-"""safetensors dtype and shape, by name relative to the linear."""
+"""safetensors dtype and shape."""
 
 
 class QuantizedFormat(ABC):
     format_name: str
-    """In config.json."""
     weights_config: dict[str, Any]
-    """In config.json."""
     activations_config: dict[str, Any] | None = None
-    """In config.json, for other programs."""
+    """For other programs."""
 
     @abstractmethod
     def tensor_layout(self, outs: int, inner: int) -> TensorLayout | None:
@@ -47,7 +45,7 @@ class QuantizedFormat(ABC):
 
 
 class ChannelFormat(QuantizedFormat):
-    """8 bits with a scale per output, like --quantization."""
+    """8 bits with a scale per output."""
 
     def __init__(self, kind: str) -> None:
         """`kind`: int or float."""
@@ -67,7 +65,7 @@ class ChannelFormat(QuantizedFormat):
 
 
 class Int4GroupFormat(QuantizedFormat):
-    """4 bits with scale and zero point per 32 inputs. --quantization uses offsets, which fit better but do not exist in
+    """4 bits with scale and zero point per 32 inputs. Offsets, as in --quantization, fit better but do not exist in
     compressed-tensors.
     """
 
@@ -108,5 +106,4 @@ class Int4GroupFormat(QuantizedFormat):
 
 
 def make_quantized_format(name: str, backend: Backend) -> QuantizedFormat:
-    """`name`: int8, fp8 or int4."""
     return Int4GroupFormat(backend) if name == "int4" else ChannelFormat("int" if name == "int8" else "float")

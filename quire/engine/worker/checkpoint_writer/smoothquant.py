@@ -1,5 +1,5 @@
 """SmoothQuant (Xiao et al., 2023): a few inputs of a linear are many times larger than the others and use up 8 bits.
-Divide each input by a factor, folded into the norm, and multiply the weights by it.
+Divide each by a factor, folded into the norm, and multiply the weights by it.
 
 The factor is max|input|^a / max|weight|^(1 - a).
 """
@@ -30,17 +30,16 @@ class ActivationRange:
     """A norm that only linears read."""
 
     norm: str
-    """Module names are Quire's."""
     offset: float
-    """Added to its weights."""
+    """Added to the norm's weights."""
     linears: tuple[str, ...]
     max_abs: Tensor
-    """[in] float32: largest absolute inputs in the samples."""
+    """[in] float32: largest absolute inputs."""
 
 
 @torch.inference_mode()
 def record_activation_ranges(path: Path, samples: Sequence[Sequence[int]]) -> list[ActivationRange]:
-    """Run the samples separately. Raises ConfigError."""
+    """Raises ConfigError."""
     model_config = read_model_config(path)
     longest = min(max(map(len, samples)), model_config.max_position)
     config = EngineConfig(model=str(path), device="cpu", max_model_len=longest)
@@ -69,7 +68,7 @@ def record_activation_ranges(path: Path, samples: Sequence[Sequence[int]]) -> li
 
 
 def _smoothable_norms(layer: Sequence[Sublayer]) -> list[SmoothableNorm]:
-    """Norms for which all reading sublayers name the linears."""
+    """Skips norms with readers other than linears."""
     norms = dict[str, SmoothableNorm]()
     for part in layer:
         for each in part.smoothable_norms():
@@ -84,12 +83,8 @@ def _smoothable_norms(layer: Sequence[Sublayer]) -> list[SmoothableNorm]:
 
 
 class Smoothing:
-    """Transforms a checkpoint's tensors."""
-
     def __init__(self, config: ModelConfig, factors: dict[str, Tensor], norms: dict[str, Tensor]) -> None:
-        """By Quire's module names: `factors` of linears' inputs [in] float32 and of norms, whose biases are divided;
-        `norms`: new float32 weights.
-        """
+        """`factors` [in] float32 of linears, and of norms, whose biases are divided; `norms`: new float32 weights."""
         self._weight_mapper = WeightMapper(config)
         self._factors = factors
         self._norm_weights = norms
@@ -124,7 +119,7 @@ class Smoothing:
         return len(self._norm_weights)
 
     def smooth_tensor(self, name: str, tensor: Tensor) -> Tensor:
-        """`name` as stored. Linears become float32."""
+        """Linears become float32."""
         module, _, kind = (text_tensor_name(name) or "").rpartition(".")
         module_name = self._weight_mapper.map_module_name(module)[0] if module else ""
         if module_name not in self._factors:
@@ -137,7 +132,7 @@ class Smoothing:
 
 
 def _read_norms_and_column_maxima(path: Path, arrangement: WeightMapper) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """float32 vectors [n], and column maxima of absolute weights, by Quire's module names."""
+    """float32 vectors [n], and column maxima of absolute weights."""
     vectors, columns = dict[str, Tensor](), dict[str, Tensor]()
     for name, tensor in _iter_module_weights(path):
         for own in arrangement.map_module_name(name):
@@ -149,7 +144,7 @@ def _read_norms_and_column_maxima(path: Path, arrangement: WeightMapper) -> tupl
 
 
 def _iter_module_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Text modules only. Raises ModelError."""
+    """Raises ModelError."""
     for name, tensor in checkpoint_stream(path):
         module, _, kind = name.rpartition(".")
         if kind == "weight" and tensor.is_floating_point():
@@ -157,7 +152,7 @@ def _iter_module_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def fit_smoothing(path: Path, samples: Sequence[Sequence[int]], strength: float) -> Smoothing:
-    """Raises ModelError if no norm is read by linears alone, and ConfigError."""
+    """Raises ConfigError, and ModelError if no norm is read by linears alone."""
     smoother = Smoothing.from_ranges(path, record_activation_ranges(path, samples), strength)
     if not smoother.num_norms:
         raise ModelError("model: none of its norms is read by linears alone, so nothing can be smoothed")

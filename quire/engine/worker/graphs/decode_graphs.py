@@ -1,11 +1,10 @@
-"""CUDA graphs of decode steps: one launch for a step's few hundred kernels, so that the GPU never waits for Python.
+"""CUDA graphs of decode steps: one launch for a few hundred kernels, so that the GPU never waits for Python.
 
-A graph records kernels with their addresses. So a decode step is a function of one static tensor (slots, positions);
-all else is at fixed device addresses. Padding rows use a scratch slot with a scratch block. With LoRA there are also
-graphs whose rows have adapter slots.
+A graph records addresses, so a decode step is a function of one static tensor (slots, positions); all else has fixed
+device addresses. Padding rows use a scratch slot. With LoRA, some graphs have adapter slots in their rows.
 
-Graphs of a size share input rows and hidden states. A second kind of graph adds head and sampling for greedy steps; a
-third kind runs draft heads once the tokens are stored.
+All graphs of a size share buffers. A second kind of graph samples greedily; a third runs draft heads once tokens are
+stored.
 """
 
 from __future__ import annotations
@@ -29,50 +28,46 @@ from quire.kernels.probes.backend_probe import GraphCapture
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Rows; captured up to max_num_seqs."""
 FIRST_GRAPH_CONTEXT = 2048
-"""Tokens. Kernels split work by a graph's longest context, so one graph for all would be slow for short contexts. Each
-further graph allows four times more.
+"""Tokens; each further graph allows four times more. Kernels split work by a graph's longest context, so a single one
+would be slow for short contexts.
 """
 
 DecodeFunction = Callable[[Tensor, int], Tensor]
-"""(rows [2 or 3, B] int64 as in InputBatch.graph_decode_inputs, max blocks) to hidden states [B, width]. Must neither
-wait for the host nor read changing host data.
+"""(rows [2 or 3, B] int64, max blocks) to hidden states [B, width]. Must neither wait for the host nor read changing
+host data.
 """
 SampleFunction = Callable[[Tensor, Tensor], Tensor]
-"""(rows, hidden states) to tokens [B] int64, also stored in the slots, or [..., B] with more data."""
+"""(rows, hidden states) to tokens [B] int64, also stored in slots, or to [..., B]."""
 HeadFunction = Callable[[Tensor, Tensor, int], Tensor]
-"""(rows, hidden states, max blocks) to draft head states [B, ...], once tokens are stored."""
+"""(rows, hidden states, max blocks) to [B, ...], once tokens are stored."""
 MAX_SAMPLE_ROWS = 64
-"""Logits of more rows take much memory, and launching does not dominate their time."""
+"""More logits take much memory, and launching no longer dominates."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepFunctions:
     decode: DecodeFunction
     sample: SampleFunction | None = None
-    """Greedy sampling; None for no graph."""
+    """Greedy."""
     run_draft_heads: HeadFunction | None = None
 
 
 _GraphKey = tuple[int, int | None, int]
-"""Rows, max blocks (None: the sampling graph), row parts."""
+"""Rows, max blocks (None: sampling), row parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class _StaticBuffers:
-    """Shared by all graphs of a size."""
-
     rows: Tensor  # [2 or 3, B] int64
     hidden: Tensor  # [B, width]
 
 
 def graph_sizes(slots: InputBatch) -> list[int]:
-    """For as many sequences as slots."""
     largest = next((size for size in GRAPH_SIZES if size >= len(slots.slot_requests)), GRAPH_SIZES[-1])
     return [size for size in GRAPH_SIZES if size <= largest]
 
 
 def graph_block_counts(slots: InputBatch) -> list[int]:
-    """Max blocks per graph."""
     counts = [-(-FIRST_GRAPH_CONTEXT // slots.block_size)]
     while counts[-1] < slots.max_blocks:
         counts.append(counts[-1] * 4)
@@ -91,24 +86,23 @@ class DecodeGraphs:
         adapters: bool = False,
         group: Collective | None = None,
     ) -> None:
-        """Captures lazily, or by `capture_next`. `group`: see GraphSet."""
+        """Captures lazily."""
         self._functions = functions
         self._width, self._dtype = width, dtype
         self.graph_set: GraphSet[_GraphKey] = GraphSet(capture, slots.device, group)
         self.draft_head_graphs: GraphSet[tuple[int, int]] = GraphSet(capture, slots.device, group)
-        """By rows and max blocks."""
         self._input_batch = slots
         self._sizes = graph_sizes(slots)
         self._block_counts = graph_block_counts(slots)
         self._row_parts = (2, 3) if adapters else (2,)
-        """Slots and positions; with 3 also adapter slots."""
+        """3 with adapter slots."""
         self._sample_sizes = (
             [] if functions.sample is None else [size for size in self._sizes if size <= MAX_SAMPLE_ROWS]
         )
         self._buffers: dict[int, _StaticBuffers] = {}
 
     def can_run(self, scheduler_output: SchedulerOutput) -> bool:
-        """True if every token is sampled. Draft tokens may be rows: every layer stores all keys and values before it
+        """True if every token is sampled. Draft tokens are rows: every layer stores all keys and values before it
         attends.
         """
         return (
@@ -121,9 +115,7 @@ class DecodeGraphs:
         return self._sizes[-1]
 
     def run_decode(self, slots: np.ndarray, contexts: np.ndarray, *, all_greedy: bool = False) -> GraphOutputs:
-        """`contexts`: tokens up to and including the row's; both [R] int64. `all_greedy`: sample in a graph, if there
-        is one.
-        """
+        """`slots`, `contexts` [R] int64; a context includes the row's token."""
         count, max_blocks = len(slots), -(-int(contexts.max()) // self._input_batch.block_size)
         size = next(size for size in self._sizes if size >= count)
         max_blocks = next(width for width in self._block_counts if width >= max_blocks)
@@ -154,9 +146,7 @@ class DecodeGraphs:
         )
 
     def capture_next(self) -> bool:
-        """Capture one more graph; False if none is left. Short contexts first, then large sizes, whose pool memory
-        smaller ones reuse.
-        """
+        """False if none is left. Large sizes come first: smaller ones reuse their pool memory."""
         for key in self._graph_keys():
             if key not in self.graph_set:
                 self._get_or_capture_graph(key)
@@ -174,7 +164,7 @@ class DecodeGraphs:
         return f"{len(self.graph_set.graphs)} of {len(list(self._graph_keys()))}"
 
     def _get_or_capture_graph(self, key: _GraphKey) -> CapturedGraph | None:
-        """None if capturing failed. Capturing computes scratch rows."""
+        """None if capturing failed. Capturing computes scratch rows only."""
         size, max_blocks, row_parts = key
         if size not in self._buffers:
             self._buffers[size] = self._make_buffers(size)

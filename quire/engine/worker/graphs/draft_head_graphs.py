@@ -1,6 +1,5 @@
-"""CUDA graphs of drafting between steps. Drafting a token is one row upload and two graphs: one samples after each
-row's state and stores the token, the other advances the state. States stay on the device by slot. Non-greedy sampling
-runs eagerly.
+"""CUDA graphs of drafting. A draft token is one upload and two graphs: one samples and stores the token, the other
+advances the state. States stay on the device by slot. Non-greedy sampling is eager.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from quire.kernels.gpu.host_transfer import copy_into
 from quire.kernels.probes.backend_probe import GraphCapture
 
 DraftSampleFunction = Callable[[Tensor, int], Tensor]
-"""(rows [4, B] int64: slots, positions of the last tokens, blocks in the slot's table, indices of their states; draft
-index) to tokens [B] int64, which it also stores. Must neither wait for the host nor read changing host data.
+"""(rows [4, B] int64: slots, positions, blocks in the table, state indices; draft index) to tokens [B] int64, also
+stored. Must neither wait for the host nor read changing host data.
 """
 AdvanceFunction = Callable[[Tensor, int], Tensor]
-"""(rows, max blocks) to states [B, hidden], which it also stores."""
+"""(rows, max blocks) to states [B, hidden], also stored."""
 
 
 class _GraphKey(NamedTuple):
@@ -45,8 +44,8 @@ class DraftHeadGraphs:
         slots: InputBatch,
         num_samplers: int = 1,
     ) -> None:
-        """Captures lazily. `advance`: None if all drafts come from one state. `num_samplers`: draft indices that are
-        sampled differently.
+        """Captures lazily. `advance` None: all drafts come from one state. `num_samplers`: draft indices with samplers
+        of their own.
         """
         self._sample = sample
         self._advance = advance
@@ -61,7 +60,7 @@ class DraftHeadGraphs:
         return self._sizes[-1]
 
     def upload_rows(self, rows: np.ndarray) -> Tensor:
-        """Upload rows [4, B] int64 for the next graphs, and return them."""
+        """[4, B] int64, for the next graphs."""
         count = rows.shape[1]
         size = self._graph_size(count)
         padded_rows = np.zeros((4, size), dtype=np.int64)
@@ -70,7 +69,7 @@ class DraftHeadGraphs:
         return self._row_buffers[size][:, :count]
 
     def sample_drafts(self, count: int, draft_index: int) -> Tensor | None:
-        """Greedy tokens [B] int64 of uploaded rows; None without a graph."""
+        """[B] int64 for uploaded rows; None without a graph."""
         size = self._graph_size(count)
         graph = (
             self._get_or_capture_graph(_GraphKey(size, None, min(draft_index, self._num_samplers - 1)))
@@ -82,7 +81,7 @@ class DraftHeadGraphs:
         )  # the next draft may overwrite it before it is downloaded
 
     def advance_states_one_token(self, count: int, context: int) -> None:
-        """For uploaded rows with contexts of up to `context` tokens."""
+        """For uploaded rows."""
         size, max_blocks = self._graph_size(count), -(-context // self._input_batch.block_size)
         key = _GraphKey(size, next(width for width in self._block_counts if width >= max_blocks))
         if (graph := self._get_or_capture_graph(key)) is not None:
@@ -110,7 +109,7 @@ class DraftHeadGraphs:
                 yield _GraphKey(size, None, draft_index)
 
     def _get_or_capture_graph(self, key: _GraphKey) -> CapturedGraph | None:
-        """None if capturing failed. Capturing computes scratch rows."""
+        """None if capturing failed. Capturing computes scratch rows only."""
         if key not in self.graph_set:
             rows = self._row_buffer_of_size(key.size)
             saved_rows = rows.clone()

@@ -39,35 +39,32 @@ class GraphOutputs:
     used_cuda_graph: bool
     sampled_tokens: Tensor | None = None  # from a sampling graph
     run_draft_head_graph: Callable[[], Tensor] | None = None
-    """Returns head states [R, width]; call it once sampled tokens are stored."""
+    """Returns [R, width]. Call it once sampled tokens are stored."""
 
 
 class GraphSet(Generic[GraphKey]):
-    """Graphs by key, each captured once. Ranks capture in the same order and agree after each attempt: a graph that
-    fails on one is used by none. Otherwise a rank that replays and one that runs eagerly might wait for each other's
-    collectives.
+    """Ranks capture in the same order, and a graph that fails on one is used by none: a rank that replays and one that
+    runs eagerly might wait for each other's collectives.
     """
 
     def __init__(self, capture: GraphCapture, device: torch.device, group: Collective | None = None) -> None:
-        """`group`: ranks that capture together."""
         self._capture = capture
         self._device = device
         self._group = group
         self.graphs: dict[GraphKey, CapturedGraph] = {}
         self._unused_graphs: list[object] = []
-        """Kept alive: PyTorch frees a pool with its last graph, but later graphs need it."""
+        """PyTorch would free the pool with its last graph."""
         self.eager_reasons: dict[GraphKey, str] = {}
-        """Why a key could not be captured; such steps run eagerly."""
+        """Why keys could not be captured."""
         self._num_rows: dict[GraphKey, int] = {}
-        """Of eager keys."""
 
     def __contains__(self, kind: GraphKey) -> bool:
-        """Captured or failed."""
+        """True also after a failure."""
         return kind in self.graphs or kind in self.eager_reasons
 
     def capture_graph(self, key: GraphKey, rows: int, function: Callable[[], Tensor]) -> None:
-        """A failure is not retried: memory stays short, and an attempt costs a step's time. Raises ConfigError if other
-        ranks may hang in the failed step.
+        """Failures are not retried: memory stays short, and an attempt costs a step's time. Raises ConfigError if other
+        ranks may hang.
         """
         assert key not in self
         captured = None
@@ -101,7 +98,7 @@ class GraphSet(Generic[GraphKey]):
             self.graphs[key] = CapturedGraph(*captured)
 
     def failure_notes(self, template: str) -> list[str]:
-        """`template`: what is computed, with a placeholder for row counts."""
+        """`template` has a place for row counts."""
         failure_texts = []
         for reason in dict.fromkeys(self.eager_reasons.values()):
             sizes = sorted({self._num_rows[kind] for kind, why in self.eager_reasons.items() if why == reason})
@@ -110,19 +107,19 @@ class GraphSet(Generic[GraphKey]):
 
 
 class CudaGraphCapture:
-    """Graphs share one memory pool: no two run at once."""
+    """Graphs share a pool: no two run at once."""
 
     failed_graphs: ClassVar[list[torch.cuda.CUDAGraph]] = []
-    """Never freed: after a failed capture, PyTorch's allocator still asks them about memory."""
+    """Kept: PyTorch's allocator still asks them about memory."""
 
     def __init__(self, device: torch.device, allocator: Any = torch._C) -> None:
-        """`allocator`: PyTorch's private functions for pools left in capture mode."""
+        """`allocator`: PyTorch's private functions."""
         self._allocator = allocator
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
     def __call__(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        # Run once without recording: libraries initialize and Triton compiles, which a graph cannot hold.
+        # First run eagerly: libraries initialize and Triton compiles.
         before = torch.cuda.current_stream()
         self._stream.wait_stream(before)
         graph = torch.cuda.CUDAGraph()
@@ -130,7 +127,7 @@ class CudaGraphCapture:
             with torch.cuda.stream(self._stream):
                 function()
             before.wait_stream(self._stream)
-            # Other threads copy KV blocks meanwhile (block_movers.py), which would end the capture by default.
+            # By default, other threads' copies of KV blocks (block_movers.py) would end the capture.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 result = function()
         except BaseException:
@@ -141,8 +138,8 @@ class CudaGraphCapture:
         return graph.replay, result
 
     def _abandon_graph(self, graph: torch.cuda.CUDAGraph) -> None:
-        """If ending a capture fails, PyTorch (ATen/cuda/CUDAGraph.cpp, `capture_end`) leaves the pool in capture mode.
-        Then memory used by several streams is never freed, and nothing else can be captured into the pool.
+        """A failed end leaves the pool in capture mode (ATen/cuda/CUDAGraph.cpp, `capture_end`). Then memory used by
+        several streams is never freed, and nothing else can be captured into the pool.
         """
         device = self._stream.device_index
         with suppress(Exception):  # ended properly or never began

@@ -1,5 +1,3 @@
-"""Graph-safe steps."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -17,7 +15,7 @@ ComputeHeadStates = Callable[[Tensor, AttentionMetadata, Tensor, Sequence[Tensor
 
 
 class GraphableSteps:
-    """Aux hidden states are concatenated to hidden states."""
+    """Appends aux hidden states to hidden states."""
 
     def __init__(
         self,
@@ -38,11 +36,10 @@ class GraphableSteps:
         return self._model.spec.hidden_size * (1 + len(self._aux_layers))
 
     def compute_decode_hidden(self, rows: Tensor, max_blocks: int) -> Tensor:
-        """See InputBatch.graph_decode_inputs."""
         return self._compute_hidden_with_aux(*self._input_batch.graph_decode_inputs(rows, max_blocks))
 
     def compute_mixed_batch_hidden(self, rows: Tensor, chunks: Tensor, num_decodes: int, max_blocks: int) -> Tensor:
-        """`num_decodes` rows, then prefill chunks: see InputBatch.graph_prefill_inputs."""
+        """`num_decodes` rows, then chunks."""
         return self._compute_hidden_with_aux(*self._make_mixed_inputs(rows, chunks, num_decodes, max_blocks))
 
     def compute_head_states_after_decode(self, rows: Tensor, hidden: Tensor, max_blocks: int) -> Tensor:

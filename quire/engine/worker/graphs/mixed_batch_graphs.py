@@ -1,16 +1,14 @@
 """CUDA graphs of small mixed batches: decodes, then chunks of a few prompts.
 
-A graph has fixed numbers of decode rows, prefill tokens and prefill sequences. Padding consists of valid rows: decodes
-of the scratch slot, and sequences of that slot of at least one token that take all remaining tokens. So no sequence is
-empty and every token has one, which some libraries require (https://github.com/sgl-project/sgl-flash-attn/pull/47).
-Decodes use the single-query kernel, prefills the ragged one with the maximal length
+Decode rows, prefill tokens and prefill sequences are fixed numbers. Padding is valid: decodes of the scratch slot, and
+sequences of it that take all remaining tokens. So no sequence is empty and every token has one, which some libraries
+require (https://github.com/sgl-project/sgl-flash-attn/pull/47). Prefills use the ragged kernel with the maximal length
 (kernels/gpu/prefill_decode_split.py).
 
-vLLM keeps a graph per number of tokens and runs attention between pieces. That needs fewer graphs, but launches
-attention from the host in each layer, which is most of a small step's host cost.
+vLLM keeps a graph per number of tokens and runs attention between pieces. That needs fewer graphs, but launching
+attention from the host is most of a small step's cost.
 
-There are too many keys to capture all. A key is captured in an idle moment after the first request, or at the second;
-at most MAX_MIXED_GRAPHS.
+A key is captured in an idle moment after the first request, or at the second, up to MAX_MIXED_GRAPHS.
 """
 
 from __future__ import annotations
@@ -34,16 +32,15 @@ from quire.kernels.gpu.host_transfer import copy_into, upload_arrays
 from quire.kernels.probes.backend_probe import GraphCapture
 
 NUM_PREFILL_ROWS = 8
-"""Prefill sequences; at least one is padding."""
+"""At least one is padding."""
 
 MixedStepFunction = Callable[[Tensor, Tensor, int, int], Tensor]
-"""(rows [2 or 3, T] int64, chunks [5, NUM_PREFILL_ROWS] int64 as in InputBatch.graph_decode_inputs and
-graph_prefill_inputs, number of decodes, max blocks) to hidden states [T, width]. Must neither wait for the host nor
-read changing host data.
+"""(rows [2 or 3, T] int64, chunks [5, NUM_PREFILL_ROWS] int64, number of decodes, max blocks) to hidden states [T,
+width]. Must neither wait for the host nor read changing host data.
 """
 
 MixedHeadFunction = Callable[[Tensor, Tensor, int, int, Tensor], Tensor]
-"""(the same, hidden states) to [T, ...], once tokens are stored."""
+"""(the same, hidden states) to [T, ...]."""
 
 
 class MixedGraphKey(NamedTuple):
@@ -63,7 +60,7 @@ class GraphPlan:
     scheduler_output: SchedulerOutput
     key: MixedGraphKey
     is_decode: np.ndarray
-    """[batch rows] bool; a decode may have draft tokens."""
+    """[rows] bool; drafts count as decodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +81,7 @@ class MixedBatchGraphs:
         run_draft_heads: MixedHeadFunction | None = None,
         group: Collective | None = None,
     ) -> None:
-        """Captures lazily. Captures depend on batches and failures only, so that ranks with equal batches agree.
-        `group`: see GraphSet.
-        """
+        """Captures lazily. Captures follow from batches and failures alone, so that all ranks agree."""
         self._run_batch, self._run_draft_heads = run_batch, run_draft_heads
         self._input_batch = slots
         self._width, self._dtype = width, dtype
@@ -98,7 +93,6 @@ class MixedBatchGraphs:
             for size in reversed(self._token_sizes)
         ]
         self._wanted_keys = dict.fromkeys(first)
-        """Single prompts first, then keys that steps requested."""
         self._requested_once: set[MixedGraphKey] = set()
         self.graph_set: GraphSet[MixedGraphKey] = GraphSet(capture, slots.device, group)
         self.draft_head_graphs: GraphSet[MixedGraphKey] = GraphSet(capture, slots.device, group)
@@ -176,7 +170,7 @@ class MixedBatchGraphs:
         )
 
     def capture_next(self) -> bool:
-        """False if no key is wanted."""
+        """False if none is wanted."""
         for key in self._wanted_keys:
             if key not in self.graph_set and not self._is_full:
                 self._capture_graph(key)
@@ -184,7 +178,7 @@ class MixedBatchGraphs:
         return False
 
     def _capture_graph(self, key: MixedGraphKey) -> None:
-        """Computes scratch rows."""
+        """Computes scratch rows only."""
         buffers = self._get_buffers(key)
         copy_into(self._blank_inputs(key, 0, 0), buffers.inputs)
         self.graph_set.capture_graph(
@@ -208,7 +202,7 @@ class MixedBatchGraphs:
         return self._buffers[size]
 
     def _blank_inputs(self, key: MixedGraphKey, num_chunks: int, num_tokens: int) -> np.ndarray:
-        """Padding next to `num_chunks` chunks of `num_tokens` tokens in total."""
+        """`num_chunks` chunks have `num_tokens` tokens in total."""
         inputs = np.zeros(3 * key.num_total_rows + 5 * NUM_PREFILL_ROWS, dtype=np.int64)
         rows, sequences = (
             inputs[: 3 * key.num_total_rows].reshape(3, -1),
@@ -223,7 +217,7 @@ class MixedBatchGraphs:
         return inputs
 
     def _build_inputs_and_output_indices(self, graph_plan: GraphPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Inputs, indices of sampled tokens, and indices of all tokens in batch order."""
+        """Inputs, indices of samples, indices of all tokens in batch order."""
         key = graph_plan.key
         rows = graph_plan.scheduler_output.scheduled_requests
         is_chunk = ~graph_plan.is_decode

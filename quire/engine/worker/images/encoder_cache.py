@@ -1,5 +1,3 @@
-"""Caches image features by content."""
-
 from __future__ import annotations
 
 from collections import OrderedDict
@@ -19,7 +17,7 @@ from quire.engine.worker.images.image_positions import ImagePositions
 from quire.kernels.gpu.host_transfer import upload_arrays
 
 CacheKey = tuple[str, bytes]
-"""Cache salt and digest. Tenants with other salts cannot tell by timing whether an image is cached."""
+"""Salt and digest: tenants with other salts cannot tell by timing that an image is cached."""
 
 
 class _PartialEncoding:
@@ -45,13 +43,13 @@ class ImageEncoderCache:
     def __init__(
         self, tower: Tower | None, vision: VisionSpec, max_bytes: int = ENCODER_CACHE_BYTES, *, one_by_one: bool = False
     ) -> None:
-        """`tower`: None if another pipeline stage has it. `one_by_one`: batching would change an image's bits."""
+        """`tower`: None in later pipeline stages. `one_by_one`: a batch would change an image's bits."""
         self._tower = tower
         self._vision = vision
         self._one_by_one = one_by_one
         self.positions = ImagePositions(vision)
         self.max_bytes = max_bytes
-        """The last image's features are kept in any case."""
+        """The last image is always kept."""
         self._cache: OrderedDict[CacheKey, Tensor] = OrderedDict()
         """Least recently used first."""
         self._cached_bytes = 0
@@ -62,7 +60,7 @@ class ImageEncoderCache:
     def run_scheduled_encoder_chunks(
         self, scheduler_output: SchedulerOutput, get_new_request: Callable[[ScheduledRequest], NewRequestData]
     ) -> None:
-        """Whole images of equal size are encoded together."""
+        """Whole images of one size are encoded together."""
         if self._tower is None:
             return
         for slot in (*scheduler_output.freed_slots, *(each.slot for each in scheduler_output.new_requests)):
@@ -88,7 +86,7 @@ class ImageEncoderCache:
     def gather_features(
         self, rows: Iterable[ScheduledRequest], get_new_request: Callable[[ScheduledRequest], NewRequestData]
     ) -> MediaEmbeddings | None:
-        """For the rows' image tokens; None if there are none."""
+        """None without image tokens."""
         token_indices: list[np.ndarray] = []
         values: list[Tensor] = []
         begin = 0
@@ -114,7 +112,7 @@ class ImageEncoderCache:
     def image_request_vectors(
         self, rows: Sequence[ScheduledRequest], get_new_request: Callable[[ScheduledRequest], NewRequestData]
     ) -> Tensor:
-        """[rows, size] for rows that are one image each."""
+        """[rows, size]."""
         features = self.gather_features(rows, get_new_request)
         assert features is not None
         return features.embeddings
@@ -141,7 +139,7 @@ class ImageEncoderCache:
         return features
 
     def _store_features(self, key: CacheKey, features: Tensor) -> None:
-        """Evicts others, never these."""
+        """Evicts other images only."""
         self.num_encoded += 1
         self._cache[key] = features
         self._cached_bytes += features.nbytes
@@ -151,7 +149,6 @@ class ImageEncoderCache:
 
 
 def make_dummy_image(vision: VisionSpec, side: int) -> Image:
-    """The tile with most patches of a black square."""
     from PIL import Image as Pillow  # only GPU starts need it
 
     image = Pillow.new("RGB", (side, side))

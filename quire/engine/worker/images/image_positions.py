@@ -1,5 +1,3 @@
-"""M-RoPE coordinates and bidirectional attention of image tokens."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -20,7 +18,6 @@ class ImagePositions:
         self._vision = vision
         self.uses_mrope = vision.uses_mrope
         self._coordinates_by_slot: dict[int, tuple[NewRequestData, np.ndarray]] = {}
-        """The last owner and its `mrope_coordinates`."""
 
     def has_rows_before_last_image_end(
         self, rows: Sequence[ScheduledRequest], get_new_request: Callable[[ScheduledRequest], NewRequestData]
@@ -64,7 +61,7 @@ class ImagePositions:
         )
 
     def rope_offset(self, new_request: NewRequestData) -> int:
-        """Added to positions after a prompt's last image."""
+        """Added to positions after the last image."""
         table = self._coordinate_table(new_request)
         return int(table[-1].max()) + 1 - len(table) if len(table) else 0
 
@@ -78,7 +75,7 @@ class ImagePositions:
         return cached[1]
 
     def _scheduled_token_coordinates(self, row: ScheduledRequest, new_request: NewRequestData) -> np.ndarray | None:
-        """[count, 3] int64; None if all three equal the position."""
+        """[count, 3] int64; None if all equal the position."""
         if not new_request.spans:
             return None
         table, end = self._coordinate_table(new_request), row.start + row.num_tokens
@@ -126,8 +123,8 @@ class ImagePositions:
 
 
 def mrope_coordinates(new_request: NewRequestData, vision: VisionSpec) -> np.ndarray:
-    """(time, row, column) [tokens, 3] int64 up to the end of the last image; [0, 3] for families without M-RoPE. Text
-    continues after the largest coordinate (Wang et al., 2024).
+    """(time, row, column) [tokens, 3] int64 up to the last image's end; [0, 3] without M-RoPE. Text continues after the
+    largest coordinate (Wang et al., 2024).
     """
     contents = {each.digest: each for each in new_request.images}
     parts = []

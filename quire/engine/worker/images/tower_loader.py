@@ -27,21 +27,19 @@ from quire.kernels.gpu.libraries.sdpa import SdpaBackend
 from quire.kernels.probes.encoder_probe import EncoderProbe
 
 _MAX_SIDE_PIXELS = 5000
-"""Of a square; decoding allows no more pixels."""
+"""Decoding allows no larger square."""
 _NUMBERS_PER_PATCH = 20
-"""Peak values of hidden size per patch while encoding: residual stream, queries, attention output, keys and values
-beside and in KV blocks, of which flash-attn's have room for four windows each.
+"""Peak of values per patch and hidden dimension: stream, queries, attention output, keys and values, also in KV blocks,
+where flash-attn needs room for four windows.
 """
 
 
 class LoadedTower(NamedTuple):
-    """A tower, or the reason why there is none."""
-
     encoder_cache: ImageEncoderCache | None
     text_only_reason: str = ""
     weight_bytes: int = 0
     encoding_bytes: int = 0
-    """Peak on a GPU."""
+    """A GPU's peak."""
 
 
 def load_tower(
@@ -53,9 +51,7 @@ def load_tower(
     *,
     stage: int = 0,
 ) -> LoadedTower:
-    """Linears are quantized as configured. Only the first pipeline stage has the tower; others know image positions.
-    Raises ModelError for missing or misshapen weights.
-    """
+    """Later pipeline stages get image positions only. Raises ModelError for missing or misshapen weights."""
     vision = None if model_config.transformers_config is not None else read_vision_spec(path)
     if vision is None:
         return LoadedTower(None, NO_IMAGES_REASON)
@@ -89,7 +85,7 @@ def load_vector_tower(
     device: torch.device,
     progress: Callable[[], None],
 ) -> LoadedTower:
-    """The image tower of a dual encoder, for vectors of `size`. Raises ModelError."""
+    """For a dual encoder. Raises ModelError."""
     vision = read_vision_spec(path)
     if vision is None:
         return LoadedTower(None, NO_IMAGES_REASON)
@@ -122,7 +118,6 @@ def _make_and_load_tower(
 
 
 def _encoding_bytes(vision: VisionSpec, dtype: torch.dtype) -> int:
-    """For the largest possible image."""
     shape, max_patches = vision.tower_shape, vision.num_patches(make_dummy_image(vision, _MAX_SIDE_PIXELS))
     pixels = 3 * shape.patch_size**2 * (torch.float32.itemsize + 2 * dtype.itemsize)
     return max_patches * (_NUMBERS_PER_PATCH * shape.hidden_size * dtype.itemsize + pixels)
@@ -131,7 +126,7 @@ def _encoding_bytes(vision: VisionSpec, dtype: torch.dtype) -> int:
 def find_tower_backend_error(
     backend: Backend, vision: VisionSpec, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """By a trial; for devices other than CPU."""
+    """For devices other than CPUs."""
     shape, is_windowed = vision.tower_shape, vision.is_bidirectional
     trial = EncoderProbe(device, dtype, shape.num_heads, shape.hidden_size // shape.num_heads, has_window=is_windowed)
     why = trial(backend)
@@ -141,7 +136,7 @@ def find_tower_backend_error(
 def find_text_only_reason(
     config: EngineConfig, chosen: DevicePlan, vision: VisionSpec, model_config: ModelConfig
 ) -> str | None:
-    """None if images are served."""
+    """None: images are served."""
     device = chosen.device
     if (
         device.type != "cpu"

@@ -1,1 +1,1 @@
-"""Compiles all variants of Triton kernels before the first step, in several processes."""
+"""Compiles Triton kernel variants before the first step."""

@@ -1,5 +1,5 @@
-"""Process that compiles the kernel variants given as a line of JSON on stdin. If any fails, exits with status 1 and the
-first error as the last line of stderr.
+"""Process that compiles kernel variants, given as a line of JSON on stdin. On failure it exits with status 1 and the
+first error as stderr's last line.
 """
 
 from __future__ import annotations

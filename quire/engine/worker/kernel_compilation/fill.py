@@ -1,7 +1,7 @@
-"""Fills Triton's cache with the kernels of common models, for a GPU that need not be present, as the image ships them:
+"""Fills Triton's cache with kernels of common models, for a GPU that need not be present, as the image ships them:
     TRITON_CACHE_DIR=FOLDER python -P -m quire.engine.worker.kernel_compilation.fill CAPABILITY [CONFIG.JSON ...]
-The capability is a number such as 90, or an AMD architecture such as gfx942. Weights are 16-bit; the default models are
-those of common.toml.
+The capability is a number such as 90, or an AMD architecture such as gfx942. Weights are 16-bit. Default models:
+common.toml.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from quire.kernels.gpu.triton_backend import TritonBackend
 
 _COMMON_MODELS = Path(__file__).with_name("common.toml")
 _BLOCK_SIZES = (16, 128, 256)
-"""Of Triton, flash-attn 4, and other backends."""
+"""For Triton, flash-attn 4, and others."""
 _CONTEXT_TOKENS = 8192
-"""Longer contexts add no variants."""
+"""Longer ones add no variants."""
 _LARGE_GPU_BYTES = 40 * 2**30
 _META_DEVICE = torch.device("meta")
 
@@ -80,7 +80,7 @@ def read_common_models() -> list[ModelConfig]:
 
 
 def model_kernel_variants(model: ModelConfig, block_size: int) -> list[KernelVariant]:
-    """In bfloat16, on meta tensors."""
+    """bfloat16, on meta tensors."""
     backend = TritonBackend()
     dtype = torch.bfloat16
     config = EngineConfig()

@@ -11,16 +11,16 @@ from quire.engine.common.errors import ConfigError
 
 _CACHE_VARIABLE = "TRITON_CACHE_DIR"
 SHIPPED_KERNELS = Path(sys.prefix, "share", "quire-kernels")
-"""Filled by fill.py in the Dockerfile."""
+"""From fill.py in the Dockerfile."""
 
 
 _OTHER_CACHE_VARIABLES = ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "QUACK_CACHE_DIR", "CUTE_DSL_CACHE_DIR")
-"""Of flash-attn 4 and its libraries, which raise if they cannot write there; unset, they use the temporary folder."""
+"""flash-attn 4 and its libraries raise if they cannot write there; unset, they use the temporary folder."""
 
 
 def prepare_kernel_cache(temporary: Path | None = None, uid: int | None = None) -> str | None:
-    """Make sure that Triton can write its cache, if necessary in the user's own temporary folder, and return a note
-    then. Call it before Triton first compiles. Raises ConfigError. `temporary`, `uid`: for tests.
+    """If Triton's cache cannot be written, use the user's own in the temporary folder and return a note. Call it before
+    Triton compiles. Raises ConfigError.
     """
     for name in _OTHER_CACHE_VARIABLES:
         if (folder := os.environ.get(name)) and _find_write_error(Path(folder)) is not None:
@@ -55,7 +55,7 @@ def _copy_shipped_kernels(folder: Path) -> None:
 
 
 def _find_write_error(folder: Path) -> str | None:
-    """Creates the folder if missing."""
+    """Creates the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryFile(dir=folder):

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from quire.kernels.gpu.kernel_variant import KernelVariant
 
 _MAX_PROCESSES = 8
-"""Each imports PyTorch and takes about 500 MB."""
+"""Each takes about 500 MB, because it imports PyTorch."""
 _MIN_VARIANTS_PER_PROCESS = 4
-"""Starting a process takes as long as a few variants."""
+"""A start takes as long as a few variants."""
 _POLL_SECONDS = 0.1
 _COMPILE_WORKER = "quire.engine.worker.kernel_compilation.compile_worker"
 
@@ -44,7 +44,7 @@ class CompileResult:
 def compile_variants(
     variants: Sequence[KernelVariant], progress: Callable[[], None], worker_module: str = _COMPILE_WORKER
 ) -> CompileResult:
-    """Failed variants are left to their first launch. `progress` is called repeatedly."""
+    """Failed variants compile at their first launch."""
     missing = [kind for kind in variants if not kind.marker_path.exists()]
     count = min(_MAX_PROCESSES, usable_cpus(), -(-len(missing) // _MIN_VARIANTS_PER_PROCESS))
     children: list[tuple[Child, IO[bytes]]] = []
@@ -64,7 +64,7 @@ def compile_variants(
 
 
 def _failure_reason(child: Child, errors: IO[bytes]) -> str:
-    """The last line written, an exception's message; otherwise how the process ended."""
+    """The last line is an exception's message."""
     errors.seek(0)
     lines = errors.read().decode(errors="replace").splitlines()
     assert child.returncode is not None

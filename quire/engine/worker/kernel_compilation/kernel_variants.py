@@ -1,5 +1,3 @@
-"""Steps that launch every kernel variant that a model may need."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -15,16 +13,16 @@ from quire.kernels.backend import LinearContext
 from quire.kernels.recurrent.recurrence import StateAndVerifiedCounts
 
 _QUERY_LENGTHS = (1, 2, 16, 24, 40, 128, 512)
-"""Tile sizes depend on rows: products on up to 16, 32, 64, more; attention on up to 16, 64, more, times heads per
-group; experts on their share.
+"""Tiles depend on rows: up to 16, 32, 64 or more in products; up to 16, 64 or more times heads per group in attention;
+experts have a share of the rows.
 """
 _LONG_CONTEXT = 4096
-"""Cached keys; long contexts are split."""
+"""Such contexts are split."""
 _LOGIT_ROW_COUNTS = (1, 24, 40, 256)
 
 
 def dummy_step_shapes(slots: InputBatch, step_tokens: int) -> Iterator[tuple[int, int, int]]:
-    """(sequences, queries each, keys each): alone and batched, short and long."""
+    """(sequences, queries, keys)."""
     longest = slots.max_blocks * slots.block_size
     max_seqs = len(slots.slot_requests)
     for queries in (*_QUERY_LENGTHS, step_tokens):
@@ -38,7 +36,7 @@ def dummy_step_shapes(slots: InputBatch, step_tokens: int) -> Iterator[tuple[int
 
 @torch.inference_mode()
 def launch_kernel_variants(model: Decoder, kv_cache: KVCache, slots: InputBatch, step_tokens: int) -> None:
-    """On the scratch block. Computes nothing in a dry run."""
+    """On the scratch block; a dry run computes nothing."""
     hidden = None
     for shape in dummy_step_shapes(slots, step_tokens):
         inputs = dummy_step_inputs(slots, *shape)
@@ -66,7 +64,7 @@ def launch_kernel_variants(model: Decoder, kv_cache: KVCache, slots: InputBatch,
 def launch_draft_head_variants(
     head: DraftHead, size: int, dtype: torch.dtype, kv_cache: KVCache, slots: InputBatch, tokens: int
 ) -> None:
-    """Likewise for draft heads. `size`: hidden size."""
+    """`size`: hidden size."""
     states = torch.zeros((1, size), dtype=dtype, device=slots.device)
     for shape in dummy_step_shapes(slots, tokens) if kv_cache else ():
         inputs = dummy_step_inputs(slots, *shape)
@@ -83,7 +81,7 @@ def launch_draft_head_variants(
 
 
 def _input_variants(inputs: ForwardInputs, shape: tuple[int, int, int], slots: InputBatch) -> list[ForwardInputs]:
-    """As full prompts (MLA expands latents) and with draft tokens (for recurrent states)."""
+    """As full prompts, for MLA, and with drafts, for recurrent states."""
     _, queries, context = shape
     metadata = inputs.metadata
     variants = list[ForwardInputs]()
@@ -106,7 +104,7 @@ def _inputs_with_adapters(inputs: ForwardInputs) -> ForwardInputs:
 
 
 def _launch_sampler_variants(logits: torch.Tensor, slots: InputBatch) -> None:
-    """As device_sampler.py does: greedy, sampled, filtered; penalties, biases, bad words."""
+    """As in device_sampler.py."""
     from quire.kernels.gpu import triton_logits, triton_sampling
 
     rows, table = len(logits), slots.token_ids

@@ -1,6 +1,4 @@
-"""Loads LoRA adapters into slots in a background thread. Packed adapters are cached in host memory, least recently used
-evicted first.
-"""
+"""Loads LoRA adapters in a background thread. Packed ones are cached on the host, least recently used evicted first."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ log = logging.getLogger("quire.adapters")
 
 
 class ModelAdapterLoader:
-    """An AdapterLoader. The engine's loop calls all public methods."""
+    """The engine's loop calls all public methods."""
 
     def __init__(
         self,
@@ -41,16 +39,14 @@ class ModelAdapterLoader:
         max_rank: int,
         max_cached: int,
     ) -> None:
-        """`weight_mapper`: None if checkpoint names are the model's. `max_cached`: includes adapters in slots."""
+        """`weight_mapper` None: checkpoint names are the model's. `max_cached` includes adapters in slots."""
         self._adapter_slots, self._weight_mapper = adapter_slots, weight_mapper
         self._modules = modules
         self._max_rank = max_rank
         self._max_cached = max_cached
         self._packed_by_digest: OrderedDict[str, PackedAdapter] = OrderedDict()
-        """Least recently used first."""
         self._thread = ThreadPoolExecutor(1, "adapters")
         self._finished_loads: deque[tuple[int, Adapter, PackedAdapter | str]] = deque()
-        """Adapter or error."""
         self._load_finished = threading.Event()
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
@@ -133,7 +129,7 @@ def read_lora_weights(
 def make_adapter_slots(
     config: EngineConfig, backend: Backend, dtype: torch.dtype, device: torch.device
 ) -> AdapterManager | None:
-    """None if LoRA is off. Raises ConfigError if unsupported."""
+    """None without LoRA. Raises ConfigError."""
     if not config.enable_lora:
         return None
     refuse_setting_if(

@@ -1,5 +1,3 @@
-"""Opens a model's weights: tensor stream and quantization scheme."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -34,7 +32,6 @@ class CheckpointWeights:
     scheme: QuantizationScheme
     stream: TensorStream
     quantization: str = ""
-    """For people."""
 
 
 def open_weights(
@@ -46,9 +43,8 @@ def open_weights(
     tensors: NamedTensors | None = None,
     mtp: MTPTensorNames | None = None,
 ) -> CheckpointWeights:
-    """Open the weights at `path`, or `tensors` instead. Dummy weights are quantized at load only. `mtp`: names of an
-    MTP layer, whose config `model_config` then is. Raises ConfigError for quantizing a quantized checkpoint, and for
-    `tensors` instead of a GGUF file.
+    """`tensors` replace the files' weights. Dummy weights are quantized at load only. `mtp`: for an MTP layer with
+    `model_config`. Raises ConfigError for quantizing a quantized checkpoint, and for `tensors` with a GGUF file.
     """
     quantization_config = model_config.raw.get("quantization_config") or {}
     if tensors is not None and not path.is_dir():
@@ -99,7 +95,7 @@ def open_weights(
 
 
 def _check_quantization(config: EngineConfig, method: str | None) -> None:
-    """Raise ConfigError if the configured method differs from the checkpoint's."""
+    """Raise ConfigError unless the method is the checkpoint's."""
     if config.online_quantization is not None and method is not None:
         message = (
             f"quantization: {config.online_quantization} is asked for, "

@@ -1,4 +1,4 @@
-"""Converts gated delta nets from GGUF to checkpoint form: value heads ordered by key head, and log decay rates."""
+"""GGUF's gated delta nets in checkpoint form: value heads ordered by key head, and log decay rates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from quire.engine.models import decoder_spec
 
 _LINEAR = ".linear_attn."
 _VALUE_HEAD_TENSORS = ("in_proj_z.weight", "in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias")
-"""All rows belong to value heads."""
 
 
 def log_decay_rates(name: str, rows: Tensor) -> Tensor:
@@ -34,15 +33,13 @@ def gguf_format(config: ModelConfig) -> GGUFFormat:
 
 
 class GGUFDeltaNetConverter:
-    """Does nothing for models without delta nets."""
-
     def __init__(self, config: ModelConfig) -> None:
         self._is_tiled = gguf_format(config).tiles_value_heads
         nets = decoder_spec(config).sublayers_of_kind(DeltaNetSpec)
         self._net = nets[0] if nets else None
 
     def convert_to_named_tensors(self, name: str, rows: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield checkpoint tensors; rows of quantized ones are bytes. Raises ModelError."""
+        """Rows of quantized tensors are bytes. Raises ModelError."""
         if self._net is None or _LINEAR not in name:
             yield name, rows
             return
@@ -64,7 +61,7 @@ class GGUFDeltaNetConverter:
         yield name, rows.unsqueeze(1) if tensor_name == "conv1d.weight" else rows
 
     def input_order(self, linear: str) -> Tensor | None:
-        """Input permutation [in] of a quantized linear; None for identity."""
+        """For a quantized linear: [in]; None: unchanged."""
         net = self._net
         if (
             net is None

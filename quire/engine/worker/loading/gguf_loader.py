@@ -1,6 +1,4 @@
-"""Reads GGUF tensors one by one in the form of the family's checkpoints: names, row order, norms. Quantized tensors
-stay quantized.
-"""
+"""Reads GGUF tensors in the form of the family's checkpoints. Quantized ones stay quantized."""
 
 from __future__ import annotations
 
@@ -24,9 +22,9 @@ from quire.engine.worker.loading.weight_loader import TensorStream
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 _KV_B_HALVES = (".k_b_proj.weight", ".v_b_proj.weight")
-"""Newer files split kv_b_proj into [heads, latent, key] and [heads, value, latent]."""
+"""Newer files split kv_b_proj: [heads, latent, key] and [heads, value, latent]."""
 _SINGLE_ROW_TENSORS = ("mlp.shared_expert_gate.weight", "moe_statics.e_score_correction_bias")
-"""Files may drop the leading axis of size 1."""
+"""Files may drop an axis of size 1."""
 
 
 def _is_draft_layer(stored: str, config: ModelConfig) -> bool:
@@ -36,7 +34,7 @@ def _is_draft_layer(stored: str, config: ModelConfig) -> bool:
 
 
 def linear_tensor_types(header: GGUFHeader, config: ModelConfig) -> Mapping[str, GGMLType]:
-    """By checkpoint name, including the embedding."""
+    """By checkpoint name."""
     return {
         name.removesuffix(".weight"): tensor.type
         for stored, tensor in header.tensors.items()
@@ -52,14 +50,14 @@ def _split_fused_names(names: list[str]) -> list[str]:
 
 
 def _checkpoint_names(stored: str, tensor: GGUFTensor, config: ModelConfig) -> tuple[list[str], bool]:
-    """Names of the tensor, or of each expert's part; True if stacked."""
+    """Names of the tensor or, with True, of each expert's part."""
     count = config.raw.get("num_local_experts") or 0
     names = checkpoint_names(stored, gguf_format(config), count)
     if not isinstance(names, list):
         return [] if names is None else [names], False
     if tensor.shape[:1] != (count,):
         raise ModelError(f"model: {stored} has the shape {list(tensor.shape)}, which is not of {count} experts")
-    # Checked before a tiny tensor expands to many names.
+    # A tiny tensor may have many names.
     if _is_draft_layer(stored, config):
         return [], False
     if int(stored.split(".")[1]) >= config.num_layers or not stored.endswith((".weight", ".bias")):
@@ -98,7 +96,7 @@ def gguf_stream(header: GGUFHeader, config: ModelConfig) -> TensorStream:
 
 
 def _convert_mamba_tensor(name: str, rows: Tensor) -> Tensor:
-    """Log decay rates; per-head values and group norms on one axis. Raises ModelError."""
+    """Raises ModelError."""
     match name.partition(".mamba.")[2]:
         case "conv1d.weight":
             return rows.unsqueeze(1)
@@ -111,7 +109,7 @@ def _convert_mamba_tensor(name: str, rows: Tensor) -> Tensor:
 
 
 def _join_kv_b(name: str, stored: GGUFTensor, rows: Tensor, halves: dict[str, Tensor]) -> TensorStream:
-    """Yield kv_b_proj when both halves have arrived; the first waits in `halves`."""
+    """Yield kv_b_proj; the first half waits in `halves`."""
     if rows.ndim != 3:
         raise ModelError(f"model: {name} has the shape {list(stored.shape)}, which is not of heads")
     if stored.type.name in SUPPORTED_QUANT_TYPES:
@@ -136,7 +134,7 @@ def undo_rope_permutation(name: str, rows: Tensor, heads: int) -> Tensor:
 
 
 def _read_tensor(name: str, stored: GGUFTensor) -> Tensor:
-    """Quantized tensors as bytes, [rows, bytes] uint8."""
+    """A quantized tensor is [rows, bytes] uint8."""
     file = open_if_present(stored.file)
     content = bytearray(stored.nbytes)
     read = 0
@@ -151,7 +149,7 @@ def _read_tensor(name: str, stored: GGUFTensor) -> Tensor:
 
 
 def _read_available_into(descriptor: int, content: bytearray, offset: int) -> int:
-    """Return the bytes read before the end of file. One call reads at most 2 GiB."""
+    """Return the bytes up to the end of file. One call reads at most 2 GiB."""
     view, read = memoryview(content), 0
     while read < len(content):
         if (num_read := os.preadv(descriptor, [view[read:]], offset + read)) == 0:

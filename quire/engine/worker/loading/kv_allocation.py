@@ -19,10 +19,8 @@ class RunnerResources:
     capture: GraphCapture | None
     """None: no graphs."""
     kv_tensors: list[Tensor]
-    """From allocate_kv_blocks."""
     input_batch: InputBatch
     eager_prefill_reason: str | None = None
-    """Why graphs hold decodes but no prefills."""
 
 
 def allocate_runner_resources(
@@ -33,11 +31,11 @@ def allocate_runner_resources(
     max_model_len: int,
     shares: StateSlotCounts,
 ) -> RunnerResources:
-    """`num_blocks`: of single KV cache groups. Raises ConfigError if memory is short."""
+    """`num_blocks`: of one KV cache group. Raises ConfigError if memory is short."""
     device = chosen.device
     backend = chosen.backend
     groups = len(loaded.kv_groups.windows)
-    # Graphs cannot be relied on to hold a transformers class.
+    # A graph may not hold a transformers class.
     graphs = "generate" in loaded.tasks and not loaded.model.transformers_class
     capture = make_graph_capture(config, backend, device, chosen.spec) if graphs else None
     size, shard = backend.block_size, loaded.model.shard

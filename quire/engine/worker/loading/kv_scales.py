@@ -1,4 +1,4 @@
-"""Calibrated KV scales of compressed-tensors and FP8 checkpoints."""
+"""Calibrated KV scales, as in compressed-tensors and FP8 checkpoints."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ _MAX_SCALES = 2**16
 
 
 def read_kv_scales(path: Path) -> dict[str, KVScales]:
-    """By layer name; {} if there are none. Of per-head scales the largest is used. Raises ModelError that names an
-    invalid tensor.
-    """
+    """By layer name. The largest per-head scale is the layer's. Raises ModelError that names an invalid tensor."""
     scales_by_layer: dict[int, dict[str, float]] = {}
     for shard in find_weight_files(path) if path.is_dir() else ():
         for stored, tensor in iter_file_tensors(shard, lambda stored: _match_scale_name(stored) is not None):

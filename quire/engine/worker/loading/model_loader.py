@@ -34,7 +34,7 @@ def load_model(
     tensors: NamedTensors | None = None,
     part: ModelPart = WHOLE_MODEL,
 ) -> LoadedModel:
-    """Load `part` of the model, with weights from `tensors` if given. Raises ConfigError."""
+    """`tensors` replace the files' weights. Raises ConfigError."""
     stored = resolve_weights(config)
     device = chosen.device
     dtype = chosen.dtype

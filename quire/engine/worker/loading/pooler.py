@@ -21,7 +21,7 @@ from quire.kernels.backend import Backend
 
 
 def make_pooler(config: EngineConfig, path: Path, loaded: LoadedModel) -> Pooler | None:
-    """None if the model only generates."""
+    """None for a generative model."""
     if loaded.tasks == ("generate",):
         return None
     model, pooling = loaded.model, loaded.pooling
@@ -32,7 +32,7 @@ def make_pooler(config: EngineConfig, path: Path, loaded: LoadedModel) -> Pooler
 def choose_pooler_head(
     model: Decoder, pooling: PoolingConfig, head: PoolerHead, tokenizer: Callable[[], Tokenizer]
 ) -> PoolerHeadFunction:
-    """`head`, or the difference of two tokens' logits. Raises ConfigError for an unknown token."""
+    """The difference of two tokens' logits, if configured. Raises ConfigError for an unknown token."""
     if pooling.classifier_tokens is None:
         return head
     to_id = tokenizer().backend.token_to_id

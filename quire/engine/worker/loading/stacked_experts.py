@@ -1,6 +1,4 @@
-"""Splits stacked expert tensors, as in gpt-oss and Granite, into the names of other families. MXFP4 becomes
-compressed-tensors' mxfp4-pack-quantized.
-"""
+"""Splits stacked experts, as in gpt-oss and Granite. MXFP4 becomes compressed-tensors' mxfp4-pack-quantized."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ def _split_gate_up_halves(prefix: str, tensor: Tensor, *, down: bool) -> TensorS
 
 
 def _to_output_rows(tensor: Tensor, kind: str) -> Tensor:
-    """Blocks are [outputs, groups, 16 bytes]; unquantized tensors are transposed."""
+    """Blocks are [outputs, groups, 16 bytes]; dense weights are transposed."""
     if kind == "_blocks":
         return tensor.flatten(1)
     return tensor.t() if kind == "" else tensor
@@ -72,7 +70,7 @@ def _split_interleaved_gate_up(name: str, rows: Tensor) -> Iterator[tuple[str, T
 
 
 def map_checkpoint_tensors(model_config: ModelConfig, stream: TensorStream, *, gguf: bool = False) -> TensorStream:
-    """Yield one tensor per linear. The transformers backend maps its own."""
+    """The transformers backend maps its own."""
     if find_encoder_family(model_config.model_type) is not None or model_config.transformers_config is not None:
         return stream
     stacked = find_weight_names(model_config.model_type).stacked_experts

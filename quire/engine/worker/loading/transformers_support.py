@@ -1,5 +1,3 @@
-"""Transformers backend in the worker: unsupported settings, and a trial of batch invariance with the model's weights."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -21,14 +19,14 @@ if TYPE_CHECKING:
     from quire.engine.models.transformers_backend.decoder import TransformersDecoder
 
 _TRIAL_LENGTHS = (5, 21, 40, 13)
-"""Sequence lengths, computed alone and in batched chunks."""
+"""In tokens."""
 _MAX_DEVIATION = {torch.float32: 0.05}
-"""In standard deviations of the logits; larger differences are not rounding."""
+"""In standard deviations of logits; more is no rounding."""
 _DEFAULT_MAX_DEVIATION = 0.5
 
 
 def import_transformers_decoder() -> type[TransformersDecoder]:
-    """Imported on demand: transformers takes seconds."""
+    """Importing transformers takes seconds."""
     decoder_type: type[TransformersDecoder] = import_module(
         "quire.engine.models.transformers_backend.decoder"
     ).TransformersDecoder
@@ -36,7 +34,6 @@ def import_transformers_decoder() -> type[TransformersDecoder]:
 
 
 def decoder_class(model: ModelConfig, default: type[Decoder] = Decoder) -> type[Decoder]:
-    """`default`: without the transformers backend."""
     return default if model.transformers_config is None else import_transformers_decoder()
 
 
@@ -57,16 +54,14 @@ def check_transformers_settings(config: EngineConfig, model: ModelConfig) -> Non
 
 
 def transformers_description_suffix(model: Decoder) -> str:
-    """Part of the compute identity: the class may produce other tokens."""
+    """The class may produce other tokens."""
     return f"; {model.transformers_class} of transformers {version('transformers')}" if model.transformers_class else ""
 
 
 def transformers_batch_invariance_and_notes(
     config: EngineConfig, model: Decoder, backend: Backend, batch_invariant: bool
 ) -> tuple[bool, list[str]]:
-    """Whether the model is batch invariant, given that of its backend, and notes. Raises ConfigError if --deterministic
-    is impossible.
-    """
+    """Raises ConfigError if --deterministic cannot be kept."""
     if not model.transformers_class:
         return batch_invariant, []
     costs = "slower than by a file of Quire's; without stages, heads that draft, vectors and CUDA graphs"
@@ -112,8 +107,6 @@ def is_batch_invariant(model: Decoder, backend: Backend) -> bool:
 
 
 class _BatchTrial:
-    """Sequences on temporary KV blocks."""
-
     def __init__(self, model: Decoder, backend: Backend, lengths: Sequence[int]) -> None:
         self._model = model
         self._block_size = backend.block_size
@@ -133,7 +126,7 @@ class _BatchTrial:
         ]
 
     def make_chunked_steps(self) -> list[list[tuple[int, int, int]]]:
-        """Sequence n starts at step n, in thirds; finally all get their last token at once."""
+        """Sequence n starts at step n, in thirds; all last tokens come at once."""
         steps: list[list[tuple[int, int, int]]] = [[] for _ in range(len(self.lengths) + 2)]
         for row, length in enumerate(self.lengths):
             cuts = [third * (length - 1) // 3 for third in range(4)]
@@ -143,7 +136,7 @@ class _BatchTrial:
         return [*(step for step in steps if step), last]
 
     def compute_logits(self, rows: Sequence[tuple[int, int, int]]) -> dict[int, Tensor]:
-        """By sequence; rows are (sequence, start, count)."""
+        """`rows`: (sequence, start, count)."""
         ids = torch.cat([self._token_ids[row][start : start + count] for row, start, count in rows])
         hidden = self._model.forward(
             ids, self._attention_metadata(rows), self._kv_cache, torch.arange(len(ids), device=ids.device)

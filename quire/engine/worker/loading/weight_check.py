@@ -1,4 +1,4 @@
-"""Checks replacement weights by their headers, before the served ones are released."""
+"""Checks replacement weights by headers, before the served ones are released."""
 
 from __future__ import annotations
 
@@ -35,19 +35,15 @@ _DTYPES = {
     **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
 }
-"""By safetensors name."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedWeights:
     parameter_table: ParameterTable
     extra_folders: tuple[str, ...] = ()
-    """With further weights."""
     optional_prefixes: tuple[str, ...] = ()
-    """Names that may be present too."""
 
     def merge_stages(self, stage_tables: Iterable[Mapping[str, tuple[tuple[int, ...], str]]]) -> ExpectedWeights:
-        """`stage_tables`: shape and dtype by name."""
         each = {name: kind for other in stage_tables for name, kind in other.items()}
         types = {name: getattr(torch, kind.removeprefix("torch.")) for name, (_, kind) in each.items()}
         table = {name: LoadableParameter(shape, types[name], _discard_tensor) for name, (shape, _) in each.items()}
@@ -62,7 +58,7 @@ class ExpectedWeights:
 
 
 def check_weights(expected: ExpectedWeights, served: ModelConfig, path: Path, served_path: Path) -> None:
-    """Raise ModelError if the weights at `path` do not fit the served model, whose weights are at `served_path`."""
+    """Raise ModelError unless the weights at `path` fit the served model."""
     check_same_model(served, path, served_path)
     if path.is_file():
         new_shapes, served_shapes = (
@@ -100,7 +96,7 @@ def check_same_model(served: ModelConfig, path: Path, served_path: Path) -> None
 
 
 def _check_same_config(new_config: ModelConfig, served: ModelConfig, *, quantized: bool) -> None:
-    """`quantized`: compare quantization_config; a GGUF file has types per tensor."""
+    """`quantized`: compare quantization_config too. GGUF files have types per tensor."""
     if new_config.model_type != served.model_type:
         raise ModelError(
             f"weights: config.json: model_type is {new_config.model_type!r}, the model's {served.model_type!r}"
@@ -114,7 +110,7 @@ def _check_same_config(new_config: ModelConfig, served: ModelConfig, *, quantize
 
 
 def _first_difference(name: str, new: Any, served: Any) -> tuple[str, Any, Any] | None:
-    """Name and both values of the first field that differs, recursively."""
+    """Name and both values, recursively."""
     if new == served:
         return None
     pairs: list[tuple[str, Any, Any]] = []

@@ -1,5 +1,3 @@
-"""Compares the weights of machines without reading all of them."""
-
 from __future__ import annotations
 
 import hashlib
@@ -14,9 +12,7 @@ _NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096
 
 
 def compute_weight_digest(config: EngineConfig) -> str:
-    """Hash of each file's size and 16 samples of 4 KiB. Detects training or rounding of all weights, but maybe not a
-    few changed tensors. Raises ModelError.
-    """
+    """Hash of each file's size and 16 pieces of 4 KiB. It may miss changes to a few tensors. Raises ModelError."""
     if config.load_format == "dummy":
         return ""
     path = resolve_weights(config)

@@ -1,6 +1,4 @@
-"""Streams tensors from files into a parameter table, or makes dummy weights. Reads nothing twice, and holds at most one
-tensor beyond the model.
-"""
+"""Streams tensors into a parameter table. Reads nothing twice, and holds one tensor beyond the model."""
 
 from __future__ import annotations
 
@@ -24,14 +22,14 @@ _HEAD_NAME, _EMBEDDING_NAME = "lm_head.weight", "model.embed_tokens.weight"
 _REMAP_BYTES = 32 << 20
 _MAX_NAME_CHARACTERS = 100
 _MAX_NAMES = 8
-"""Listed in an error; the rest are counted."""
+"""In an error; the rest are counted."""
 
 
 def load_weights(
     table: ParameterTable, stream: NamedTensors, *, device: torch.device, require_finite: bool = False
 ) -> int:
-    """Return the model's bytes. Raises ModelError for missing, unexpected or misshapen tensors, and with
-    `require_finite` for infinity or NaN.
+    """Return bytes. Raises ModelError for missing, unexpected or misshapen tensors, and with `require_finite` for
+    infinity or NaN.
     """
     missing = dict(table)
     left_over = []
@@ -64,8 +62,8 @@ def load_weights(
 
 
 def _merge_tied_head(stream: NamedTensors, table: ParameterTable) -> TensorStream:
-    """For tied models: use the head as embedding if there is none, otherwise drop the copy (correct_tie_word_embeddings
-    handles untied ones). Raises ModelError if it differs, as replacement weights may.
+    """A head replaces a missing embedding; otherwise the copy is dropped (see correct_tie_word_embeddings). Raises
+    ModelError if they differ, as replacement weights may.
     """
     if _HEAD_NAME in table or _EMBEDDING_NAME not in table:
         yield from stream
@@ -90,9 +88,7 @@ def _check_head_equals_embedding(one: Tensor, other: Tensor) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """By minimum and maximum, a tenth of isfinite's time. Integers and 8-bit floats count as finite; their scales are
-    checked.
-    """
+    """By minimum and maximum, in a tenth of isfinite's time. 8-bit floats count as finite; their scales are checked."""
     return (
         not _is_castable_float(tensor.dtype)
         or not tensor.numel()
@@ -106,14 +102,14 @@ def _is_castable_float(dtype: torch.dtype) -> bool:
 
 
 def checkpoint_stream(path: Path, name_of: Callable[[str], str | None] = text_tensor_name) -> TensorStream:
-    """Tensors for which `name_of` returns a name; by default not those of images and heads."""
+    """Skips tensors without a name by `name_of`: by default those of images and heads."""
     for shard in require_shards(find_weight_files(path)):
         for stored, tensor in iter_file_tensors(shard, lambda stored: name_of(stored) is not None):
             yield name_of(stored) or stored, tensor
 
 
 def image_weight_stream(path: Path, unused: tuple[str, ...]) -> TensorStream:
-    """`unused`: name prefixes to skip."""
+    """`unused`: prefixes."""
 
     def image_name(stored: str) -> str | None:
         name = vision_tensor_name(stored)
@@ -123,7 +119,7 @@ def image_weight_stream(path: Path, unused: tuple[str, ...]) -> TensorStream:
 
 
 def require_shards(shards: Sequence[Path]) -> Sequence[Path]:
-    """Raise ModelError if some are missing."""
+    """Raise ModelError for missing ones."""
     if missing := [shard.name for shard in shards if not shard.is_file()]:
         raise ModelError(f"model: {shards[0].parent.name} lacks {_format_names(missing)}")
     return shards
@@ -132,9 +128,7 @@ def require_shards(shards: Sequence[Path]) -> Sequence[Path]:
 def rename_tensors_to_table_names(
     stream: NamedTensors, table: ParameterTable, unused: tuple[str, ...] = ()
 ) -> TensorStream:
-    """Rename tensors that differ from the table by a prefix only, as in models saved alone or within another. `unused`:
-    prefixes to skip.
-    """
+    """Add or remove a prefix: models may be saved alone or within another. `unused`: prefixes to skip."""
     for name, tensor in stream:
         names = name, f"model.{name}", name.partition(".")[2]
         known = next((each for each in names if each in table), name)
@@ -153,8 +147,8 @@ def prefix_names(folder: str, stream: TensorStream) -> TensorStream:
 
 
 def iter_file_tensors(shard: Path, is_wanted: Callable[[str], bool] = lambda _: True) -> TensorStream:
-    """Yield wanted tensors by stored name. Raises ModelError. A safetensors file is remapped every _REMAP_BYTES,
-    because mapped pages that were read count as used memory.
+    """Raises ModelError. Remaps a safetensors file every _REMAP_BYTES, because mapped pages that were read count as
+    used memory.
     """
     if is_pickled(shard):
         tensors = read_pickled_tensors(shard)
@@ -175,7 +169,7 @@ def iter_file_tensors(shard: Path, is_wanted: Callable[[str], bool] = lambda _: 
 
 
 def read_pickled_tensors(file: Path) -> dict[str, Tensor]:
-    """Read tensors only; mapped if saved by PyTorch 1.6 or later. Raises ModelError."""
+    """Mapped if saved by PyTorch 1.6 or later. Raises ModelError."""
     with open_required(file) as opened:
         can_map = zipfile.is_zipfile(opened)
     try:
@@ -188,7 +182,7 @@ def read_pickled_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def dummy_stream(table: ParameterTable, seed: int, device: torch.device) -> TensorStream:
-    """Random: matrices with variance 1 / fan-in, vectors near 1."""
+    """Matrices have variance 1 / fan-in, vectors are near 1."""
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in table.items():
         noise = torch.empty(parameter.shape, dtype=parameter.dtype, device=device).normal_(generator=generator)

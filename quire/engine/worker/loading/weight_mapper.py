@@ -1,6 +1,4 @@
-"""Maps checkpoint tensors to Quire's modules: splits fused linears and reorders query and key rows for half-rotated
-RoPE.
-"""
+"""Splits fused linears, and reorders query and key rows for half-rotated RoPE."""
 
 from __future__ import annotations
 
@@ -29,15 +27,13 @@ _HEAD_NORMS = {f"self_attn.{name}_norm" for name in "qk"}
 
 @dataclass(frozen=True, slots=True)
 class _OutputSlice:
-    """Outputs of a stored module that form a linear."""
-
     index: Tensor
     """In the linear's order."""
     num_outputs: int
-    """Of the stored module."""
+    """The stored module's."""
 
     def slice_tensor(self, tensor: Tensor, axis: int, name: str) -> Tensor:
-        """An element along `axis` may stand for several outputs. Raises ModelError if it would be split."""
+        """An element may stand for several outputs. Raises ModelError if it would be split."""
         if tensor.ndim <= axis or not tensor.shape[axis] or self.num_outputs % tensor.shape[axis]:
             raise _unsplittable_error(name)
         unit = self.num_outputs // tensor.shape[axis]
@@ -61,7 +57,7 @@ class WeightMapper:
             self._weight_names == WeightNames() and self._head_order is None and not self._has_draft_layers
         )
         self._slices_by_module: dict[str, list[_OutputSlice | None]] = {}
-        """By stored module, a slice per linear; None: all outputs."""
+        """One per linear; None: all outputs."""
 
     def map_stream(self, stream: TensorStream) -> TensorStream:
         return stream if self._is_identity else (each for item in stream for each in self._map_tensor(*item))
@@ -82,7 +78,7 @@ class WeightMapper:
         return self._weight_names.module_in_checkpoint(linear)
 
     def split_outputs(self, module: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield (linear, rows) of a tensor whose first axis is a stored module's outputs."""
+        """The first axis of `tensor` is a stored module's outputs."""
         for own, piece in zip(self.map_module_name(module), self._output_slices(module), strict=True):
             yield own, tensor if piece is None else piece.slice_tensor(tensor, 0, module)
 
@@ -145,7 +141,7 @@ class WeightMapper:
         ]
 
     def _consecutive_slices(self, module_names: tuple[str, ...]) -> list[_OutputSlice | None]:
-        """Linears in sequence, or interleaved by key head in a fused delta net."""
+        """A fused delta net interleaves linears by key head."""
         spec = decoder_spec(self._config)
         if (sizes := _find_linear_sizes(spec, module_names)) is None:
             return [None] * len(module_names)  # loading reports that no layer has it
@@ -160,7 +156,7 @@ class WeightMapper:
 
 
 def _find_linear_sizes(spec: DecoderSpec, names: Sequence[str]) -> list[int] | None:
-    """Outputs in the first layer that has these linears; None if none has."""
+    """None if no layer has them."""
     for index, layer in enumerate(spec.layers):
         shapes = ParameterShapes()
         for sublayer in layer:
@@ -173,7 +169,7 @@ def _find_linear_sizes(spec: DecoderSpec, names: Sequence[str]) -> list[int] | N
 
 
 def make_stored_module_name_lookup(headers: Iterable[str]) -> Callable[[str], str]:
-    """Map WeightMapper.checkpoint_module_name to full stored names. `headers`: names of all tensors."""
+    """Looks up names of WeightMapper.checkpoint_module_name."""
     file_names, root = dict[str, str](), "model."
     for module in (name.rpartition(".")[0] for name in headers):
         if (text := text_tensor_name(module)) is None:

@@ -1,6 +1,4 @@
-"""Offloaded weights: experts or layers on disk for CPUs (weights_on_disk), layers in host memory for GPUs
-(cpu_offload_gb).
-"""
+"""CPUs keep experts or layers on disk (weights_on_disk), GPUs keep layers in host memory (cpu_offload_gb)."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ _MOUNT_INFO = Path("/proc/self/mountinfo")
 def make_offloader_and_scheme(
     config: EngineConfig, stored: Path, model_config: ModelConfig, chosen: DevicePlan, tensors: NamedTensors | None
 ) -> tuple[WeightOffloader, QuantizationScheme] | None:
-    """As Decoder takes them. `stored`, `tensors`: see open_weights. Raises ConfigError."""
+    """Raises ConfigError."""
     check_offload(config, model_config, chosen)
     if config.cpu_offload_gb:
         choose_layers = partial(max_streamed_layers, offload_bytes=int(config.cpu_offload_gb * GIB))
@@ -57,7 +55,7 @@ def make_offloader_and_scheme(
 
 
 def _make_disk_offloader(config: EngineConfig, folder: Path, chosen: DevicePlan) -> WeightOffloader:
-    """Of an MoE model's experts, otherwise of layers."""
+    """For experts, if there are any, or layers."""
     processes, memory = config.local_world_size * config.data_parallel_size, config.weights_in_memory
     offload: WeightOffloader | None
     try:
@@ -84,7 +82,7 @@ def _make_disk_offloader(config: EngineConfig, folder: Path, chosen: DevicePlan)
 
 
 def _choose_resident_layers(config: EngineConfig, processes: int, sizes: Sequence[int]) -> list[int]:
-    """Memory is split evenly among local processes."""
+    """Local processes share memory evenly."""
     memory_gib = config.weights_in_memory
     memory = available_host_bytes() * DEFAULT_LAYER_MEMORY_FRACTION if memory_gib is None else memory_gib * GIB
     return min_streamed_layers(sizes, int(memory) // processes)
@@ -92,9 +90,7 @@ def _choose_resident_layers(config: EngineConfig, processes: int, sizes: Sequenc
 
 @contextmanager
 def weight_loading_context(model: Decoder, config: EngineConfig) -> Iterator[None]:
-    """Load weights inside; on exit they are finalized. Raises ConfigError if the disk is full or offloading is
-    impossible.
-    """
+    """Load inside; on exit weights are final. Raises ConfigError if the disk is full or offloading is impossible."""
     offload = model.offload
     if isinstance(offload, LayerStreamer):
         with _value_error_as_config_error(config):
@@ -126,7 +122,7 @@ def _value_error_as_config_error(config: EngineConfig) -> Iterator[None]:
 
 
 def _layer_bytes(model: Decoder, config: EngineConfig, backend: Backend) -> list[int]:
-    """Approximate, per local layer; ranks hold even shares."""
+    """Approximate."""
     table, sizes = model.parameters(), list[int]()
     for index in model.layers:
         layer_table = {name: each for name, each in table.items() if name.startswith(f"model.layers.{index}.")}
@@ -143,7 +139,7 @@ def _config_error(why: str, param: str = DISK_PARAM) -> ConfigError:
 
 
 def filesystem_type(folder: Path) -> str:
-    """As Linux names it; "" if unknown."""
+    """ "" if unknown."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:

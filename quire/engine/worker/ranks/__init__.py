@@ -1,3 +1,1 @@
-"""Several ranks that compute one model. The first rank is the engine; the others follow its commands and know nothing
-of requests.
-"""
+"""Ranks that compute one model. The first is the engine; the others follow its commands and know no requests."""

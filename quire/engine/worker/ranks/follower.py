@@ -1,8 +1,8 @@
 """`python -m quire.engine.worker.ranks.follower ANSWERS_FD`: the process of a follower rank.
 
-Executes commands from stdin in order until end of file: the first rank holds the other end. With `--joined` the first
-rank is on another machine: stdin has one line with this machine's settings (engine/worker_node.py), and commands come
-through the first rank's store.
+Executes commands from stdin until its end: the first rank holds the other end. With `--joined` the first rank is on
+another machine: stdin has this machine's settings (engine/worker_node.py), and commands come through the first rank's
+store.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from quire.engine.worker.ranks.rendezvous import connect_store
 from quire.kernels.collective import RankEnded
 
 _GRACE_SECONDS = 2.0
-"""For the first rank to end this one."""
+"""How long the first rank has to end this process."""
 _NO_TIMEOUT = timedelta(days=365)
-"""Between commands. The end of the first rank is detected otherwise."""
+"""Between commands. The first rank's end is noticed otherwise."""
 
 ReadMessage = Callable[[], bytes | None]
 """None once the first rank has ended."""
@@ -45,7 +45,7 @@ ReadMessage = Callable[[], bytes | None]
 def run_follower(
     read_message: ReadMessage, send_answer: Callable[[RankReply], None], assignment: RankAssignment | None = None
 ) -> int:
-    """Load, then compute until there are no more messages. Returns the exit status."""
+    """Returns the exit status."""
     if (first := read_message()) is None:
         return 0
     start = decode_start(first)
@@ -55,14 +55,14 @@ def run_follower(
         rank: FollowerRank = kind(config, start, lambda: send_answer(Alive(0)), assignment)
     except QuireError as error:
         send_answer(UtilityResult(START, error=Fault.of(error)))
-        # The first rank reads this after loading its own part. If this process ended earlier, that one would end too.
+        # The first rank reads this after loading its part. If this process ended before, that one would too.
         while read_message() is not None:
             pass
         return 0
     except ConnectionError:  # the first rank is gone
         return 0
     send_answer(make_result(START, rank.loaded_part))
-    # The engine sends to all stages and receives from one: it must not wait for a stage that waits for it.
+    # The engine must not wait for a stage that waits for it: it sends to all and receives from one.
     read_message = Inbox(read_message).get_message if isinstance(rank, PipelineStageRank) else read_message
     try:
         while (content := read_message()) is not None:
@@ -71,14 +71,14 @@ def run_follower(
     except QuireError as error:
         print(f"quire: rank {start.rank}: {error.message}", file=sys.stderr, flush=True)
         send_answer(UtilityResult(START, error=Fault.of(error)))
-        # Usually the first rank fails alike, and its own error is more useful than the end of this process.
+        # Usually the first rank fails alike, with a better error.
         end = threading.Thread(target=read_message, daemon=True)
         end.start()
         end.join(_GRACE_SECONDS)
         return 1
     except (RankEnded, ConnectionError):
         rank.close_group()
-        while read_message() is not None:  # the first rank, which only needs to see the other rank's end, ends this one
+        while read_message() is not None:  # the first rank ends this one
             pass
     return 0
 
@@ -92,7 +92,7 @@ def make_pipe_sender(answers: BinaryIO) -> Callable[[RankReply], None]:
 
 
 def open_store_channel(assignment: RankAssignment) -> tuple[ReadMessage, Callable[[RankReply], None]]:
-    """Read commands and send answers through the first rank's store. Raises ConnectionError."""
+    """Uses the first rank's store. Raises ConnectionError."""
     orders, answers = connect_store(assignment.store), connect_store(assignment.store)
     orders.set_timeout(_NO_TIMEOUT)
 

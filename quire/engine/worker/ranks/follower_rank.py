@@ -53,13 +53,11 @@ from quire.kernels.distributed import DistributedCollective
 
 
 class FollowerRank(RankMethods):
-    """Loads its part of the model on construction. Raises QuireError."""
+    """Loads its part on construction. Raises QuireError."""
 
     setting: str
-    """Named in errors."""
     loaded_part: LoadedPart
     _allocation: tuple[RunnerResources, int]
-    """With the number of blocks."""
     _runner: ModelRunner
     _head_runner: DraftHeadRunner
     _tower: LoadedTower
@@ -67,7 +65,7 @@ class FollowerRank(RankMethods):
     def __init__(
         self, config: EngineConfig, start: RankStart, progress: Callable[[], None], assignment: RankAssignment | None
     ) -> None:
-        """`progress` is called after each layer of a pipeline stage. `assignment`: None on the first machine."""
+        """`progress`: after each layer of a pipeline stage. `assignment`: None on the first machine."""
         stay_on(set(start.cores if assignment is None else assignment.cores))
         if assignment is not None:
             config = config.model_copy(update=assignment.settings)
@@ -104,7 +102,7 @@ class FollowerRank(RankMethods):
         self._runner.launch(scheduler_output)
 
     def close_group(self) -> None:
-        """Compute nothing more, and unblock other ranks."""
+        """Unblocks other ranks."""
         self._group.abort_collectives()
 
     def handle_and_get_reply(self, content: bytes) -> RankReply | None:
@@ -164,7 +162,7 @@ class FollowerRank(RankMethods):
 
 
 class TensorParallelRank(FollowerRank):
-    """A shard of every layer, and the whole tower: every rank computes the same image features."""
+    """Has the whole tower: all ranks compute the same image features."""
 
     setting = "tensor_parallel_size"
     _draft_head: LoadedDraftHead | None = None

@@ -1,5 +1,5 @@
-"""Pipeline parallelism. The engine is the last stage: it decides steps, sends them to all stages, and samples.
-Meanwhile earlier stages compute later steps, of other requests (the scheduler's `micro_batches`).
+"""Pipeline parallelism. The engine is the last stage: it decides steps, sends them to all, and samples. Meanwhile
+earlier stages compute later steps, of other requests (the scheduler's `micro_batches`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Stages(MultiProcessRanks):
         progress: Callable[[], None],
         on_end: Callable[[int], None] | None = None,
     ) -> None:
-        """`progress` is called from a thread after each layer of any stage. Raises ConfigError."""
+        """A thread calls `progress` after each layer. Raises ConfigError."""
         super().__init__(config, chosen, on_end)
         self._progress = progress
 
@@ -76,14 +76,13 @@ def _report_progress(read: Callable[[], bytes | None], progress: Callable[[], No
 
 
 class LastStageRunner(ModelRunner):
-    """Computes a step when its result is requested; later steps are then in flight in earlier stages."""
+    """Computes a step when its result is requested; later ones are in flight in earlier stages."""
 
     def __init__(self, stages: Stages, *parts: Any) -> None:
         super().__init__(*parts)
         self._stages = stages
         self._in_flight: deque[_InFlightStep] = deque()
         self._unsent_samples: list[SampledTokens] = []
-        """Not yet sent to earlier stages."""
 
     @torch.inference_mode()
     def launch(self, scheduler_output: SchedulerOutput) -> _InFlightStep:
@@ -102,7 +101,7 @@ class LastStageRunner(ModelRunner):
 
     @torch.inference_mode()
     def finish_steps_through(self, step: _InFlightStep) -> PendingStep:
-        """Finish this step and all before it."""
+        """Includes all steps before it."""
         while step.pending_step is None:
             first = self._in_flight.popleft()
             with self._stages.rank_failures_as_engine_errors():
@@ -125,15 +124,13 @@ class _InFlightStep:
 
 
 class StageRunner(ModelRunner):
-    """Any stage but the last."""
-
     def __init__(self, group: DistributedCollective, *parts: Any) -> None:
         super().__init__(*parts)
         self._group = group
 
     @torch.inference_mode()
     def compute_and_send_stage(self, scheduler_output: SchedulerOutput, sampled_tokens: list[SampledTokens]) -> None:
-        """`sampled_tokens`: of earlier steps. Raises RankEnded if the next stage has ended."""
+        """Raises RankEnded if the next stage has ended."""
         for each in sampled_tokens:
             at = torch.tensor([each.slots, each.positions], dtype=torch.int64)
             self._input_batch.token_ids[at[0], at[1]] = torch.tensor(each.token_ids, dtype=torch.int32)

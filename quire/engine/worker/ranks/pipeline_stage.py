@@ -9,7 +9,7 @@ from quire.kernels.distributed import DistributedCollective
 
 
 class PipelineStage(Decoder):
-    """Except for the first stage, call `set_previous_stage_rank` before use."""
+    """Stages after the first need `set_previous_stage_rank`."""
 
     _previous: tuple[DistributedCollective, int] | None = None
 

@@ -1,4 +1,4 @@
-"""Each rank reads its part of an adapter itself; slots are filled in step with the first rank."""
+"""Each rank reads its part of an adapter; slots change in step with the first rank."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ _WAIT_SECONDS = 1.0
 
 
 class FollowerAdapterLoader:
-    """See LeaderAdapterLoader (rank_processes.py) for the first rank's."""
-
     def __init__(self, loader: ModelAdapterLoader) -> None:
         self._loader = loader
         self._unclaimed_results: dict[int, deque[bool]] = {}
-        """By slot: whether each load failed, until await_adapter takes it."""
+        """By slot: True for failed loads."""
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
         self._loader.load_adapter(slot, adapter)
 
     def await_adapter(self, slot: int, *, failed: bool) -> None:
-        """Wait for the load. Raises RuntimeError if it failed on one rank only; `failed`: the first rank's."""
+        """Raises RuntimeError unless the load ended as on the first rank."""
         while not self._unclaimed_results.get(slot):
             for filled, failure in self._loader.install_finished_loads():
                 self._unclaimed_results.setdefault(filled, deque()).append(failure is not None)

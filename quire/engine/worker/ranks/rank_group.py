@@ -14,40 +14,36 @@ from quire.engine.worker.ranks.rank_messages import RankCommand, RankMethods
 
 
 class RankGroup(ABC):
-    """The processes that compute a model, as seen by the first, the leader; the others are followers. A class given by
-    --executor-cls derives from an implementation and overrides `runner`.
-    """
+    """The leader and its followers. --executor-cls names a subclass of an implementation that overrides `runner`."""
 
     note: str | None = None
-    """For the log."""
 
     @abstractmethod
     def load_model(self, load_part: Callable[..., LoadedModel]) -> tuple[LoadedModel, int]:
-        """Load this process' part with `load_part`, and wait for all others. Returns the part, whose `read_bytes`
-        include all tensor-parallel ranks, and the bytes held by other pipeline stages.
+        """Load this process' part, and wait for all. Its `read_bytes` include all tensor-parallel ranks; the second
+        result is the bytes of other pipeline stages.
         """
 
     @abstractmethod
     def measure_total_kv_bytes(self, measure: Callable[[], int]) -> int:
-        """`measure` is for this process only."""
+        """`measure`: this process'."""
 
     @abstractmethod
     def allocate_on_followers(self, num_blocks: int, max_model_len: int, sequences: int, snapshots: int) -> None:
-        """See RankMethods.allocate_cache. Raises ConfigError if a follower has too little memory."""
+        """Raises ConfigError if a follower has too little memory."""
 
     @abstractmethod
     def send_to_followers(self, message: RankCommand) -> None:
         """Followers read it after completing earlier messages."""
 
     def make_follower_runners(self, *, captures_mixed_batches: bool) -> None:
-        """See RankMethods.make_runner."""
         self.send_to_followers(
             make_notification(RankMethods.make_runner, captures_mixed_batches=captures_mixed_batches)
         )
 
     @abstractmethod
     def runner(self, *parts: Any) -> ModelRunner:
-        """Make the leading model runner. `parts`: ModelRunner's arguments."""
+        """`parts`: ModelRunner's arguments."""
 
     @abstractmethod
     def make_leader_draft_head_runner(self, *parts: Any) -> DraftHeadRunner:

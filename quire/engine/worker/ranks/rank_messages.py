@@ -1,5 +1,5 @@
-"""Messages between the first rank and followers, as frames in pipes. Steps have their own message; everything else is a
-utility call (engine/processes/utility_calls.py), including the start.
+"""Frames between the first rank and followers. Steps have their own message; all else are utility calls
+(engine/processes/utility_calls.py).
 """
 
 from __future__ import annotations
@@ -15,31 +15,29 @@ from quire.engine.processes.utility_calls import UtilityCall, UtilityResult
 
 
 class RankStart(msgspec.Struct, frozen=True):
-    """First message: load your part. The result of START is a LoadedPart."""
+    """The first message; the result of START is a LoadedPart."""
 
     config: str
     """JSON."""
     rank: int
     descriptors: list[int]
-    """Of shared memory, if used."""
+    """Shared memory."""
     cores: list[int]
     """To pin to; empty: all."""
     store: tuple[str, int] | None = None
-    """Address of the TCPStore where ranks meet; None with shared memory."""
+    """TCPStore address; None with shared memory."""
 
 
 class LoadedPart(msgspec.Struct, frozen=True):
     weight_bytes: int
-    """As read; for a pipeline stage, as held."""
+    """As read; for pipeline stages, as held."""
     weight_shapes: dict[str, tuple[tuple[int, ...], str]] = {}
-    """Pipeline stages: shape and dtype by checkpoint name."""
+    """Shape and dtype, for pipeline stages."""
     weight_digest: str = ""
-    """From compute_weight_digest; "" on a single machine."""
+    """"" on a single machine."""
 
 
 class SampledTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Of one step."""
-
     slots: list[int]
     positions: list[int]
     token_ids: list[int]
@@ -48,35 +46,33 @@ class SampledTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class StepCommand(msgspec.Struct, frozen=True, tag=True, array_like=True):
     scheduler_output: SchedulerOutput
     sampled_tokens: list[SampledTokens] = []
-    """For pipeline stages, which have no collective: sampled since the previous command."""
+    """For pipeline stages, which have no collective: since the last command."""
 
 
 class RankExit(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A remote rank ended, with a return code as in subprocess."""
+    """A remote rank has ended; `code` is as in subprocess."""
 
     code: int
 
 
 KernelVariantFields = tuple[str, str, str, tuple[str, int | str, int]]
-"""Of KernelVariant (kernels/gpu/kernel_variant.py)."""
+"""See KernelVariant."""
 
 
 class RankMethods(ABC):
-    """Methods of followers. A rank that fails reports it as the result of START, and ends."""
+    """A follower that fails reports it as the result of START, and ends."""
 
     @abstractmethod
     def measure_memory(self) -> int:
-        """Contact all ranks, and on a GPU run the largest step. Returns bytes for the KV cache on this rank's device or
-        machine.
-        """
+        """Contact all ranks, and on a GPU run the largest step. Returns bytes on this rank's device or machine."""
 
     @abstractmethod
     def allocate_cache(self, num_blocks: int, max_model_len: int, sequences: int, snapshots: int) -> None:
-        """Allocate exactly these KV blocks, request slots and snapshot slots."""
+        """Allocate exactly these blocks and slots."""
 
     @abstractmethod
     def make_runner(self, *, captures_mixed_batches: bool) -> None:
-        """`captures_mixed_batches`: as tried by the first rank."""
+        """The first rank tries whether to capture mixed batches."""
 
     @abstractmethod
     def warm_up_next(self) -> None:
@@ -90,7 +86,7 @@ class RankMethods(ABC):
 
     @abstractmethod
     def find_kernel_variants(self, step_tokens: int) -> list[KernelVariantFields] | str:
-        """Returns an error message if it fails."""
+        """Returns an error message on failure."""
 
     @abstractmethod
     def draft_tokens(self, rows: list[HeadDraftRequest]) -> None:
@@ -101,15 +97,15 @@ class RankMethods(ABC):
 
     @abstractmethod
     def load_adapter(self, slot: int, adapter: Adapter, files: dict[str, bytes]) -> None:
-        """Start loading. `files`: for ranks on other machines, at the first load only."""
+        """`files`: for other machines, once."""
 
     @abstractmethod
     def await_adapter(self, slot: int, *, failed: bool) -> None:
-        """Wait until the adapter can be used, or has failed."""
+        """Wait until it is usable or has failed."""
 
     @abstractmethod
     def run_collective_rpc(self, content: bytes) -> bytes:
-        """`content`: from `encode_call` (engine/common/executor.py)."""
+        """`content`: from `encode_call`."""
 
 
 RankCommand = StepCommand | UtilityCall

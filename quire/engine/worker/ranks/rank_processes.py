@@ -1,5 +1,3 @@
-"""Starts follower processes, sends them commands, and notices their end."""
-
 from __future__ import annotations
 
 import os
@@ -47,13 +45,13 @@ from quire.kernels.collective import Collective, RankEnded
 from quire.kernels.distributed import join_ranks
 
 STOP_SECONDS = 5.0
-"""For processes to end once their pipe is closed."""
+"""How long a process may take to end once its pipe is closed."""
 _POLL_SECONDS = 0.5
 _VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _CUMEM_VARIABLE = "NCCL_CUMEM_ENABLE"
-"""With 1, NCCL allocates memory for calls in graphs, gigabytes with some drivers, that nobody reserved
-(https://github.com/NVIDIA/nccl/issues/1234). With 0, there are no NVLink switch sums (NVLS), so it is only set if
-graphs are captured.
+"""With 1, NCCL takes memory for calls in graphs, gigabytes with some drivers
+(https://github.com/NVIDIA/nccl/issues/1234), which nobody reserved. With 0, there are no NVLink switch sums (NVLS), so
+it is set for graphs only.
 """
 FOLLOWER_PROGRAM = module("quire.engine.worker.ranks.follower")
 
@@ -91,21 +89,19 @@ class LeaderAdapterLoader:
 
 
 class MultiProcessRanks(RankGroup):
-    """Starts on construction, once all machines have joined. Ends by `stop_ranks` or when garbage collected. Raises
-    ConfigError if processes cannot start.
+    """Starts on construction, once all machines have joined; ends by `stop_ranks` or garbage collection. Raises
+    ConfigError.
     """
 
     setting: str
-    """Named in errors."""
     process_noun: str
-    """In messages."""
     can_share_memory = True
     stop_seconds = STOP_SECONDS
-    """How long to wait for the end of a process whose pipe broke."""
+    """How long to wait for a process whose pipe broke."""
 
     def __init__(self, config: EngineConfig, chosen: DevicePlan, on_end: Callable[[int], None] | None = None) -> None:
-        """`config`: with local paths. `on_end` is called from a thread with the return code of a process that ends
-        unexpectedly, as in subprocess; afterwards every call raises EngineError.
+        """`config`: with local paths. A thread calls `on_end` with the return code (as in subprocess) of a process that
+        ends unexpectedly; then every call raises EngineError.
         """
         self._config = config
         self._device = chosen.device
@@ -113,10 +109,9 @@ class MultiProcessRanks(RankGroup):
         self.count = config.world_size
         self._group_ended, self._closing, self._rank_ended = (threading.Event() for _ in range(3))
         self.failure = ""
-        """Which process ended, and how."""
         self._processes: list[RankProcess] = []
         self._answer_readers: list[Callable[[float | None], bytes | None]] = []
-        """Read each follower's next frame; None: it has ended."""
+        """Return None once a process has ended."""
         self._call_ids = count(START + 1)
         self._sent_adapters: set[str] = set()
         """Digests."""
@@ -135,7 +130,7 @@ class MultiProcessRanks(RankGroup):
     def _join_group(
         self, chosen: DevicePlan, rendezvous: NodeRendezvous | None
     ) -> tuple[Collective, list[int], tuple[str, int] | None]:
-        """Return the group, and shared memory descriptors or the store's address."""
+        """The group, and shared memory descriptors or the store's address."""
         logits_row_bytes = 4 * -(-chosen.spec.vocab_size // self.count)
         over_memory = self.can_share_memory and rendezvous is None
         memory = chosen.backend.create_rank_memory(self.count, logits_row_bytes) if over_memory else None
@@ -152,8 +147,8 @@ class MultiProcessRanks(RankGroup):
         on_cpu = self._device.type == "cpu"
         num_local = self._config.local_world_size
         config_json = self._config.model_dump_json()
-        # Aborting NCCL waits for the GPU and until no graph holds its calls. The thread exists from the start, because
-        # a finalizer at program exit can start none.
+        # Aborting NCCL waits for the GPU and for graphs with its calls. The thread starts here: a finalizer at program
+        # exit can start none.
         closing = threading.Thread(
             target=_abort_collectives_on_event, args=(self._group_ended, self.group), name="let-go", daemon=True
         )
@@ -193,7 +188,7 @@ class MultiProcessRanks(RankGroup):
         self._send_to_processes(message, self._processes)
 
     def send_adapter(self, slot: int, adapter: Adapter) -> None:
-        """Ranks on other machines get the files once."""
+        """Other machines get the files once."""
         local = [each for each in self._processes if not isinstance(each, RemoteRank)]
         remote = [each for each in self._processes if isinstance(each, RemoteRank)]
         self._send_to_processes(make_notification(RankMethods.load_adapter, slot, adapter, {}), local)
@@ -213,9 +208,7 @@ class MultiProcessRanks(RankGroup):
 
     @contextmanager
     def rank_failures_as_engine_errors(self) -> Iterator[None]:
-        """Raise EngineError with the reason if a rank ends meanwhile, including when a GPU stops waiting for it and
-        continues.
-        """
+        """Raise EngineError with the reason if a rank ends, also if a GPU stops waiting for it."""
         self._raise_failure()
         try:
             yield
@@ -233,7 +226,7 @@ class MultiProcessRanks(RankGroup):
 
     @contextmanager
     def follower_command_context(self, message: RankCommand) -> Iterator[None]:
-        """Followers execute `message` while this process runs the body."""
+        """Followers execute `message` during the body."""
         self.send_to_followers(message)
         with self.rank_failures_as_engine_errors():
             yield
@@ -241,8 +234,8 @@ class MultiProcessRanks(RankGroup):
     def call_followers(
         self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Callable[[float | None], list[R]]:
-        """Start a call of RankMethods. The returned function waits up to so many seconds (None: forever) for all
-        results. It raises their errors, and EngineError if one does not answer. Call it before starting the next call.
+        """The returned function waits so many seconds (None: forever) for results, and raises their errors, or
+        EngineError if one is missing. Call it before the next call.
         """
         self.send_to_followers(make_call(method, next(self._call_ids), *args, **kwargs))
 
@@ -274,8 +267,8 @@ class MultiProcessRanks(RankGroup):
         return results
 
     def measure_total_kv_bytes(self, measure: Callable[[], int]) -> int:
-        """Of the ranks on a machine together, limited by the machine or GPU with the least memory. First checks
-        connections. Raises ConfigError.
+        """For all ranks of a machine, limited by the machine or GPU with the least memory. Raises ConfigError if
+        connections fail.
         """
         others = self.call_followers(RankMethods.measure_memory)
         with self.rank_failures_as_engine_errors():
@@ -305,7 +298,7 @@ class MultiProcessRanks(RankGroup):
         return call_all_ranks
 
     def _rank_environment(self, rank: int) -> dict[str, str] | None:
-        """None: inherit."""
+        """None: this process's."""
         if self._device.type != "cuda":
             return None
         return os.environ | {
@@ -371,9 +364,7 @@ def _watch_process(
 def _watch_and_kill_stopped_ranks(
     processes: Sequence[RankProcess], closing: threading.Event, max_stopped_seconds: float
 ) -> None:
-    """Thread: kill processes that are stopped (SIGSTOP) for too long, because all others wait for them.
-    engine/worker_node.py does the same on its machine.
-    """
+    """Kill stopped processes (SIGSTOP), because all others wait for them. engine/worker_node.py does the same."""
     stopped, timer = Stopped(), WatchTimer(_POLL_SECONDS)
     while not closing.wait(_POLL_SECONDS):
         elapsed = timer.measure_elapsed()
@@ -392,7 +383,7 @@ def end_processes(
     cores: Set[int],
     monotonic: Callable[[], float] = time.monotonic,
 ) -> None:
-    """`cores`: to restore for this thread, if it was pinned."""
+    """`cores`: restored for this thread."""
     closing.set()
     stay_on(cores)
     for process in processes:
@@ -417,8 +408,8 @@ def _abort_collectives_on_event(group_ended: threading.Event, group: Collective)
 
 
 def visible_gpus_for_rank(rank: int, visible: str | None, count: int) -> str:
-    """CUDA_VISIBLE_DEVICES with the rank's GPU first, so that it is every thread's default. The others stay visible: if
-    ranks see different GPUs, NCCL may choose inconsistent paths (https://github.com/NVIDIA/nccl/issues/1066).
+    """The rank's GPU comes first, as every thread's default. All stay visible: otherwise NCCL may choose inconsistent
+    paths (https://github.com/NVIDIA/nccl/issues/1066).
     """
     gpus = [str(gpu) for gpu in range(count)] if visible is None else [each.strip() for each in visible.split(",")]
     return ",".join([gpus.pop(rank), *gpus])

@@ -1,4 +1,4 @@
-"""Collective RPC: users' functions, or methods by name, called on every rank between steps."""
+"""Users' functions, or methods by name, called on every rank between steps."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from quire.engine.processes.procfs import resident_bytes
 
 @dataclass(frozen=True, slots=True)
 class RankWorker:
-    """A rank as seen by such functions. METHODS (engine/common/executor.py) lists what may be called by name."""
+    """A rank as such functions see it. METHODS (engine/common/executor.py) lists what is called by name."""
 
     rank: int
     world_size: int
-    """Number of ranks that compute the model."""
     model: Decoder
-    """This rank's part. After changing weights, call `reset_prefix_cache`."""
+    """After changing weights, call `reset_prefix_cache`."""
 
     def describe(self) -> dict[str, object]:
-        """Rank, device, threads and memory of the process."""
         description = {"rank": self.rank, "world_size": self.world_size, "device": str(self.model.device)}
         return {**description, "threads": torch.get_num_threads(), "resident_bytes": resident_bytes()}
 
@@ -34,7 +32,7 @@ class RankWorker:
 
 
 def run_rank_call(worker: RankWorker, content: bytes) -> bytes:
-    """Result or error of a call written by `encode_call` (engine/common/executor.py)."""
+    """`content`: from `encode_call`. Errors become part of the result."""
     try:
         path, call = pickle.loads(content)
         sys.path += [each for each in path if each not in sys.path]  # to import the function's module

@@ -30,7 +30,7 @@ def start_ranks(
     *,
     weights_are_tensors: bool,
 ) -> RankGroup:
-    """Start the other processes. Raises ConfigError."""
+    """Raises ConfigError."""
     refuse_setting_if("node_rank", config.node_rank > 0 and "machines but the first run nothing but `quire serve`")
     refuse_setting_if(
         "one_shot_sums",
@@ -62,7 +62,7 @@ def start_ranks(
 
 
 def executor_class_or_default(config: EngineConfig, default: type[_ExecutorClass]) -> type[_ExecutorClass]:
-    """Raises ConfigError unless --executor-cls names a subclass."""
+    """Raises ConfigError unless it is a subclass."""
     if config.executor_cls is None:
         return default
     return import_class("executor_cls", config.executor_cls, default, "executor")
@@ -103,7 +103,7 @@ def missing_gpus_reason(ranks: int, device: torch.device) -> str | None:
 
 
 def check_pipeline_parallel(config: EngineConfig, chosen: DevicePlan, *, weights_are_tensors: bool) -> None:
-    """Raise ConfigError if layers cannot be split into stages, or other settings rule it out."""
+    """Raise ConfigError if the model or other settings rule it out."""
     stages = config.pipeline_parallel_size
     layers = chosen.spec.num_layers
     speculative = config.speculative_config

@@ -1,5 +1,5 @@
-"""Ranks on other machines: joining, and a stand-in for each as a process. All communication uses the first rank's
-TCPStore: a queue of join requests, and a queue each for a rank's commands and answers.
+"""Ranks on other machines, and a stand-in for each. All goes through the first rank's TCPStore: a queue of join
+requests, and two per rank for commands and answers.
 """
 
 from __future__ import annotations
@@ -34,52 +34,46 @@ from quire.kernels.cpu.backend import CpuBackend
 
 JOIN_QUEUE = "joins"
 SILENCE_TIMEOUT = timedelta(seconds=5)
-"""A machine silent for longer counts as lost; including a restart this is less than 10 s."""
+"""A silent machine is lost then. With a restart this takes less than 10 s."""
 _POLL_SECONDS = 0.05
 _REPORT_AFTER_SECONDS = 3.0
-"""When to report missing machines."""
 
 
 class JoinRequest(msgspec.Struct, frozen=True):
     version: str
     model: str
-    """Digest of the config."""
+    """A digest of its config."""
     kernels: str
     """Instruction set and PyTorch version, which affect rounding."""
     nodes: int
     ranks: int
-    """In total."""
     node: int
     place: int
-    """Index of the rank on its machine."""
+    """Index on its machine."""
     pid: int
     host: str
-    """Where the others reach it."""
     reply: str
     """Queue for the JoinVerdict."""
 
 
 class JoinVerdict(msgspec.Struct, frozen=True):
     refused: str
-    """Reason; "": accepted."""
+    """"": accepted."""
     final: bool = True
     """Do not retry."""
 
 
 class RankAssignment(msgspec.Struct, frozen=True):
-    """Written to stdin of a joined rank's process."""
+    """Stdin of a joined rank's process."""
 
     store: tuple[str, int]
     rank: int
     settings: dict[str, Any]
-    """This machine's overrides."""
     cores: list[int]
     """To pin to; empty: all."""
     niceness: int
     address: str
-    """Where the others reach this machine."""
     adapter_folder: str
-    """For adapters sent by the first machine."""
 
 
 def make_join_request(
@@ -100,17 +94,15 @@ def order_queue_name(rank: int) -> str:
 
 
 def answer_queue_name(rank: int) -> str:
-    """Also carries the machine's heartbeats."""
+    """Also carries heartbeats."""
     return f"answers/{rank}"
 
 
 class RemoteRank:
-    """A RankProcess on another machine."""
-
     def __init__(
         self, store_address: tuple[str, int], rank: int, join_request: JoinRequest, silence: timedelta = SILENCE_TIMEOUT
     ) -> None:
-        """`silence`: after which the machine counts as lost."""
+        """`silence`: then the machine is lost."""
         self.pid, self.host = join_request.pid, join_request.host
         self.is_lost = True
         """No exit was reported."""
@@ -126,13 +118,13 @@ class RemoteRank:
         return self._has_ended.is_set()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the reported return code, or -SIGKILL if the machine went silent. Raises TimeoutExpired."""
+        """Returns -SIGKILL if the machine went silent. Raises TimeoutExpired."""
         if not self._has_ended.wait(timeout):
             raise subprocess.TimeoutExpired(f"the rank on {self.host}", timeout or 0)
         return self._return_code
 
     def destroy(self) -> None:
-        """Its machine ends it when the store is gone."""
+        """Its machine ends it once the store is gone."""
         with suppress(RuntimeError):  # first: a rank told to end may report code 0 at any moment
             self._store.queue_push(answer_queue_name(self._rank), encode(RankExit(self._return_code)))
         self.end()
@@ -151,7 +143,7 @@ class RemoteRank:
             self._store.queue_push(order_queue_name(self._rank), content)
 
     def _next_answer(self, store: torch.distributed.TCPStore) -> bytes | None:
-        """None once it has ended. Runs in a thread."""
+        """None once it has ended."""
         with suppress(RuntimeError, msgspec.DecodeError):  # silence, or the store is gone
             while not isinstance(
                 answer := decode_reply(content := store.queue_pop(answer_queue_name(self._rank))), RankExit
@@ -164,7 +156,7 @@ class RemoteRank:
 
 
 class NodeRendezvous:
-    """Waits for the ranks of other machines. `host`: numeric address; `store`: where all ranks meet."""
+    """`host`: numeric address; `store`: where ranks meet."""
 
     def __init__(self, config: EngineConfig, silence: timedelta = SILENCE_TIMEOUT) -> None:
         """Raises ConfigError if it cannot listen, and ModelError."""
@@ -192,6 +184,7 @@ class NodeRendezvous:
         return [self._ranks[rank] for rank in sorted(self._ranks)]
 
     def _report_or_time_out(self, missing: list[int], waited: float) -> None:
+        """Raises ConfigError on timeout."""
         where = f"{self._config.master_addr}:{self._config.master_port}"
         who = f"machine {', '.join(map(str, missing))} of {self._config.nnodes}"
         if waited > self._config.nodes_timeout:
@@ -201,7 +194,6 @@ class NodeRendezvous:
             self._print_once(f"waiting for {who} at {where}")
 
     def _missing_nodes(self) -> list[int]:
-        """Machines with a rank that is missing or gone."""
         here = self._config.local_world_size
         there = {rank for rank, each in self._ranks.items() if not each.has_ended}
         return sorted({rank // here for rank in set(range(here, self._config.world_size)) - there})

@@ -1,5 +1,5 @@
-"""How ranks find each other and communicate: shared memory if the backend has kernels for it; otherwise NCCL between
-GPUs, or our own torch.distributed group between CPUs. Nothing else about ranks depends on the device.
+"""How ranks communicate: shared memory if the backend has kernels for it, NCCL between GPUs, otherwise our own
+torch.distributed group. Nothing else depends on the device.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from quire.kernels.distributed import join_ranks
 _STORE_SECONDS = timedelta(seconds=60)
 _PROBE_NUMBERS = 2**20
 _PROBE_MODULUS = 251
-"""Keeps probe values small."""
 
 
 def open_store(listener: socket.socket) -> dist.TCPStore:
-    """Listens as long as the returned store lives."""
+    """Listens while the result lives."""
     host, port, *_ = listener.getsockname()
     descriptor = listener.detach()
     return dist.TCPStore(
@@ -43,7 +42,7 @@ def connect_store(place: tuple[str, int]) -> dist.TCPStore:
 
 
 def join_group(start: RankStart, config: EngineConfig, chosen: DevicePlan, address: str) -> Collective:
-    """`address`: where other machines reach this one."""
+    """`address`: this machine's."""
     count = config.world_size
     if start.store is None:
         (memory,) = start.descriptors
@@ -57,15 +56,14 @@ def join_group(start: RankStart, config: EngineConfig, chosen: DevicePlan, addre
 
 
 def needs_ordered_sums(config: EngineConfig, device: torch.device) -> bool:
-    """True if sums must have a fixed order."""
     return config.deterministic or device.type == "cpu"
 
 
 def check_connection(
     group: Collective, device: torch.device, setting: str = "tensor_parallel_size", seconds: float = 60.0
 ) -> None:
-    """All-reduce a few megabytes. Raises ConfigError if ranks cannot reach each other, if the sum takes longer than
-    `seconds`, or if it is wrong, as with GPUs behind some IOMMUs.
+    """All-reduce a few megabytes. Raises ConfigError if it fails, takes longer than `seconds`, or is wrong, as with
+    GPUs behind some IOMMUs.
     """
     try:
         wrong = _find_all_reduce_error(group, device, seconds)
@@ -83,7 +81,7 @@ def check_connection(
 
 
 def _find_all_reduce_error(group: Collective, device: torch.device, seconds: float) -> str | None:
-    """Sums integers, which are exact in float32."""
+    """Integers are exact in float32."""
     numbers = torch.arange(_PROBE_NUMBERS, device=device, dtype=torch.float32) % _PROBE_MODULUS
     total = group.all_reduce(numbers.clone())
     if device.type == "cuda":

@@ -1,7 +1,6 @@
-"""Tensor parallelism: all ranks run the same program on their shard of every layer (SPMD: Darema et al., 1988). The
-first rank, the engine, sends each command before executing it. So every rank builds its own tensors, captures the same
-graphs in the same order, and launches a step before the last one's tokens are read. The first rank samples and
-broadcasts (choose_sampler).
+"""Tensor parallelism: ranks run the same program on shards of every layer (SPMD: Darema et al., 1988). The first rank,
+the engine, sends each command before executing it. So ranks build their own tensors, capture the same graphs, and
+launch a step before the last one's tokens are read. The first rank samples and broadcasts.
 """
 
 from __future__ import annotations
@@ -32,12 +31,9 @@ if TYPE_CHECKING:
     from quire.kernels.gpu.kernel_variant import KernelVariant
 
 VARIANTS_TIMEOUT_SECONDS = 600.0
-"""For followers to list kernel variants."""
 
 
 class SpmdRanks(MultiProcessRanks):
-    """Local and remote followers."""
-
     setting, process_noun = "tensor_parallel_size", "ranks"
 
     def load_model(self, load: Callable[..., LoadedModel]) -> tuple[LoadedModel, int]:
@@ -60,8 +56,6 @@ class SpmdRanks(MultiProcessRanks):
 
 
 class SpmdRunner(ModelRunner):
-    """The first rank's."""
-
     def __init__(self, ranks: SpmdRanks, *parts: Any) -> None:
         super().__init__(*parts)
         self._ranks = ranks
@@ -83,8 +77,8 @@ class SpmdRunner(ModelRunner):
             super().warm_prompts()
 
     def kernel_variants(self, step_tokens: int) -> list[KernelVariant]:
-        """Of all ranks, whose shards may differ, so that each variant is compiled once. Ranks do not communicate
-        meanwhile. Raises RuntimeError if a rank fails.
+        """Includes all ranks' variants, so that each is compiled once. Ranks do not communicate meanwhile. Raises
+        RuntimeError if a rank fails.
         """
         from quire.kernels.gpu.kernel_variant import KernelVariant
 
@@ -101,7 +95,7 @@ class SpmdRunner(ModelRunner):
 
 
 class SpmdDraftHeadRunner(DraftHeadRunner):
-    """The first rank's. Heads are replicated, but use the sharded decoder's embeddings and logits."""
+    """Heads are replicated, but use the sharded decoder's embeddings and logits."""
 
     def __init__(self, ranks: SpmdRanks, *parts: Any) -> None:
         super().__init__(*parts)
@@ -129,9 +123,7 @@ class _WatchedStep:
 
 
 def redact_for_followers(scheduler_output: SchedulerOutput) -> SchedulerOutput:
-    """Drop what followers need not know, such as grammars and sampling parameters, except whether a request is plain
-    greedy, which all ranks compute together.
-    """
+    """Drop grammars and sampling parameters, except for plain greedy requests, which all ranks compute together."""
     new_requests = [_redact_request(each) for each in scheduler_output.new_requests]
     return SchedulerOutput(
         scheduler_output.scheduled_requests,

@@ -1,5 +1,5 @@
-"""GPU sampler, equivalent to sampler.py, for all rows at once. The host never waits. Parameters of all rows take one
-upload, each kind of logits change one more; kernels do the rest (kernels/gpu/triton_logits.py, triton_sampling.py).
+"""GPU sampler, equivalent to sampler.py. The host never waits. Parameters take one upload, each kind of logits change
+one more; kernels do the rest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quire.kernels.gpu.host_transfer import upload_arrays
 from quire.kernels.gpu.other_devices import is_other_device
 
 Sampler = Callable[[Tensor, list[SamplingRow], GrammarBitmask | None], Tensor]
-"""(logits, rows, grammar bitmask): see `sample_token_ids`."""
+"""See `sample_token_ids`."""
 
 
 def choose_sampler(
@@ -34,7 +34,6 @@ def choose_sampler(
     draw: Callable[[Tensor, Tensor, Tensor], Tensor],
     group: Collective | None = None,
 ) -> Sampler:
-    """`argmax` and `draw`: the backend's. `group`: the model's ranks."""
     triton = device.type == "cuda" and find_spec("triton") is not None
     sampler: Sampler = sample_on_device if triton else partial(sample_token_ids, argmax=argmax, draw=draw)
     if is_other_device(device):
@@ -43,7 +42,7 @@ def choose_sampler(
 
 
 def sample_on_host(logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask | None = None) -> Tensor:
-    """For devices without float64, which sampling needs: copies logits to the host and tokens back."""
+    """For devices without float64, which sampling needs."""
     host_rows = [
         row
         if row.rules.keeps_logits_unchanged
@@ -56,14 +55,14 @@ def sample_on_host(logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask
 def _sample_on_first_rank(
     sampler: Sampler, group: Collective, logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask | None
 ) -> Tensor:
-    """Broadcast the first rank's tokens, so that none differ; it alone has grammars, seeds and penalties."""
+    """It alone has grammars, seeds and penalties, and tokens must not differ."""
     if group.rank == 0:
         return group.broadcast(sampler(logits, rows, mask))
     return group.broadcast(torch.empty(len(logits), dtype=torch.int64, device=logits.device))
 
 
 def sample_on_device(logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask | None = None) -> Tensor:
-    """Like `sample_token_ids`; needs contiguous logits."""
+    """Needs contiguous logits."""
     from quire.kernels.gpu.triton_sampling import MAX_VOCAB, sample_tokens
 
     if logits.shape[1] > MAX_VOCAB:

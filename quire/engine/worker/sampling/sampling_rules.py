@@ -1,7 +1,3 @@
-"""Sampling rules of a request: its SamplingParams as token ids and numbers, made once, and applied in order by both
-samplers, each with its own LogitsProcessor.
-"""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -19,24 +15,23 @@ from quire.kernels.gpu.host_transfer import upload_arrays
 
 @dataclass(frozen=True, slots=True)
 class RequestSamplingRules:
-    """Fields from `allowed_token_ids` to `penalties`, then params.thinking, change logits in this order."""
+    """Fields from `allowed_token_ids` on, then params.thinking, change logits in this order."""
 
     params: SamplingParams
     num_logprobs: int | None
-    """Tokens reported in addition to the sampled one; None: not even its logprob."""
+    """Tokens reported in addition to the sampled one; None: not even that."""
     logprob_token_ids: np.ndarray | None
-    """int64: reported instead of the most likely tokens."""
+    """int64; replaces the most likely tokens."""
     keeps_logits_unchanged: bool
     is_greedy_only: bool
-    """See `is_plain_greedy_request`."""
     allowed_token_ids: np.ndarray | None
     """int64."""
     biases: dict[int, float]
-    """Added to logits; -inf for single-token bad words."""
+    """-inf for single-token bad words."""
     biases_before_min_tokens: dict[int, float]
-    """Used below params.min_tokens: `biases`, and -inf for tokens that end the answer."""
+    """Also -inf for tokens that end the answer."""
     bad_words: tuple[tuple[int, ...], ...]
-    """Of two or more tokens; the last may not follow the others."""
+    """Two or more tokens; the last may not follow the others."""
     penalties: tuple[float, float, float] | None
     """Repetition, presence, frequency."""
 
@@ -47,7 +42,6 @@ class RequestSamplingRules:
 
 
 def make_request_sampling_rules(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> RequestSamplingRules:
-    """`eos_token_ids`: the model's."""
     biases = (params.logit_bias or {}) | {word[0]: -np.inf for word in params.bad_words_ids if len(word) == 1}
     end_token_ids = [*params.stop_token_ids, *(() if params.ignore_eos and params.grammar is None else eos_token_ids)]
     bad_words = tuple(word for word in params.bad_words_ids if len(word) > 1)
@@ -77,7 +71,7 @@ def make_request_sampling_rules(params: SamplingParams, eos_token_ids: tuple[int
 
 
 def is_plain_greedy_request(params: SamplingParams) -> bool:
-    """True if each token is the argmax of unmodified logits, without logprobs."""
+    """Argmax of unmodified logits, without logprobs."""
     reported = (params.grammar, params.logprobs, params.logprob_token_ids or None)
     changed = (params.thinking, params.allowed_token_ids, params.logit_bias or None, params.bad_words_ids or None)
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
@@ -86,7 +80,7 @@ def is_plain_greedy_request(params: SamplingParams) -> bool:
 
 
 def pad_logprob_token_ids(rules: Sequence[RequestSamplingRules], device: torch.device) -> Tensor | None:
-    """[R, L] int64 for logprob_tensors; None if no row lists tokens."""
+    """[R, L] int64; None if no row lists tokens."""
     longest = max((len(each.logprob_token_ids) for each in rules if each.logprob_token_ids is not None), default=0)
     if not longest:
         return None
@@ -100,12 +94,12 @@ def pad_logprob_token_ids(rules: Sequence[RequestSamplingRules], device: torch.d
 
 
 class SamplingRow(NamedTuple):
-    """A token to sample. A tuple: each step makes hundreds, and a frozen dataclass takes three times as long."""
+    """A tuple: each step makes hundreds, and a frozen dataclass takes three times as long."""
 
     rules: RequestSamplingRules
     seed: int
     position: int
-    """Of the token to sample."""
+    """The sampled token's."""
     num_prompt_tokens: int
     token_table: Tensor
     """[slots, max tokens] int32, on the logits' device."""
@@ -122,27 +116,25 @@ class SamplingRow(NamedTuple):
 
 
 NO_TOKEN_LEFT = -2
-"""Instead of a sampled token: constraints left none."""
+"""Constraints left no token."""
 IndexedRow = tuple[int, SamplingRow]
 """Index in the logits, and row."""
 
 
 class LogitsProcessor(Protocol):
-    """Changes logits [R, vocab] float32 in place."""
+    """Logits are [R, vocab] float32, changed in place."""
 
     def add_biases(self, logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:
         """logits[rows, token_ids] += values; indices are unique."""
 
     def ban_words(self, logits: Tensor, words: list[tuple[int, SamplingRow, list[tuple[int, ...]]]]) -> None:
-        """Set a word's last token to -inf if the row ends with its other tokens."""
+        """-inf for a word's last token after its other tokens."""
 
     def apply_penalties(self, logits: Tensor, rows: list[IndexedRow]) -> None:
         """All rows have penalties."""
 
     def apply_bitmask(self, logits: Tensor, mask: GrammarBitmask, unmodified: Tensor | None) -> None:
-        """Set disallowed tokens to -inf.
-
-        If the request's own bans (min_tokens, allowed_token_ids, bad words) leave nothing that the grammar allows, the
+        """If a request's bans (min_tokens, allowed_token_ids, bad words) leave nothing that the grammar allows, the
         grammar wins: the row uses its `unmodified` logits [R, vocab] (None if nothing is banned).
         """
 
@@ -150,9 +142,7 @@ class LogitsProcessor(Protocol):
 def process_logits_and_find_exhausted(
     logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask | None, processor: LogitsProcessor
 ) -> Tensor | None:
-    """Apply rules, then grammars, to logits [R, vocab] float32 in place. Returns flags [R] of rows without tokens left;
-    None: all have some.
-    """
+    """Logits [R, vocab] float32 change in place. Returns flags [R] of rows without tokens; None: all have some."""
     constrained_rows = [(index, row) for index, row in enumerate(rows) if not row.rules.keeps_logits_unchanged]
     unmodified = logits.clone() if constrained_rows and mask is not None else None
     _apply_rules(logits, constrained_rows, processor)
@@ -198,7 +188,7 @@ def _bad_words_within_output_length(row: SamplingRow) -> list[tuple[int, ...]]:
 
 
 def _force_end_of_thinking(logits: Tensor, row: SamplingRow, budget: ThinkingBudget) -> None:
-    """Allow only the end token once the thinking budget is used up."""
+    """Once the budget is used up, only the end token is allowed."""
     answer = row.token_ids[row.num_prompt_tokens :]
     if len(answer) - (budget.begin_id is not None) < budget.tokens:
         return

@@ -1,5 +1,3 @@
-"""Grammar matchers per slot, and their bitmasks."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -25,9 +23,7 @@ if TYPE_CHECKING:
 
 
 _MAX_SHARED_LEXERS = 3
-"""How often a failed lexer is replaced by a shared one, each time by compiling the grammar; afterwards by an exclusive
-one.
-"""
+"""Later replacements of a failed lexer are exclusive. Each compiles the grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +41,6 @@ class _SlotGrammar:
     compiled: CompiledGrammar
     matcher: LLMatcher
     tokens: list[int] = field(default_factory=list)
-    """Replayed with a new lexer."""
     num_restarts: int = 0
 
     def consume_token(self, token: int) -> bool:
@@ -67,7 +62,7 @@ class _SlotGrammar:
 
 
 class SlotGrammars:
-    """`make_compiler` is called once, at the first grammar or by `start_loading_compiler`."""
+    """`make_compiler` is called once."""
 
     def __init__(self, make_compiler: Callable[[], GrammarCompiler]) -> None:
         self._make_compiler = make_compiler
@@ -78,7 +73,7 @@ class SlotGrammars:
         self._failures: dict[int, RequestFailure] = {}
 
     def start_loading_compiler(self) -> Future[GrammarCompiler]:
-        """In a thread: loading takes a second for 150,000 tokens, in which running streams would stall."""
+        """In a thread: it takes a second for 150,000 tokens, in which streams would stall."""
         if self._loading is None:
             pool = ThreadPoolExecutor(1, "grammars")
             self._loading = pool.submit(self._make_compiler)
@@ -104,14 +99,12 @@ class SlotGrammars:
             self._advance_matcher(slot, new_request.token_ids[new_request.num_prompt_tokens :])
 
     def release_slot(self, slot: int) -> None:
-        """Frees the matcher, whose lexer may be large."""
+        """A matcher's lexer may be large."""
         for each in (self._requests, self._states, self._failures):
             each.pop(slot, None)
 
     def fill_bitmask(self, rows_to_sample: Sequence[ScheduledRequest]) -> GrammarBitmask | None:
-        """One row per sampled position; positions of a row with drafts are adjacent, each after one more draft. None if
-        unconstrained.
-        """
+        """A row with drafts occurs once per position, side by side. None if unconstrained."""
         constrained = [index for index, row in enumerate(rows_to_sample) if row.slot in self._states]
         if not constrained:
             return None
@@ -138,8 +131,8 @@ class SlotGrammars:
         return GrammarBitmask(constrained, words)
 
     def _fill_draft_masks(self, state: _SlotGrammar, drafts: Sequence[int], words: np.ndarray) -> None:
-        """Fill the masks after each draft, again with a new lexer if this one fails. Raises InvalidRequest if nothing
-        is allowed, and what GrammarCompiler.recompile_with_large_lexer does.
+        """Retries with a new lexer. Raises InvalidRequest if nothing is allowed, and what
+        GrammarCompiler.recompile_with_large_lexer does.
         """
         from llguidance.numpy import fill_next_token_bitmask
 
@@ -152,16 +145,16 @@ class SlotGrammars:
     def advance_and_get_failure(
         self, slot: int, new_request: NewRequestData, token_ids: list[int]
     ) -> RequestFailure | None:
-        """Does nothing if the slot has another owner by now."""
+        """Does nothing if the slot has another owner."""
         if self._requests.get(slot) is not new_request:
             return None
         self._advance_matcher(slot, token_ids)
         return self._failures.get(slot)
 
     def _advance_matcher(self, slot: int, token_ids: list[int]) -> None:
-        """Ignores tokens after the end of the answer, like the scheduler: accepted drafts may continue there."""
+        """Ignores tokens after the answer's end, like the scheduler: accepted drafts may continue."""
         state = self._states.get(slot)
-        # One by one: consuming several tokens at once refuses an end-of-sequence token that consume_token accepts.
+        # One by one: consume_tokens refuses an end-of-sequence token that consume_token accepts.
         for token in token_ids:
             if state is None or state.matcher.is_stopped():
                 return
@@ -183,8 +176,8 @@ class SlotGrammars:
 
 
 def _try_fill_draft_masks(matcher: LLMatcher, drafts: Sequence[int], words: np.ndarray) -> bool:
-    """Fill [1 + drafts, words] from the second row on; False on a lexer error. After a disallowed draft everything is
-    allowed: it will be rejected, and later tokens dropped.
+    """Fill [1 + drafts, words] from row 1 on; False on a lexer error. After a disallowed draft everything is allowed:
+    later tokens are dropped.
     """
     from llguidance.numpy import fill_next_token_bitmask
 

@@ -22,7 +22,7 @@ from quire.engine.worker.step_costs import measure_step_costs
 
 
 class DecoderStartup:
-    """Methods are called in order by `start_worker`."""
+    """Call the methods in their order."""
 
     def __init__(
         self,
@@ -39,7 +39,6 @@ class DecoderStartup:
         self._ranks = ranks
 
     def plan_kv_cache(self, weights: WorkerWeights) -> KVCachePlan:
-        """Size the KV cache by the memory left on all ranks."""
         model = weights.loaded_model.model
         backend = self._device_plan.backend
         sizer = KVCacheSizer(

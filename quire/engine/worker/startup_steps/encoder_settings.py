@@ -10,7 +10,7 @@ from quire.kernels.backend_selection import select_backend
 from quire.kernels.reference import ReferenceBackend
 
 _MAX_TOKENS = 2**17
-"""No encoder was trained for longer prompts. Bounds per-position tables, whatever config.json claims."""
+"""No encoder was trained for more: per-position tables must not grow with what config.json claims."""
 
 
 def determine_batch_invariance(
@@ -44,7 +44,7 @@ def check_encoder_config(config: EngineConfig) -> None:
 def encoder_context_length(
     config: EngineConfig, model: ModelConfig, longest: int | None, trained_length: int | None
 ) -> int:
-    """The configured or trained maximal prompt length. Raises ConfigError."""
+    """The configured or trained length. Raises ConfigError."""
     max_tokens = min(each for each in (model.max_position, longest, _MAX_TOKENS) if each is not None)
     if config.max_model_len is not None and config.max_model_len > max_tokens:
         wrong = f"max_model_len: {config.max_model_len} exceeds the model's {max_tokens} positions"

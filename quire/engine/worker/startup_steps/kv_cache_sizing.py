@@ -19,7 +19,6 @@ class _DraftMemoryNeeds:
     block_bytes: int = 0
     state_bytes: int = 0
     spare_bytes: int = 0
-    """For drafts beyond the longest sequences."""
     formula: str = ""
 
 
@@ -40,7 +39,7 @@ class KVCacheSizer:
         self._groups = groups
         self._block_size = block_size
         self._num_ranks = model.shard.world_size // config.nnodes
-        """Per machine."""
+        """On one machine."""
 
     def plan_kv_cache(self, draft: LoadedDrafter | None, measure_available: Callable[[], int]) -> KVCachePlan:
         """`measure_available`: bytes on all ranks. Raises ConfigError."""
@@ -85,7 +84,7 @@ class KVCacheSizer:
         config = self._config
         formula = f" + {draft.kv_module.block_bytes_formula}"
         draft_block_bytes = block_bytes(draft.kv_module)
-        # Only the first rank has a draft model, but every GPU has as many blocks.
+        # A draft model is on the first rank, but every GPU has as many blocks.
         if self._num_ranks > 1 and (draft.is_on_all_ranks or self._model.device.type == "cuda"):
             formula = f"{formula} x {self._num_ranks}"
             draft_block_bytes *= self._num_ranks

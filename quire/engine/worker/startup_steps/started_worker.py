@@ -20,28 +20,24 @@ from quire.kernels.streaming.weight_offloader import OffloadCounts
 
 @dataclass(frozen=True, slots=True)
 class StartedWorker:
-    """A worker that is ready."""
-
     executor: Executor
     kv_plan: KVCachePlan
     engine_info: EngineInfo
-    """Without the start's duration."""
+    """load_seconds is still 0."""
     pooling: PoolingConfig
     needs_whole_prompts: bool
-    """Chunked prefill is impossible."""
     caches_prefixes: bool
     step_costs: list[tuple[int, float]]
     """(tokens, seconds); empty without speculative decoding."""
     get_grammar_compiler: Callable[[], GrammarCompiler]
-    """Loads it if needed."""
     expected_weights: ExpectedWeights
-    """For replacement weights."""
+    """Replacement weights must hold these."""
     steps_ahead: int = 0
-    """Steps in flight while the next is scheduled. On a CPU a step occupies the host itself, so running ahead only
-    helps pipelines, and delays every token by a step.
+    """Steps in flight while the next is scheduled. A CPU step occupies the host, so running ahead only helps pipelines,
+    and delays every token by a step.
     """
     micro_batches: int = 1
-    """Steps of disjoint requests that keep all pipeline stages busy."""
+    """Steps that keep all pipeline stages busy; their requests are disjoint."""
     started_drafter: StartedDrafter | None = None
     adapter_loader: AdapterLoader | None = None
     collective_rpc: CollectiveRPC | None = None
@@ -71,12 +67,12 @@ def make_engine_info(
 
 
 def make_grammar_compiler(config: EngineConfig, path: Path, model_config: ModelConfig) -> GrammarCompiler:
-    """Takes about a second for 32,000 tokens. Raises ModelError if the tokenizer does not fit."""
+    """Takes a second for 32,000 tokens. Raises ModelError without a fitting tokenizer."""
     tokenizer = read_tokenizer(config, path)
     return GrammarCompiler(make_grammar_vocabulary(tokenizer, model_config.vocab_size, model_config.eos_token_ids))
 
 
 def plan_without_kv_cache(max_model_len: int, max_num_seqs: int) -> KVCachePlan:
-    """One block per request, without memory: nothing outlives a step."""
+    """Nothing outlives a step."""
     arithmetic = f"no KV: an encoder reads each prompt at once; up to {max_model_len:,} tokens"
     return KVCachePlan(max_num_seqs, max_model_len, 0, max_model_len, arithmetic, request_slots=max_num_seqs)

@@ -55,7 +55,7 @@ def startup_notes(
     allocation: RunnerResources,
     ranks: RankGroup,
 ) -> list[str | bool | None]:
-    """Notes on unexpected choices, with falsy entries for those that do not apply."""
+    """Falsy entries do not apply."""
     device = chosen.device
     keeps_all_reason = setting_requiring_full_kv(config)
     is_limited = plan.request_slots < config.max_num_seqs
@@ -82,7 +82,7 @@ def startup_notes(
 
 
 def idle_gpus_note(visible: int, used: int, can_use: Callable[[int], bool]) -> str | None:
-    """`can_use`: whether the model can be sharded among so many."""
+    """`can_use`: True if so many can shard the model."""
     if visible <= used:
         return None
     most = max((count for count in range(used + 1, visible + 1) if can_use(count)), default=None)

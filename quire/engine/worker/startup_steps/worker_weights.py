@@ -26,7 +26,7 @@ class WorkerWeights:
     tower: LoadedTower
     drafter: LoadedDrafter | None
     weight_bytes: int
-    """As held, in all stages."""
+    """In all stages, as held."""
     is_batch_invariant: bool
     transformers_notes: list[str]
 
@@ -40,7 +40,7 @@ def load_worker_weights(
     progress: Callable[[], None],
     tensors: NamedTensors | None,
 ) -> WorkerWeights:
-    """On all ranks. Raises ConfigError."""
+    """Raises ConfigError."""
     backend = device_plan.backend
     with explain_weights_out_of_memory():
         loaded_model, other_stages_bytes = ranks.load_model(

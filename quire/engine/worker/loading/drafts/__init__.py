@@ -1,1 +1,1 @@
-"""Loads drafters with weights."""
+"""Drafters with weights."""

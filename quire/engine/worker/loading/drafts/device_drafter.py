@@ -1,5 +1,3 @@
-"""Interfaces of drafters with weights."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -26,8 +24,6 @@ class DraftGraphs(Protocol):
 
 
 class DeviceDrafter(Protocol):
-    """A started drafter."""
-
     @property
     def graphs(self) -> DraftGraphs | None:
         """None if drafting is eager."""
@@ -36,16 +32,14 @@ class DeviceDrafter(Protocol):
         """False if none is left."""
 
     def launch_kernel_variants(self, step_tokens: int) -> None:
-        """Launch every kernel variant of drafting and of what follows steps of up to `step_tokens`. Computes nothing in
-        a dry run.
-        """
+        """Launch every variant for steps of up to `step_tokens`; a dry run computes nothing."""
 
 
 class LoadedDrafter(Protocol):
-    """A drafter before KV blocks are allocated."""
+    """A drafter without KV blocks yet."""
 
     is_on_all_ranks: ClassVar[bool]
-    """If False, only the first rank has it."""
+    """False: on the first rank only."""
 
     @property
     def kv_module(self) -> KVModule: ...
@@ -63,8 +57,8 @@ class LoadedDrafter(Protocol):
         num_blocks: int,
         make_runner: Callable[..., DraftHeadRunner],
     ) -> StartedDrafter:
-        """Allocate KV blocks for as many tokens as the served model, plus spare ones for drafts. `allocation`: the
-        served model's. `make_runner`: for draft heads.
+        """Allocate KV blocks for as many tokens as the served model, and spare ones for drafts. `make_runner`: for
+        draft heads.
         """
 
 
@@ -75,6 +69,6 @@ class StartedDrafter:
     step_costs: list[tuple[int, float]]
     """(sequences, seconds) per draft token."""
     head_runner: DraftHeadRunner | None = None
-    """Draft heads."""
+    """For draft heads."""
     model_runner: DraftModelRunner | None = None
-    """Draft model."""
+    """For a draft model."""

@@ -1,7 +1,7 @@
-"""Loads draft heads from their published layouts.
+"""Loads draft heads as published.
 
-EAGLE (https://github.com/SafeAILab/EAGLE): config.json and a few Llama layers, or `midlayer`. Medusa
-(https://github.com/FasterDecoding/Medusa): medusa_lm_head, described by its tensors alone; or as vLLM converts it.
+EAGLE (https://github.com/SafeAILab/EAGLE): config.json and Llama layers, or `midlayer`. Medusa
+(https://github.com/FasterDecoding/Medusa): medusa_lm_head, or as vLLM converts it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MEDUSA = "medusa_lm_head"
 _PICKLED = f"{_MEDUSA}.pt"
 _MAX_HEADS = 32
 _UNUSED_TENSORS = ("embed_tokens.weight", "t2d")
-"""An unchanged copy of the decoder's embedding; a mask of draft tokens."""
+"""A copy of the decoder's embedding; a mask of draft tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +74,12 @@ class LoadedDraftHead:
         num_blocks: int,
         make_runner: Callable[..., DraftHeadRunner] = DraftHeadRunner,
     ) -> DraftHeadRunner:
-        """Allocates KV blocks for as many tokens as the served model, plus spare ones."""
+        """See LoadedDrafter.start_drafter."""
         assert config.speculative_config is not None
         input_batch, has_scratch_block = (
             allocation.input_batch,
             allocation.capture is not None,
-        )  # the scratch block has the same id as the served model's
+        )  # the scratch block has the served model's id
         spare_blocks = SpareBlockLayout(
             num_blocks + has_scratch_block,
             num_spare_blocks_per_slot(config, input_batch.block_size),
@@ -95,7 +95,7 @@ class LoadedDraftHead:
 
 
 def load_draft_head(config: EngineConfig, backend: Backend, decoder: Decoder) -> LoadedDraftHead:
-    """Quantized if all weights are at load. Raises QuireError and ValueError if it does not fit the decoder."""
+    """Raises QuireError and ValueError if it does not fit the decoder."""
     speculative = config.speculative_config
     assert speculative is not None
     assert speculative.model is not None
@@ -129,7 +129,7 @@ def _make_head(
 
 
 def medusa_shape(tensors: dict[str, Tensor]) -> tuple[int, int]:
-    """(heads, linears before each last one). Raises ModelError."""
+    """Heads, and linears before their last. Raises ModelError."""
     places = [match for name in tensors if (match := re.fullmatch(r"(\d{1,4})\.(\d{1,4})(\..*)", name))]
     heads = {int(match[1]) for match in places}
     blocks = {int(match[2]) for match in places if match[3] == ".linear.weight"}
@@ -168,7 +168,7 @@ def eagle_spec(path: Path, tensors: dict[str, Tensor], decoder: Decoder, *, is_e
 
 
 def _aux_layers(eagle_config: Any, layers: int) -> tuple[int, ...]:
-    """By default an early, a middle and a late layer."""
+    """By default an early, a middle and a late one."""
     name = "eagle_aux_hidden_state_layer_ids"
     if eagle_config.get("use_aux_hidden_state") is False:
         raise ModelError("model: config.json: eagle_config: use_aux_hidden_state: false is not supported")
@@ -179,7 +179,6 @@ def _aux_layers(eagle_config: Any, layers: int) -> tuple[int, ...]:
 
 
 def read_head_tensors(path: Path) -> dict[str, Tensor]:
-    """Canonical names; skips unused tensors."""
     tensors = {_canonical_name(name): tensor for name, tensor in _read_stored_tensors(path).items()}
     blocks = len([name for name in tensors if re.fullmatch(r"0\.\d+\.linear\.weight", name)])
     last_linear = re.compile(r"lm_heads\.(\d+)\.weight")
@@ -191,8 +190,8 @@ def read_head_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _canonical_name(stored: str) -> str:
-    """EAGLE is published with and without a module prefix, EAGLE-3's layer as `midlayer`; Medusa as nested lists, by
-    vLLM as `blocks` and `lm_heads`.
+    """EAGLE may have a module prefix, EAGLE-3 a `midlayer`. Medusa has nested lists; vLLM's has `blocks` and
+    `lm_heads`.
     """
     name = re.sub(r"^(model|medusa_heads?)\.", "", stored)
     name = re.sub(r"^midlayer\.", "layers.0.", name)

@@ -79,9 +79,7 @@ def load_draft_model(
     progress: Callable[[], None],
     target_model: Decoder,
 ) -> LoadedDraftModel:
-    """Uses the served model's device, dtype and backend. `eos_token_ids`: the served model's. Raises ConfigError if it
-    cannot draft for it.
-    """
+    """`eos_token_ids`: the served model's. Raises ConfigError if it cannot draft for it."""
     assert config.speculative_config is not None
     assert config.speculative_config.model is not None
     try:

@@ -1,4 +1,4 @@
-"""Loads the MTP layer of the served checkpoint, shaped like the model's last layer."""
+"""The MTP layer of the served checkpoint is shaped like its last layer."""
 
 from __future__ import annotations
 

@@ -14,6 +14,5 @@ class SpareBlockLayout(NamedTuple):
 
 
 def num_spare_blocks_per_slot(config: EngineConfig, block_size: int) -> int:
-    """For drafts beyond a sequence's blocks."""
     assert config.speculative_config is not None
     return 1 + -(-config.speculative_config.num_speculative_tokens // block_size)

@@ -14,8 +14,6 @@ from quire.engine.worker.loading.weight_check import ExpectedWeights
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model, or a rank's part of it."""
-
     model: Decoder
     pooling_head: PoolerHead
     pooling: PoolingConfig
@@ -23,7 +21,6 @@ class LoadedModel:
     expected_weights: ExpectedWeights
     adapter_slots: AdapterManager | None
     quantization: str
-    """For people."""
     read_bytes: int
     kv_groups: KVCacheGroups
     """Of all stages."""
@@ -31,13 +28,11 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """What a process loads of a model."""
-
     shard: ModelShard = UNSHARDED
     decoder_class: type[Decoder] = Decoder
     """Ignored by the transformers backend."""
     stage: int = -1
-    """Index of the pipeline stage; the default, the last one, has all layers without a pipeline."""
+    """The last one is default: without a pipeline it has all layers."""
 
 
 WHOLE_MODEL = ModelPart()

@@ -30,7 +30,7 @@ def check_weights_fit(
     layers: int,
     on_disk: re.Pattern[str] | None = None,
 ) -> None:
-    """Raise ConfigError if a CPU's memory cannot hold the weights. `on_disk`: from disk_tensor_name_pattern."""
+    """Raise ConfigError if a CPU's memory cannot hold the weights."""
     if device.type == "cpu" and config.load_format == "auto" and path is not None:
         stored = read_checkpoint_size(path, make_main_model_filter(layers), excluded_pattern=on_disk)
         check_weights_fit_memory(stored, str(dtype).removeprefix("torch."), config.online_quantization)
@@ -44,7 +44,7 @@ def fill_weights(
     path: Path | None,
     on_disk: re.Pattern[str] | None = None,
 ) -> int:
-    """Load `stream` and the dense modules' folders in `path`, or dummy weights. Returns their bytes."""
+    """Dense modules come from folders in `path`. Returns bytes."""
     table = expected_weights.parameter_table
     all_tensors = chain(
         rename_tensors_to_table_names(stream, table, expected_weights.optional_prefixes),
