@@ -1,5 +1,5 @@
-"""Short coherent tales from plots.json. A small model learns from old books how sentences sound, but not that they
-follow from each other.
+"""Tales from plots.json. A small model learns from old books how sentences sound, but not that they follow from each
+other.
 """
 
 import json
@@ -24,7 +24,7 @@ def tale(
     name: str | None = None,
     friend: str | None = None,
 ) -> str:
-    """`kinds`: each noun's kind: animal, man, woman or thing. `name`: the hero's."""
+    """`kinds`: animal, man, woman or thing, by noun."""
     kind = "living" if kinds[noun] != "thing" else "thing"
     plots = PLOTS[kind] if kind == "living" or noun in PLOTS["portable"] else PLOTS[kind][-1:]
     living = [each for each, its in kinds.items() if its != "thing" and each not in (noun, *PLOTS["foes"])]

@@ -1,10 +1,10 @@
-"""Train Quire's embedded demo model, a byte-level BPE tokenizer and a small Llama, on a CPU.
+"""Train Quire's demo model, a byte-level BPE tokenizer and a small Llama, on a CPU.
 
     python configs/demo/training/train.py CORPUS_DIR OUT_DIR [--minutes 80] [--tokens N] [--threads 2] [--seed 0]
 
-CORPUS_DIR contains `.txt` books and optional `.jsonl` questions (see corpus.py). OUT_DIR becomes a transformers folder,
-written at the start, every few minutes, at the end, and on Ctrl-C or SIGTERM. Runs with equal `--tokens` and seed
-differ only by the order in which threads add gradients; with `--minutes` the machine's speed matters.
+CORPUS_DIR: see corpus.py. OUT_DIR becomes a transformers folder, written every few minutes, and on Ctrl-C or SIGTERM.
+Runs with equal `--tokens` and seed differ only by the order in which threads add gradients; with `--minutes` the
+machine's speed matters.
 """
 
 import argparse
@@ -35,8 +35,8 @@ CHAT_TEMPLATE = Path(__file__).with_name("template.jinja").read_text("utf-8").rs
 
 @dataclass(frozen=True)
 class Stage:
-    """Lasts until the share `until` of the budget is spent; a step has `rows` of `length` tokens. A row has chats with
-    probability `chats`, heads of chats with `heads`, otherwise plain text.
+    """Ends at the share `until` of the budget. A step has `rows` of `length` tokens; a row has chats with probability
+    `chats`, their heads with `heads`, otherwise plain text.
     """
 
     until: float
@@ -51,12 +51,12 @@ SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "m
 SHAPE |= {"rms_norm_eps": 1e-5, "tie_word_embeddings": True}
 STAGES = (Stage(0.45, 256, 24, 0.20, 0.08), Stage(0.94, 512, 12, 0.30, 0.05), Stage(1.0, 2048, 3, 0.40, 0.05))
 PLAIN_TALES = 5000  # made-up tales among the plain texts
-HEAD = 48  # tokens of a chat's head: the request and the first words of the answer
-MICRO_TOKENS = 1024  # tokens of one forward and backward pass; a step has at least as many passes as threads
+HEAD = 48  # tokens: the request and the first words of the answer
+MICRO_TOKENS = 1024  # of a pass; a step has at least as many passes as threads
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
-    """Not normalized: decoding restores any string. Special tokens have ids 0, 1, 2."""
+    """Decoding restores any string. Special tokens have ids 0, 1, 2."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -71,12 +71,11 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
 
 
 def render(chat: Chat) -> str:
-    """As CHAT_TEMPLATE does."""
     return "".join(f"{START_TURN}{turn['role']}\n{turn['content']}{END_TURN}\n" for turn in chat)
 
 
 class Windows:
-    """Endless token windows from shuffled documents, each followed by the end token (id 0)."""
+    """Endless, from shuffled documents, each followed by token 0."""
 
     def __init__(self, documents: list[np.ndarray], rng: random.Random) -> None:
         self.documents = documents
@@ -97,14 +96,13 @@ class Windows:
         return tokens[:length]
 
     def heads(self, length: int) -> np.ndarray:
-        """First HEAD tokens of documents, joined."""
         count = -(-length // HEAD) * 2
         return np.concatenate([doc[:HEAD] for doc in self.rng.choices(self.documents, k=count)])[:length]
 
 
 @dataclass(frozen=True)
 class Data:
-    """`held`: tokens and UTF-8 size of each held-out book."""
+    """`held`: tokens and UTF-8 size by book."""
 
     tokenizer: Tokenizer
     plain: Windows
@@ -112,10 +110,9 @@ class Data:
     held: dict[str, tuple[np.ndarray, int]]
 
     def batch(self, stage: Stage, rng: random.Random) -> tuple[Tensor, Tensor]:
-        """Token and target ids (rows, length). The target is -100 where a cut chat is followed by another.
+        """Token and target ids (rows, length); -100 where a cut chat is followed by another.
 
-        Rows of heads hold many requests. Without them a small model takes long to learn that the story is about the
-        request.
+        Without rows of heads a small model takes long to learn that the story is about the request.
         """
         rows = []
         for _ in range(stage.rows):
@@ -178,7 +175,7 @@ def loss_of(model: LlamaForCausalLM, tokens: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: LlamaForCausalLM, held: np.ndarray, length: int, most: int | None = None) -> float:
-    """Loss per token over (the first `most`) consecutive windows."""
+    """Loss per token over the first `most` windows."""
     length = min(length, len(held) - 1)
     starts = range(0, len(held) - length, length)[:most]
     model.eval()
@@ -189,8 +186,8 @@ def evaluate(model: LlamaForCausalLM, held: np.ndarray, length: int, most: int |
 
 
 def optimizers(model: LlamaForCausalLM, parts: int) -> list[torch.optim.Optimizer]:
-    """Muon (Jordan et al. 2024) for layer matrices, AdamW for the rest. Muon takes a tenth of a step, so it is split
-    into one optimizer per thread.
+    """Muon (Jordan et al. 2024) for layer matrices, AdamW for the rest. Muon takes a tenth of a step, so each thread
+    has its own.
     """
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim == 1 or "embed" in n]
@@ -202,14 +199,12 @@ def optimizers(model: LlamaForCausalLM, parts: int) -> list[torch.optim.Optimize
 
 
 def rate(progress: float) -> float:
-    """Warm up for 1 %, hold until 20 %, then fall linearly to nearly 0."""
+    """Warm up for 1 %, hold until 20 %, fall linearly."""
     return min(1.0, progress / 0.01 + 0.02, max(0.01, (1.0 - progress) / 0.8))
 
 
 class Trainer:
-    """Each thread computes gradients of part of the batch. Threads inside operations were five times slower on a
-    machine that also ran other programs.
-    """
+    """Threads compute parts of the batch. Threads inside operations were five times slower on a busy machine."""
 
     def __init__(self, model: LlamaForCausalLM, threads: int) -> None:
         self.model = model
@@ -220,7 +215,6 @@ class Trainer:
         self.loss: Callable[..., Tensor] = loss_of
 
     def step(self, stage: Stage, tokens: Tensor, targets: Tensor, factor: float) -> float:
-        """Returns the batch's loss."""
         if stage is not self.stage:
             self._enter(stage, tokens, targets)
         micro = [part.split(max(1, MICRO_TOKENS // stage.length)) for part in (tokens, targets)]
@@ -234,7 +228,7 @@ class Trainer:
         return loss
 
     def _enter(self, stage: Stage, tokens: Tensor, targets: Tensor) -> None:
-        """Compile for another row length: a quarter to a half faster than eager."""
+        """Compiling makes steps a quarter to a half faster."""
         self.stage = stage
         # Measured on a CPU: up to 512 tokens, eager attention is up to twice as fast as fused.
         self.model.set_attn_implementation("eager" if stage.length <= 512 else "sdpa")
@@ -251,7 +245,7 @@ class Trainer:
 
 
 def run(model: LlamaForCausalLM, data: Data, args: argparse.Namespace) -> tuple[float, int]:
-    """Train until the budget is spent or a signal arrives. Returns (minutes, tokens seen)."""
+    """Returns (minutes, tokens seen)."""
     rng = random.Random(args.seed + 1)
     stop = []
     for name in (signal.SIGTERM, signal.SIGINT):
@@ -337,7 +331,7 @@ def save_card(model: LlamaForCausalLM, data: Data, minutes: float, seen: int, ou
 
 
 def _row(name: str, tokens: int, size: int, losses: dict[int, float]) -> str:
-    """Nats per token for each window length, and bits per byte for the longest."""
+    """Nats per token for each window length; bits per byte for the longest."""
     nats = " | ".join(f"{loss:.3f}" for loss in losses.values())
     return f"| {name} | {tokens:,} | {nats} | {losses[max(losses)] * tokens / size / math.log(2):.3f} |"
 
