@@ -1,1 +1,1 @@
-"""Encoders and towers for images as modules, of every spec."""
+"""Encoders and vision towers."""

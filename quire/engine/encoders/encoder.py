@@ -1,8 +1,5 @@
-"""One bidirectional transformer with parameters for what the families differ in: every token sees all of its prompt.
-
-Layers of attention and a feed-forward part as in Devlin et al. (2019), with norms behind both, or before both. Keys and
-values are kept for one layer's time only, in pages that all layers share, so that the kernels of decoders compute them
-too. A prompt must be computed in one step.
+"""A bidirectional transformer as in Devlin et al. (2019), pre- or post-norm. Keys and values live for one layer, in KV
+blocks, so that decoders' attention kernels apply. A prompt is computed in one step.
 """
 
 from __future__ import annotations
@@ -41,12 +38,10 @@ from quire.kernels.parameters.activation import Activation as Elementwise
 from quire.kernels.qk_norm_rope import QKNormRopeParams
 
 MAX_BUCKET_DISTANCE = 128
-"""The distance from which on relative positions share one bucket (Raffel et al., 2020)."""
+"""Farther positions share one bucket (Raffel et al., 2020)."""
 
 
 class _EncoderLayerWeights:
-    """Weights of one layer."""
-
     def __init__(self, spec: EncoderSpec, scheme: QuantizationScheme, index: int, cos_sin: Tensor | None) -> None:
         names = spec.names
         name = names.layer_template.format(index)
@@ -92,13 +87,10 @@ def _make_required_norm(shapes: ParameterShapes, name: str) -> LayerNormWeights:
 
 
 def _make_norm(shapes: ParameterShapes, name: str | None) -> LayerNormWeights | None:
-    """None where there is no such norm."""
     return None if name is None or f"{name}.weight" not in shapes else _make_required_norm(shapes, name)
 
 
 def _swap_halves_on_load(parameter: LoadableParameter) -> LoadableParameter:
-    """One whose tensor's second half of rows comes first in the checkpoint."""
-
     def load_swapped(tensor: Tensor) -> None:
         second_half, first_half = tensor.chunk(2)
         parameter.weight_loader(torch.cat((first_half, second_half)))
@@ -107,8 +99,6 @@ def _swap_halves_on_load(parameter: LoadableParameter) -> LoadableParameter:
 
 
 class Encoder:
-    """Weights and the forward pass. Fill it by way of `parameters()` before use."""
-
     def __init__(
         self,
         spec: EncoderSpec,
@@ -133,14 +123,12 @@ class Encoder:
             _EncoderLayerWeights(spec, scheme, i, tables.get(str(rope))) for i, rope in enumerate(spec.ropes)
         ]
         self._embedding_tables: dict[str, Tensor] = {}
-        """Embeddings of words, positions and segments, and of relative positions, by their names."""
         self._shapes = spec.parameter_shapes()
         self._embedding_norm, self._final_norm = (
             _make_norm(self._shapes, name) for name in (spec.names.embedding_norm, spec.names.final_norm)
         )
 
     def parameters(self) -> ParameterTable:
-        """Every tensor the model takes, by its name in the checkpoint."""
         names, table = self.spec.names, ParameterTable()
         for name in (names.word_embeddings, names.position_embeddings, names.token_type_embeddings):
             if (shape := self._shapes.get(f"{name}.weight")) is not None:
@@ -153,8 +141,7 @@ class Encoder:
         return table | merge_parameters(self._embedding_norm, self._final_norm, *self._layers)
 
     def forward(self, token_ids: Tensor, segments: Tensor | None, lengths: np.ndarray) -> Tensor:
-        """Hidden states [T, hidden] of whole prompts of these lengths [S] int64. segments [T] int64: which of two texts
-        a token is of; None: all are of the first."""
+        """Return [T, hidden]. `lengths` [S] and `segments` [T] are int64; no segments: all tokens are in the first."""
         (positions,) = upload_arrays([ragged_positions(lengths)], self.device)
         return run_all_chunks(
             self.forward_in_chunks(self._embed_tokens(token_ids, segments, positions), [lengths], splits_tokens=False)
@@ -169,11 +156,12 @@ class Encoder:
         *,
         splits_tokens: bool = True,
     ) -> Generator[float, None, tuple[Tensor, list[Tensor]]]:
-        """The same of images' patches, in pieces (engine/encoders/encoder_chunks.py); and what the layers `aux_layers`
-        give, ascending. lengths: for each group of layers, of the sequences whose tokens see each other. turns [T,
-        head_dim] float32: of each patch, as QKNormRopeParams.cos_sin has it for a position. All pieces together weigh
-        what `chunk_cost` says of the patches. cut: a piece may be some of the tokens, all of which see each other then,
-        wherever they stand."""
+        """Yield costs that add up to `chunk_cost` of the tokens. Return the output, and the states after `aux_layers`
+        (ascending).
+
+        `lengths`: for each metadata group, of sequences that attend to each other. `cos_sin` [T, head_dim] float32.
+        `splits_tokens`: a chunk may hold part of a sequence.
+        """
         backend = self._backend
         spec = self.spec
         aux_hidden_states = list[Tensor]()
@@ -207,14 +195,12 @@ class Encoder:
         return x if self._final_norm is None else self._apply_norm(x, self._final_norm), aux_hidden_states
 
     def _norm_and_project_qkv(self, layer: _EncoderLayerWeights, x: Tensor) -> Tensor:
-        """Queries, keys and values."""
         normed = (
             x if layer.attention_norm is None or not self.spec.pre_norm else self._apply_norm(x, layer.attention_norm)
         )
         return layer.qkv.packed_linear(normed, NO_ADAPTERS)
 
     def _finish_layer(self, layer: _EncoderLayerWeights, attended: Tensor, x: Tensor) -> Tensor:
-        """The layer's output, for what its attention gives and the stream x that this is added to."""
         if self.spec.pre_norm:
             attention_scale, mlp_scale = layer.scales
             normed, x = self._add_and_norm(_scale_channels(attended, attention_scale), x, layer.mlp_norm)
@@ -264,7 +250,7 @@ class Encoder:
         return x if self._embedding_norm is None else self._apply_norm(x, self._embedding_norm)
 
     def _expand_relative_bias(self, tensor: Tensor) -> Tensor:
-        """[buckets, heads] to what is added to scores by distance: see AttentionParams.relative_bias."""
+        """[buckets, heads] to AttentionParams.relative_bias."""
         max_len = self.max_model_len
         distances = torch.arange(-(max_len - 1), max_len, device=tensor.device)
         return F.pad(tensor[relative_buckets(distances, self.spec.num_buckets)].T, (0, 16)).contiguous()
@@ -275,8 +261,9 @@ def _scale_channels(x: Tensor, factors: Tensor | None) -> Tensor:
 
 
 def relative_buckets(distances: Tensor, num_buckets: int) -> Tensor:
-    """The bucket of each distance, key less query: half of them for keys behind the query, the nearest exact, farther
-    ones on a logarithmic scale up to FARTHEST (Raffel et al., 2020)."""
+    """Half the buckets are for keys after the query; near distances are exact, others logarithmic (Raffel et al.,
+    2020).
+    """
     half = num_buckets // 2
     num_exact = half // 2
     distance = distances.abs()

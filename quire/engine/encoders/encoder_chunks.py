@@ -1,5 +1,6 @@
-"""An encoder's computation in pieces, between which others have their turn: some tokens in one layer at a time. No
-piece changes a bit of what comes out, for kernels compute each token as if it was alone."""
+"""Chunks of an encoder's work, between which other steps can run: one layer of some tokens each. Results are
+bit-identical, because kernels compute tokens independently.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +15,13 @@ from quire.kernels.gpu.host_transfer import upload_arrays
 
 _T = TypeVar("_T")
 MAX_CHUNK_TOKENS = 1024
-"""Tokens that a piece computes at most. Linears gain nothing by more."""
+"""Linears gain nothing from more."""
 QKV_COST_SHARE = 0.25
-"""The part of a layer's linears that comes before its attention: three of twelve squares of the hidden size."""
+"""3 of a layer's 12 hidden_size² come before attention."""
 StepChunks = list[tuple[slice, AttentionMetadata]]
-"""A step as several, each with the place of its tokens."""
 
 
 def run_all_chunks(chunks: Generator[float, None, _T]) -> _T:
-    """The result of all pieces, one after the other: they yield what each weighs."""
     while True:
         try:
             next(chunks)
@@ -32,19 +31,18 @@ def run_all_chunks(chunks: Generator[float, None, _T]) -> _T:
 
 
 def chunk_cost(tokens: float, num_visible: float, hidden: int) -> float:
-    """What tokens weigh that see so many: as VisionSpec.encoder_cost has it."""
+    """In the unit of VisionSpec.encoder_cost."""
     return tokens * (1 + num_visible / (4 * hidden))
 
 
 def ragged_positions(lengths: np.ndarray) -> np.ndarray:
-    """Of all tokens of prompts of these lengths [S] int64, [T] int64."""
+    """[S] to [T] int64."""
     starts = np.cumsum(lengths) - lengths
     positions: np.ndarray = np.arange(lengths.sum()) - np.repeat(starts, lengths)
     return positions
 
 
 def count_kv_blocks(lengths: np.ndarray, block_size: int) -> int:
-    """That prompts of these lengths have, each its own."""
     return int((-(-lengths // block_size)).sum())
 
 
@@ -56,9 +54,9 @@ def make_chunks_with_metadata(
     *,
     has_rope_table: bool = False,
 ) -> StepChunks:
-    """A step that computes prompts of these lengths [S] int64 from their beginning, each on pages of its own; as
-    several of at most so many `max_rows` (None: as one), all of whose tokens see the same keys, once these are stored.
-    turned: tokens are turned by what a table says of their place in the step. Nothing waits for the device."""
+    """Chunks of at most `max_rows` tokens (None: one chunk) of prompts of `lengths` [S] int64. Store all keys before
+    any chunk attends. `has_rope_table`: RoPE reads one row per token. Does not wait for the device.
+    """
     num_blocks = -(-lengths // block_size)
     first_blocks, starts = np.cumsum(num_blocks) - num_blocks, np.concatenate(([0], np.cumsum(lengths)))
     longest, count = int(lengths.max()), int(lengths.sum())

@@ -1,6 +1,3 @@
-"""The Executor of an encoder: whole prompts in, vectors out. It has no pages, no sampler and nothing to keep but who
-was admitted."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -18,8 +15,6 @@ from quire.engine.layers.pooling import Pooler, PoolingChunk, postprocess_vector
 
 
 class CompletedStep:
-    """A step that is done."""
-
     def __init__(self, output: ModelRunnerOutput) -> None:
         self._output = output
 
@@ -28,8 +23,6 @@ class CompletedStep:
 
 
 class ImageEmbedder(Protocol):
-    """Makes vectors of images: see engine/worker/images/encoder_cache.py."""
-
     def run_scheduled_encoder_chunks(
         self, batch: SchedulerOutput, owner: Callable[[ScheduledRequest], NewRequestData]
     ) -> None: ...
@@ -46,8 +39,7 @@ class EncoderRunner:
         images: ImageEmbedder | None = None,
         padding_token: int | None = None,
     ) -> None:
-        """`images`: where they have vectors too. `padding_token`: the token that prompts are filled up with; None: they
-        are not."""
+        """`padding_token`: None for no padding."""
         self._model = model
         self._pooler = pooler
         self._images, self._padding_token = images, padding_token
@@ -104,16 +96,16 @@ class EncoderRunner:
         return False
 
     def make_block_mover(self) -> None:
-        """It keeps no pages."""
+        """No KV blocks."""
 
     def make_state_offload_mover(self) -> None:
-        """Nor slots."""
+        """No slots."""
 
     def preload_grammar_compiler(self) -> None:
         pass
 
     def _token_type_ids(self, rows: list[PoolingChunk]) -> Tensor | None:
-        """Which of two texts each token is of; None where there are no second ones."""
+        """[T] int64; None if all are 0."""
         if all(each.params.second_segment is None for each in rows):
             return None
         segments = np.zeros(sum(each.prompt_len for each in rows), dtype=np.int64)

@@ -1,5 +1,4 @@
-"""From a file's bytes to an image, within bounds. Files may be hostile: a server calls this in a process that may be
-killed."""
+"""Decodes image files. They may be hostile: a server does it in a process that may be killed."""
 
 from __future__ import annotations
 
@@ -15,36 +14,30 @@ if TYPE_CHECKING:
     from PIL import Image
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-"""Those that are read, by Pillow's names; of a GIF the first frame."""
+"""Pillow's names; of a GIF the first frame."""
 _MAX_SHOWN_CHARACTERS = 100
 FORMATS_TEXT = "a PNG, JPEG, WEBP or GIF file"
 MAX_FILE_BYTES = 20 << 20
-"""Of a file."""
 MAX_PIXELS = 25_000_000
-"""Of an image: a bomb is a few bytes that say they are more."""
+"""Stops decompression bombs."""
 
 
 _BAND_ROWS = 256
-"""Rows."""
 _SIXTEEN_BIT_MODES = ("I", "I;16", "I;16B", "I;16L")
-"""Modes of PNG files with 16 bits for each grey."""
+"""Pillow's modes of 16-bit PNGs."""
 _METADATA_CHUNKS = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
-"""Chunks of a PNG."""
 _ORIENTATION_TAG, _ROTATED_ORIENTATIONS = 0x0112, (5, 6, 7, 8)
-"""Of EXIF: the tag, and its values for an image that lies on its side."""
 
 
 def preload_decoders() -> None:
-    """Import what decodes: a process that is forked has it then. Without this Pillow imports its forty formats at the
-    first WEBP."""
+    """Call before a fork: Pillow would import forty formats at the first WEBP."""
     for name in ("PngImagePlugin", "JpegImagePlugin", "WebPImagePlugin", "GifImagePlugin", "ImageOps"):
         import_module(f"PIL.{name}")
 
 
 def open_image(content: bytes, where: str) -> Image.Image:
-    """An image whose size is known and whose pixels are not read yet. Raises InvalidRequest, naming the field `where`
-    the bytes came from."""
-    from PIL import Image  # it takes 30 ms, which a server without images need not spend
+    """Does not decode pixels. Raises InvalidRequest."""
+    from PIL import Image  # takes 30 ms
 
     preload_decoders()
     if len(content) > MAX_FILE_BYTES:
@@ -58,7 +51,7 @@ def open_image(content: bytes, where: str) -> Image.Image:
         raise
     except Image.DecompressionBombError:
         raise image_error(where, f"the image has more than {MAX_PIXELS:,} pixels") from None
-    except Exception:  # Pillow's formats raise any of theirs on what is broken
+    except Exception:  # a broken file may raise anything
         raise image_error(where, f"is not {FORMATS_TEXT}") from None
     if width * height > MAX_PIXELS:
         raise image_error(where, f"the image has {width} x {height} pixels; at most {MAX_PIXELS:,} are read")
@@ -68,19 +61,18 @@ def open_image(content: bytes, where: str) -> Image.Image:
 
 
 def upright_size(image: Image.Image) -> tuple[int, int]:
-    """Width and height as `decode_upright` will have them."""
+    """Width and height after `decode_upright`."""
     try:
         is_rotated = _read_exif(image).get(_ORIENTATION_TAG) in _ROTATED_ORIENTATIONS
     except MemoryError:
         raise
-    except Exception:  # broken, as Pillow finds again when it decodes
+    except Exception:  # broken; decoding will raise
         is_rotated = False
     return (image.height, image.width) if is_rotated else image.size
 
 
 def _read_exif(image: Image.Image) -> Image.Exif:
-    """What a file says beside its pixels. Of a PNG, Pillow would read all pixels to find out, and hold them; they are
-    read where something stands behind them."""
+    """For a PNG, Pillow's getexif decodes all pixels, so it is only called if metadata follows them."""
     from PIL import Image
 
     if image.format != "PNG" or not isinstance(file := getattr(image, "fp", None), io.BytesIO):
@@ -89,7 +81,6 @@ def _read_exif(image: Image.Image) -> Image.Exif:
 
 
 def _has_png_metadata_after_pixels(content: bytes) -> bool:
-    """Whether a PNG has a chunk behind its pixels that may say how it lies."""
     at, pixels = len(b"\x89PNG\r\n\x1a\n"), False
     while at + 8 <= len(content):
         kind = content[at + 4 : at + 8]
@@ -101,16 +92,16 @@ def _has_png_metadata_after_pixels(content: bytes) -> bool:
 
 
 def decode_upright(image: Image.Image, where: str) -> Image.Image:
-    """All pixels of an image in RGB, turned as its camera says, what is transparent on white. Raises InvalidRequest."""
+    """Decode to RGB, rotated by the EXIF orientation, transparency on white. Raises InvalidRequest."""
     from PIL import ImageOps
 
     try:
         image.load()
-        if image.getexif().get(_ORIENTATION_TAG, 1) != 1:  # else it would be a copy
+        if image.getexif().get(_ORIENTATION_TAG, 1) != 1:  # exif_transpose always copies
             image = ImageOps.exif_transpose(image)
-        if image.mode in _SIXTEEN_BIT_MODES:  # Pillow would make all but the darkest 256 greys white
+        if image.mode in _SIXTEEN_BIT_MODES:  # Pillow would clip all but the darkest 256 grays to white
             image = image.convert("I").point(lambda grey: grey * (1 / 257)).convert("L")
-            image.info.pop("transparency", None)  # a grey of 16 bits
+            image.info.pop("transparency", None)  # a 16-bit gray
         if "A" in image.getbands() or image.info.get("transparency") is not None:
             image = _composite_on_white(image)
         return image if image.mode == "RGB" else image.convert("RGB")
@@ -121,8 +112,7 @@ def decode_upright(image: Image.Image, where: str) -> Image.Image:
 
 
 def _composite_on_white(image: Image.Image) -> Image.Image:
-    """What is transparent on white, in RGB. A band of rows at a time: copies of a large image in all its colours would
-    take more memory than a worker may have."""
+    """In bands of rows: RGBA copies of a large image would exceed a worker's memory."""
     from PIL import Image
 
     composite = Image.new("RGB", image.size)
@@ -134,7 +124,7 @@ def _composite_on_white(image: Image.Image) -> Image.Image:
 
 
 def decode_data_url(url: str, where: str) -> bytes:
-    """The bytes of a data: URL in base64. Raises InvalidRequest."""
+    """Raises InvalidRequest."""
     head, comma, body = url.partition(",")
     if not comma or not head.lower().startswith("data:"):
         raise image_error(where, f"must be a data: URL with the image in base64, got {head[:_MAX_SHOWN_CHARACTERS]!r}")
@@ -160,5 +150,4 @@ def image_error(where: str, why: str) -> InvalidRequest:
 
 
 def param_of_field_path(where: str) -> str:
-    """The request's parameter that a field is in."""
     return where.partition("[")[0].partition(".")[0]

@@ -1,5 +1,3 @@
-"""Images of a prompt: the text that stands for them, and the spans of its tokens in whose place they are read."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,33 +19,26 @@ if TYPE_CHECKING:
 
 
 IMAGE_ROLES = ("user", "tool")
-"""Roles whose messages may have images."""
 IMAGE_ROLES_MESSAGE = "images are read in messages of the user and in results of tools"
 
 
 @dataclass(frozen=True, slots=True)
 class RequestImage:
-    """An image of a request."""
-
     field_path: str
-    """The field, for errors."""
     file_or_image: bytes | Pillow.Image
-    """A file, or what Pillow has read already."""
     low_detail: bool = False
-    """It is to take few tokens: it is not cut into tiles."""
+    """Do not cut into tiles."""
 
 
 @dataclass(frozen=True, slots=True)
 class MultimodalPrompt:
-    """A prompt's tokens, and what some of them stand for."""
-
     token_ids: list[int]
     spans: tuple[MediaSpan, ...]
     images: tuple[Image, ...]
 
 
 def make_multimodal_prompt_builder(path: Path, tokenizer: Tokenizer) -> MultimodalPromptBuilder | None:
-    """That of the model at `path`; None where it reads no images. Raises ModelError."""
+    """None if the model reads no images. Raises ModelError."""
     vision = read_vision_spec(path)
     template_image_token = None if vision is None else tokenizer.id_to_token(vision.template_image_token_id)
     return (
@@ -59,16 +50,13 @@ def make_multimodal_prompt_builder(path: Path, tokenizer: Tokenizer) -> Multimod
 
 @dataclass(frozen=True, slots=True)
 class MultimodalPromptBuilder:
-    """How a model reads images."""
-
     vision: VisionSpec
     template_image_token: str
-    """The text of the token that chat templates write for each image."""
+    """Chat templates write it for each image."""
     tokenizer: Tokenizer
 
     def expand_text(self, text: str, request_images: Sequence[RequestImage]) -> str:
-        """A rendered conversation with all that stands for its images. Raises InvalidRequest, naming the field, for an
-        image whose size cannot be read, and where the text itself holds the mark."""
+        """Raises InvalidRequest if an image's size cannot be read or the text contains a placeholder."""
         return self._expand_placeholders_in_text(
             text, self._make_layouts([self._open_image(each) for each in request_images], request_images)
         )
@@ -76,26 +64,24 @@ class MultimodalPromptBuilder:
     def make_multimodal_prompt(
         self, text: str, request_images: Sequence[RequestImage], encode: Callable[[str], list[int]]
     ) -> MultimodalPrompt:
-        """The prompt of a rendered conversation. encode: its token ids, checked for their number, which is known before
-        any pixel is read. Raises InvalidRequest as above, and for an image that cannot be decoded."""
+        """`encode` checks the token count before pixels are decoded. Raises InvalidRequest."""
         files = [self._open_image(each) for each in request_images]
         layouts = self._make_layouts(files, request_images)
         ids = encode(self._expand_placeholders_in_text(text, layouts))
         contents: list[Image] = []
-        for layout, each in zip(layouts, request_images, strict=True):  # one at a time has its pixels in memory
+        for layout, each in zip(layouts, request_images, strict=True):  # one file's pixels in memory at a time
             contents += self._decode_and_resize(layout, files.pop(0), each)
         spans = self._locate_spans(ids, [runs for layout in layouts for runs in layout.token_run_lengths], contents)
         return MultimodalPrompt(ids, spans, tuple({each.digest: each for each in contents}.values()))
 
     def make_image_only_prompt(self, request_image: RequestImage) -> MultimodalPrompt:
-        """The prompt of an image whose vector is its own: a token that stands for it. Raises InvalidRequest as
-        above."""
+        """Raises InvalidRequest."""
         (content,) = self.make_tiles_of_image(request_image)
         token = self.vision.image_token_id
         return MultimodalPrompt([token], (MediaSpan(0, 1, content.digest),), (content,))
 
     def make_tiles_of_image(self, request_image: RequestImage) -> list[Image]:
-        """What becomes of one image. Raises InvalidRequest as above."""
+        """Raises InvalidRequest."""
         file = self._open_image(request_image)
         (layout,) = self._make_layouts([file], [request_image])
         return self._decode_and_resize(layout, file, request_image)
@@ -149,7 +135,7 @@ class MultimodalPromptBuilder:
     def _locate_spans(
         self, ids: Sequence[int], runs: Sequence[Sequence[int]], contents: Sequence[Image]
     ) -> tuple[MediaSpan, ...]:
-        """Where the contents stand, whose tokens stand side by side in such runs."""
+        """`runs`: lengths of each content's runs of adjacent image tokens."""
         positions = [position for position, token in enumerate(ids) if token == self.vision.image_token_id]
         spans, begin = list[MediaSpan](), 0
         for content, counts in zip(contents, runs, strict=True):
@@ -176,8 +162,7 @@ class MultimodalPromptBuilder:
 def make_tiles_by_tile_digest(
     reader: MultimodalPromptBuilder, request_images: Iterable[RequestImage]
 ) -> dict[str, Image]:
-    """All that images become, cut into tiles and not, by digest in hexadecimal: what receipts name. Raises
-    InvalidRequest as `tiles`."""
+    """At both details, by hex digest, as in receipts. Raises InvalidRequest."""
     images = dict[str, Image]()
     for each in request_images:
         for low in (False, True):

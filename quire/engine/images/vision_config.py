@@ -1,8 +1,3 @@
-"""Reads what a model's files say of images: its tower, its connector, and how an image is prepared for them. No torch.
-
-A family is a file of engine/families/vision.
-"""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -22,18 +17,16 @@ from quire.engine.families.base.vision.vision_spec import VisionConfig, VisionSp
 from quire.engine.gguf.model_files import ModelFiles
 
 ENCODER_CACHE_BYTES = 256 << 20
-"""Of images' features that an engine keeps. What was let go of is made again, to the same bits."""
+"""Evicted features are recomputed to the same bits."""
 
 
 def can_read_images(raw: Mapping[str, Any]) -> bool:
-    """Whether images are read for a config.json of this kind."""
     family = find_multimodal_family(raw.get("model_type"))
     return family is not None and family.read_vision_spec is not None and raw.get("vision_config") is not None
 
 
 def read_vision_spec(path: Path, raw: Mapping[str, Any] | None = None) -> VisionSpec | None:
-    """What the model at `path` reads of images; None where it reads none. raw: its config.json, where that has another
-    name. Raises ModelError, naming a wrong field."""
+    """None if the model reads no images. `raw`: a config.json of another name. Raises ModelError."""
     files = ModelFiles(path)
     content, label = files.read_json_file("config.json") if raw is None else raw, files.file_label("config.json")
     if content is None or not can_read_images(content):
@@ -45,9 +38,7 @@ def read_vision_spec(path: Path, raw: Mapping[str, Any] | None = None) -> Vision
 
 
 def count_vision_and_linear_parameters(raw: Mapping[str, Any], text_size: int) -> tuple[int, int]:
-    """Parameters of the tower and connector of a config.json, beside a text part whose hidden states have this size,
-    and those of them that few bits can hold; 0 where it has none that is read. Raises ModelError, naming a wrong
-    field."""
+    """All parameters, and those that can be quantized; 0, 0 without images. Raises ModelError."""
     if not can_read_images(raw):
         return 0, 0
     vision = _make_vision_spec(raw, {}, "config.json", parameters_only=True)
@@ -57,7 +48,7 @@ def count_vision_and_linear_parameters(raw: Mapping[str, Any], text_size: int) -
 def _make_vision_spec(
     content: Mapping[str, Any], preprocessor: PreprocessorFields, label: str, *, parameters_only: bool = False
 ) -> VisionSpec:
-    """What the files say. Raises ModelError."""
+    """Raises ModelError."""
     vision_config, text = content.get("vision_config") or {}, content.get("text_config") or {}
     if not isinstance(vision_config, dict):
         raise ModelError(f"model: {label}: vision_config: expected object")
@@ -71,7 +62,7 @@ def _make_vision_spec(
 
 
 def _read_preprocessor(files: ModelFiles, *, normalizes: bool) -> PreprocessorFields:
-    """normalizes: the family's pixels must be."""
+    """Raises ModelError for disabled steps. do_normalize may be off unless `normalizes`."""
     name, other = "preprocessor_config.json", "processor_config.json"
     content = files.read_json_file(name)
     if content is None:

@@ -1,5 +1,3 @@
-"""Where a model's adapters live: a slot of every linear, and of the embedding, for each adapter that is at hand."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -18,43 +16,35 @@ from quire.kernels.backend import AdapterSlotSpec, Backend, Linear, LinearContex
 
 @dataclass(frozen=True, slots=True)
 class LoRALayerWeights:
-    """What an adapter trained for one module: x @ down.T @ up.T is added to its outputs."""
+    """Adds x @ down.T @ up.T to a module's outputs."""
 
     down: Tensor
-    """[rank, in_features]; of an embedding [rank, vocab]."""
+    """[rank, in_features]; for the embedding [rank, vocab]."""
     up: Tensor
     """[out_features, rank], times the adapter's scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
-    """One adapter in the form that the model's parts take."""
-
     linears: Mapping[int, Any]
-    """By the linear's number: what its `pack` made."""
     embedding: tuple[Tensor, Tensor] | None
     """[vocab, rank] and [hidden, rank]."""
 
 
 @dataclass(frozen=True, slots=True)
 class _TargetModuleLocation:
-    """A module that may have a low-rank part: some outputs of a linear."""
-
     linear_index: int
     first_output: int
     linear_slice: LinearSlice
 
 
 class AdapterManager:
-    """Collects the linears of a model while it is loaded; then adapters may be packed, by any thread, and put into
-    slots, between steps."""
+    """Collects a model's linears during loading. Any thread may pack adapters; put them into slots between steps."""
 
     def __init__(
         self, backend: Backend, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`num_slots`: slots, from 1 on."""
         self.absent_module_prefixes: tuple[str, ...] = ()
-        """What the names begin with of modules that other processes have."""
         self._backend = backend
         self._num_slots = num_slots
         self._max_rank = max_rank
@@ -67,8 +57,7 @@ class AdapterManager:
     def add_slots_to_linear(
         self, linear: Linear, parts: Mapping[str, int], in_features: int, cuts: Mapping[str, LinearSlice], *, wide: bool
     ) -> Linear:
-        """The linear with room for adapters. `parts`: the modules that are joined in it, with their out_features; it
-        has what `cuts` says of each."""
+        """`parts`: out_features by module."""
         sizes = [cuts[name].sliced_sizes(outs, in_features) for name, outs in parts.items()]
         output_sizes, inner = tuple(own for own, _ in sizes), sizes[0][1]
         for name, first in zip(parts, accumulate(output_sizes, initial=0), strict=False):
@@ -80,11 +69,11 @@ class AdapterManager:
 
     @property
     def supports_embeddings(self) -> bool:
-        """On a GPU, whose steps must not wait for the host, adapters have linears alone."""
+        """Embedding deltas wait for the host, which GPU steps must not."""
         return self._device.type == "cpu"
 
     def pack_adapter(self, modules: Mapping[str, LoRALayerWeights]) -> PackedAdapter:
-        """An adapter's tensors by module. Any thread may call it."""
+        """Thread-safe."""
         deltas: dict[int, list[LoraDelta]] = {}
         embedding = None
         for name, weights in sorted(modules.items(), key=lambda item: self._target_sort_key(item[0])):
@@ -94,7 +83,7 @@ class AdapterManager:
             if name == EMBED_TOKENS:
                 embedding = (down.t().contiguous(), up)
             else:
-                if (target := self._targets.get(name)) is None:  # a model that makes vectors alone has no head
+                if (target := self._targets.get(name)) is None:  # an embedding model has no head
                     raise AdapterError(f"{name}: the model is served without it")
                 delta = (each.contiguous() for each in target.linear_slice.slice_lora(down, up))
                 deltas.setdefault(target.linear_index, []).append(LoraDelta(target.first_output, *delta))
@@ -103,7 +92,7 @@ class AdapterManager:
         )
 
     def put_adapter(self, slot: int, adapter: PackedAdapter) -> None:
-        """From the next step on, the rows of this slot are this adapter's."""
+        """Takes effect with the next step."""
         for number, linear in enumerate(self._linears):
             linear.put_adapter(slot, adapter.linears.get(number))
         self._embeddings.pop(slot, None)
@@ -111,8 +100,7 @@ class AdapterManager:
             self._embeddings[slot] = adapter.embedding
 
     def add_embedding_deltas(self, x: Tensor, token_ids: Tensor, context: LinearContext) -> Tensor:
-        """Embeddings [T, hidden] with what the tokens' adapters add to them. Row by row, so that a row's bits depend on
-        nothing else: few adapters have an embedding."""
+        """Row by row, so that a row's bits depend on nothing else."""
         if context.adapter_slots is None or not self._embeddings:
             return x
         for row, slot in enumerate(context.adapter_slots.tolist()):

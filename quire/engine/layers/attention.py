@@ -1,4 +1,4 @@
-"""Grouped-query attention (Ainslie et al., 2023) over paged keys and values, with the norms around it."""
+"""Grouped-query attention (Ainslie et al., 2023)."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ from quire.kernels.quantized_tensors import Activations
 
 
 class PagedKVSublayer(Sublayer):
-    """It keeps keys and values in pages."""
-
     def __init__(self, spec: AttentionLayerSpec, build_context: BuildContext, kv_heads: int) -> None:
         """`kv_heads`: this rank's."""
         self._spec = spec
@@ -41,7 +39,6 @@ class PagedKVSublayer(Sublayer):
         self._kv_heads = kv_heads
 
     def block_tensor_specs(self, num_blocks: int) -> tuple[CacheTensorSpec, ...]:
-        """A key cache and a value cache."""
         if self._spec.kv_source_layer is not None:
             return ()
         kind = self._build_context.kv_dtype
@@ -73,7 +70,7 @@ class Attention(PagedKVSublayer):
         self._cos_sin = None if spec.rope is None else build_context.rope_table(spec.rope, dim)
         self._axis_indices: Tensor | None = None
         if spec.mrope_axes is not None:
-            rest = dim // 2 - len(spec.mrope_axes)  # frequencies that are not turned at all
+            rest = dim // 2 - len(spec.mrope_axes)  # unrotated frequencies
             self._axis_indices = torch.tensor([*spec.mrope_axes, *[0] * rest] * 2, device=build_context.device)
         self._prefix = prefix = f"{layer}.self_attn"
         q, k, v, out = (f"{prefix}.{name}_proj" for name in "qkvo")
@@ -148,7 +145,7 @@ class Attention(PagedKVSublayer):
 
     @cached_property
     def rope_params(self) -> QKNormRopeParams:
-        """How heads are rotated and stored, once its weights are there."""
+        """Needs loaded weights."""
         spec, (q_norm, k_norm) = (
             self._spec,
             (self._head_norms.get_weight(f"{self._prefix}.{name}_norm") for name in "qk"),
@@ -168,8 +165,7 @@ class Attention(PagedKVSublayer):
         return QKNormRopeParams(spec.head_dim, self._cos_sin, q_norm, k_norm, spec.norm.eps, *extras)
 
     def _rope_params_at_mrope_positions(self, axes: Tensor) -> QKNormRopeParams:
-        """With a row for each token of a step: frequencies are turned by that one of its coordinates [T, 3] which they
-        are of. The numbers are the table's, so that a token has the same bits with three equal coordinates."""
+        """Each frequency uses one coordinate of a token [T, 3]. Three equal ones give the same bits as a position."""
         assert self._cos_sin is not None
         return replace(self.rope_params, cos_sin=self._cos_sin.gather(0, axes[:, self._axis_indices]))
 

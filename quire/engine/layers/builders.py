@@ -1,5 +1,3 @@
-"""Which module computes a sublayer, by the class of its spec."""
-
 from __future__ import annotations
 
 from functools import singledispatch
@@ -32,7 +30,7 @@ from quire.engine.layers.sublayer import BuildContext, Sublayer
 
 @singledispatch
 def build_sublayer(spec: SublayerSpec, build_context: BuildContext, layer: str) -> Sublayer:
-    """`layer`: the layer's name in the checkpoint."""
+    """`layer`: its name in the checkpoint."""
     raise NotImplementedError(f"no module is registered for {type(spec).__name__}")
 
 

@@ -1,5 +1,3 @@
-"""The table of token embeddings, which may be the output head as well, and that of learned positions."""
-
 from __future__ import annotations
 
 from functools import partial
@@ -17,8 +15,6 @@ _EMBED_WEIGHT = f"{EMBED_TOKENS}.weight"
 
 
 class Embedding:
-    """Fill it by way of `parameters()` before use."""
-
     def __init__(
         self,
         build_context: BuildContext,
@@ -28,9 +24,7 @@ class Embedding:
         embeds_tokens: bool = True,
         scale: float,
     ) -> None:
-        """`tied`: it is the head as well; `embeds_tokens`: somebody asks for rows; `scale`: what embeddings are
-        multiplied by, in their dtype. The context's adapters: where the head gets room for some, if it does, and who
-        adds those of embeddings; its shard: whose part of the vocabulary it has."""
+        """`tied`: also the LM head. `embeds_tokens`: False for a head alone."""
         self._shard = build_context.shard
         self._cut = build_context.shard.output_slice(vocab_size)
         self._vocab_size = vocab_size
@@ -58,14 +52,13 @@ class Embedding:
         }
 
     def embed_tokens(self, token_ids: Tensor, context: LinearContext) -> Tensor:
-        """[T] to [T, hidden], the caller's own."""
+        """[T] to a new tensor [T, hidden]."""
         x = self.lookup_rows(token_ids)
         if self._adapters is not None:
             x = self._adapters.add_embedding_deltas(x, token_ids, context)
         return x if self.scale == 1 else x.mul_(self.scale)
 
     def lookup_rows(self, token_ids: Tensor) -> Tensor:
-        """The same, not scaled."""
         assert self._table is not None, "weights are not loaded"
         if (vocab_range := self._cut.output_range) is None:
             return self._table.embed_tokens(token_ids)
@@ -77,7 +70,7 @@ class Embedding:
 
     @property
     def lm_head(self) -> Linear:
-        """Logits by the same weight, float32, where it is tied; of the rank's part of the vocabulary."""
+        """float32, of this rank's vocabulary."""
         assert self._lm_head is not None, "it is not the head, or its weights are not loaded"
         return self._lm_head
 
@@ -90,8 +83,6 @@ class Embedding:
 
 
 class PositionEmbedding:
-    """A learned table of positions, which is added to the embeddings. Fill it by way of `parameters()` before use."""
-
     def __init__(self, max_positions: int, hidden_size: int, dtype: torch.dtype) -> None:
         self._shape, self._dtype = (max_positions, hidden_size), dtype
         self._table: dict[str, Tensor] = {}
@@ -102,5 +93,5 @@ class PositionEmbedding:
         }
 
     def add_positions(self, x: Tensor, positions: Tensor) -> Tensor:
-        """To embeddings [T, hidden], the caller's own."""
+        """In place."""
         return x.add_(F.embedding(positions, self._table[EMBED_POSITIONS]))

@@ -1,5 +1,3 @@
-"""Linears of one input as one matrix product: query, key and value; gate and up."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -17,17 +15,16 @@ from quire.kernels.quantized_tensors import Activations
 
 
 class Projection(Protocol):
-    """What a part multiplies its input with."""
-
     def parameters(self) -> ParameterTable: ...
 
     def project(self, ops: Operations, x: Activations, context: LinearContext) -> Tensor:
-        """[T, in_features] to [T, out_features]. x stays."""
+        """[T, in_features] to [T, out_features]. Does not modify x."""
 
 
 class FusedLinear:
-    """Linears with the same input, joined into one. Tensors are put one by one; with the last one all are packed and
-    the unpacked ones dropped, so that loading never holds much more than the model."""
+    """Linears with one input, such as q, k, v. The last tensor triggers packing, so that loading never holds much more
+    than the model.
+    """
 
     def __init__(
         self,
@@ -40,8 +37,7 @@ class FusedLinear:
         adapters: AdapterManager | None = None,
         cuts: Mapping[str, LinearSlice] | None = None,
     ) -> None:
-        """`parts`: name in the checkpoint to out_features, in the order in which they are joined. `adapters`: where it
-        gets room for some, if it does. `cuts`: what of each of the parts a rank has; None: all."""
+        """`parts`: out_features, in output order. `wide`: float32 results. `cuts`: this rank's slices."""
         self._part_sizes = parts, in_features
         self._cuts = dict.fromkeys(parts, FULL_LINEAR) if cuts is None else cuts
         self._adapters = adapters
@@ -56,7 +52,6 @@ class FusedLinear:
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        """Of its parts in the checkpoint."""
         return tuple(self._tensor_specs)
 
     @property
@@ -68,7 +63,6 @@ class FusedLinear:
         return ops.apply_linear(self.packed_linear, x, context)
 
     def share_weights(self, names: tuple[str, ...]) -> SharedLinear:
-        """Another use of the same weights, where its parts are called so."""
         parts, in_features = self._part_sizes
         renamed_parts = dict(zip(parts, names, strict=True))
         sizes = {renamed_parts[part]: size for part, size in parts.items()}, in_features
@@ -77,7 +71,7 @@ class FusedLinear:
         return use
 
     def watch_inputs(self, on_input: Callable[[Tensor], None]) -> None:
-        """Let `on_input` have what it reads, [rows, in_features], from now on. No backend records a watched one."""
+        """`on_input` gets [rows, in_features]. Backends do not record a watched linear."""
         packed = self.packed_linear
 
         def watched_linear(x: Tensor, context: LinearContext) -> Tensor:
@@ -114,25 +108,23 @@ class FusedLinear:
 
 
 class SharedLinear:
-    """A further use of a FusedLinear's weights, in another layer. It has adapters of its own."""
+    """Another use of a FusedLinear's weights, with its own adapters."""
 
     def __init__(
         self, adapters: AdapterManager | None, sizes: tuple[dict[str, int], int], cuts: Mapping[str, LinearSlice]
     ) -> None:
-        """`sizes`: as FusedLinear's parts and in_features."""
         self._adapters = adapters
         self._part_sizes = sizes
         self._cuts = cuts
         self._packed_linear: Linear | None = None
 
     def set_weights(self, packed: Linear) -> None:
-        """The weights, once they are there."""
         self._packed_linear = packed
         if self._adapters is not None:
             self._packed_linear = self._adapters.add_slots_to_linear(packed, *self._part_sizes, self._cuts, wide=False)
 
     def parameters(self) -> ParameterTable:
-        """None but those of the use that has the weights."""
+        """Loaded by the weights' owner."""
         return {}
 
     def project(self, ops: Operations, x: Activations, context: LinearContext) -> Tensor:
@@ -141,8 +133,7 @@ class SharedLinear:
 
 
 class DequantizedWeightLoader:
-    """A linear whose weights a part takes as numbers, to make others of them; what is stored in few bits is expanded.
-    It has no bias, and no room for adapters."""
+    """Has no bias and no adapters."""
 
     def __init__(
         self,
@@ -153,8 +144,7 @@ class DequantizedWeightLoader:
         cut: LinearSlice,
         on_loaded: Callable[[Tensor], None],
     ) -> None:
-        """`cut`: what of it a rank has. `on_loaded` gets the rank's weights, [out, in] of the model's type, once all of
-        its tensors are there."""
+        """`on_loaded` gets [out, in] in the model's dtype."""
         self._scheme = scheme
         self._name = name
         self._slice = cut

@@ -1,8 +1,9 @@
-"""Latent attention (MLA: DeepSeek-V2, 2024): pages keep one latent and one rotated key of each token, for all heads.
+"""Multi-head latent attention (DeepSeek-V2, 2024): a block keeps one latent and one rotated key per token for all
+heads.
 
-Queries of every row are brought into the latents' space (the absorbed form), in prompts as in decodes, so that a row's
-bits depend on nothing but the row. Where they need not, a backend may have keys and values of all heads made of a
-prompt's latents instead (`ExpandablePerHeadLinear`), which rounds differently."""
+Queries are absorbed into latent space, also in prefill, so that a row's bits depend on the row alone. If that is not
+required, a backend may expand latents instead (`ExpandablePerHeadLinear`), which rounds differently.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from quire.kernels.mla.per_head_linear import ExpandablePerHeadLinear, as_worthw
 
 
 class MLAttention(Sublayer):
-    """Ranks have some of the heads each, and all latents."""
+    """A rank has some heads and all latents."""
 
     def __init__(self, spec: MLALayerSpec, build_context: BuildContext, layer: str) -> None:
         shard = build_context.shard
@@ -76,7 +77,7 @@ class MLAttention(Sublayer):
         return SmoothableNorm(self._input_norm, offset, (self._q_a, self._kv_a)), low
 
     def block_tensor_specs(self, num_blocks: int) -> tuple[CacheTensorSpec, ...]:
-        """Latents with their rotated keys, as keys of one head; values are their beginnings."""
+        """Keys of one head: latent and rotated key. Values are their prefix."""
         kind = self._build_context.kv_dtype
         shape = self._build_context.backend.kv_cache_shape(num_blocks, 1, self._spec.head_dim, kind)
         return (CacheTensorSpec(shape, kind),)
@@ -137,15 +138,14 @@ class MLAttention(Sublayer):
         self, cache: Tensor, part: AttentionMetadata
     ) -> ExpandablePerHeadLinear | None:
         assert self._absorb_queries is not None
-        if self._build_context.shard.is_context_parallel:  # this step's latents are on several ranks
+        if self._build_context.shard.is_context_parallel:  # latents are spread over ranks
             return None
         return as_worthwhile_expandable_or_none(self._absorb_queries, cache, part)
 
     def _attend_decode_and_prefill(
         self, ops: Operations, q: Tensor, kv: Tensor, cache: Tensor, parts: Sequence[AttentionMetadata]
     ) -> Tensor:
-        """What attention gives, [T, heads * value]; of parts whose latents are expanded without absorbing their
-        queries."""
+        """[T, heads * value]; expands latents where worthwhile."""
         assert self._absorb_queries is not None
         assert self._expand_values is not None
         sizes, outputs = [len(part.positions) for part in parts], list[Tensor]()
@@ -167,7 +167,6 @@ class MLAttention(Sublayer):
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def _pack_kv_b(self, weight: Tensor) -> None:
-        """Of kv_b_proj, what absorbs queries, and what makes values of what attention gives."""
         spec, pack = self._spec, self._build_context.backend.pack_per_head_linear
         heads = weight.view(self._num_heads, spec.qk_nope_head_dim + spec.v_head_dim, spec.kv_lora_rank)
         self._absorb_queries = pack(

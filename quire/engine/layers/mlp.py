@@ -1,4 +1,4 @@
-"""The feed-forward part of a layer: a gated MLP (Shazeer, 2020), or one without a gate, with the norms around it."""
+"""MLP, gated (Shazeer, 2020) or not."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ from quire.kernels.quantized_tensors import Activations
 
 
 class MLP(Sublayer):
-    """The dense feed-forward part of a layer."""
-
     def __init__(self, spec: MLPSpec, build_context: BuildContext, layer: str) -> None:
         self._spec = spec
         self._shard = build_context.shard
@@ -45,7 +43,7 @@ class MLP(Sublayer):
     def parameters(self) -> ParameterTable:
         table = merge_parameters(self._norms, self._up, self._down)
         prefix, weights = f"{self._prefix}.act_fn", self._activation_weights
-        alphas = ("alpha_p", "alpha_n")  # stored as what softplus makes positive
+        alphas = ("alpha_p", "alpha_n")  # stored before softplus
         table |= self._shapes.make_parameters(weights, prefix, alphas, transform=F.softplus)
         return table | self._shapes.make_parameters(weights, prefix, ["beta"])
 
@@ -81,5 +79,5 @@ class MLP(Sublayer):
     def _activate(self, ops: Operations, x: Tensor) -> Activations:
         if not self._spec.gated:
             return ops.apply_activation(x, self._activation)
-        x = scale_tensor(ops, x, self._spec.multipliers[0])  # what the gate is multiplied with too: see the end
+        x = scale_tensor(ops, x, self._spec.multipliers[0])  # scales the gate as well; undone after down_proj
         return activate_gate_up(ops, x, self._down, gelu=self._spec.activation == "gelu_tanh")

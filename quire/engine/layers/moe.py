@@ -1,4 +1,4 @@
-"""A mixture of experts in an MLP's place (Shazeer et al., 2017): a router chooses some MLPs for each token."""
+"""Mixture of experts (Shazeer et al., 2017)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _RELU_SQUARED = Activation("relu2")
 
 
 class SparseMoE(Sublayer):
-    """The sparse feed-forward part of a layer. Of its linears those of shared experts, and those around experts of
-    smaller vectors, have room for adapters. Each rank has a part of every expert, or some of them whole, and the whole
-    router."""
+    """Only shared experts and latent projections take adapters. Ranks have parts of experts or whole experts, and the
+    whole router.
+    """
 
     def __init__(self, spec: MoELayerSpec, build_context: BuildContext, layer: str) -> None:
         backend, scheme = build_context.expert_packing or (build_context.backend, build_context.scheme)
@@ -90,7 +90,7 @@ class SparseMoE(Sublayer):
         return None if name is None else self._weights[name]
 
     def process_weights_after_loading(self) -> None:
-        assert self._packed_moe is not None  # makes it
+        assert self._packed_moe is not None  # packs the experts
 
     def forward(
         self, ops: Operations, x: Tensor, residual: Tensor | None, step: ForwardContext
@@ -105,7 +105,7 @@ class SparseMoE(Sublayer):
         routed = x if scale is None else ops.rms_norm(residual, scale, self._spec.norm.eps)
         shared_output = (
             None if self._shared_expert is None else self._shared_expert.compute_output_and_gate(ops, normed, step)
-        )  # before x goes
+        )  # before x may be overwritten
         latent = self._latent
         x = ops.run_moe(self._packed_moe, x if latent is None else latent.project_in(ops, normed, step), routed)
         x = x if latent is None else latent.project_out(ops, x, step)
@@ -137,8 +137,6 @@ class SparseMoE(Sublayer):
 
 
 class _SharedExpert:
-    """What every token has beside its experts."""
-
     def __init__(
         self, spec: SharedExpertSpec, shapes: SublayerShapes, build_context: BuildContext, layer: str, *, gated: bool
     ) -> None:
@@ -156,13 +154,13 @@ class _SharedExpert:
 
     @property
     def input_linear(self) -> FusedLinear:
-        """What reads x, beside the gate, which never has few bits."""
+        """Not the gate, which is never quantized."""
         return self._up
 
     def compute_output_and_gate(
         self, ops: Operations, x: Activations, step: ForwardContext
     ) -> tuple[Tensor, Tensor | None]:
-        """What they give for x [T, hidden], and their gate's numbers [T, 1], if there is one."""
+        """[T, hidden], and gate [T, 1] if any."""
         up = ops.apply_linear(self._up.packed_linear, x, step.linear_context)
         activated = activate_gate_up(ops, up, self._down) if self._is_gated else ops.apply_activation(up, _RELU_SQUARED)
         output = ops.apply_linear(self._down.packed_linear, activated, step.linear_context)
@@ -171,13 +169,14 @@ class _SharedExpert:
         )
 
     def add_output(self, ops: Operations, output: Tensor, gate: Tensor | None, routed: Tensor) -> Tensor:
-        """That and what the experts have given, which it may overwrite."""
+        """May overwrite `routed`."""
         return ops.add_residual(output, routed) if gate is None else ops.add_gated(output, gate, routed)
 
 
 class _LatentProjections:
-    """What stands around experts of smaller vectors, whole on every rank: the second linear takes what this rank's
-    experts give, so that its results are summed with those of the shared ones."""
+    """Replicated. The output projection takes this rank's partial sum, so that one reduction suffices for shared
+    experts too.
+    """
 
     def __init__(self, spec: LatentMoESpec, shapes: SublayerShapes, shard: ModelShard, layer: str) -> None:
         input_name, output_name = (f"{layer}.{name}" for name in spec.projection_names)
@@ -188,7 +187,7 @@ class _LatentProjections:
         return self.input_linear.parameters() | self._output_linear.parameters()
 
     def project_in(self, ops: Operations, x: Activations, step: ForwardContext) -> Tensor:
-        """What the experts read. x [T, hidden] stays."""
+        """Does not modify x."""
         return self.input_linear.project(ops, x, step.linear_context)
 
     def project_out(self, ops: Operations, x: Tensor, step: ForwardContext) -> Tensor:
@@ -198,7 +197,7 @@ class _LatentProjections:
 def _make_replicated_dense_linear(
     shapes: SublayerShapes, build_context: BuildContext, name: str, dtype: torch.dtype, *, wide: bool = False
 ) -> FusedLinear:
-    """A linear that each rank has whole and that never has few bits: choices would change."""
+    """Never quantized: routing would change."""
     scheme = UnquantizedScheme(build_context.backend, dtype)
     return shapes.with_context(scheme=scheme, adapters=None).make_linear([name], wide=wide)
 
@@ -206,7 +205,7 @@ def _make_replicated_dense_linear(
 def _make_mlp_linears(
     shapes: SublayerShapes, shard: ModelShard, prefix: str, names: tuple[str, str, str]
 ) -> tuple[FusedLinear, FusedLinear]:
-    """This rank's part of an MLP whose gate, if it has one, up and down are called so: what reads, as one; and down."""
+    """Gate and up (fused), and down."""
     gate, up, down = (f"{prefix}.{name}" for name in names)
     size, input_names = shapes.in_features(down), [name for name in (gate, up) if name in shapes]
     return (
@@ -216,7 +215,7 @@ def _make_mlp_linears(
 
 
 def _empty_slice(tensor: Tensor) -> Tensor:
-    """Of another rank's expert: its bytes are not read."""
+    """Reads nothing of another rank's expert."""
     return tensor.new_empty(0)
 
 

@@ -1,5 +1,4 @@
-"""The weights of norms, RMSNorms (Zhang and Sennrich, 2019) or LayerNorms (Ba et al., 2016), by the names that a part
-of a layer gives them; and those of a single LayerNorm."""
+"""RMSNorm (Zhang and Sennrich, 2019) and LayerNorm (Ba et al., 2016) weights."""
 
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ from quire.kernels.quantized_tensors import Activations, choose_rounding_and_nee
 
 
 class NormWeights:
-    """Loaded weights as kernels take them: float32."""
+    """float32."""
 
     def __init__(self, names: dict[str, int], dtype: torch.dtype, spec: NormSpec) -> None:
-        """`names`: name in the checkpoint to size."""
+        """`names`: sizes by checkpoint name."""
         self._sizes_by_name = names
         self._dtype = dtype
         self._spec = spec
@@ -28,12 +27,11 @@ class NormWeights:
         self._biases: dict[str, Tensor] = {}
 
     def get_weight(self, name: str) -> Tensor | None:
-        """None for a norm that the model does not have."""
+        """None without such a norm."""
         return self._weights[name] if name in self._sizes_by_name else None
 
     def add_and_norm(self, ops: Operations, name: str, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(the norm of x + residual, x + residual), where there is a stream yet; twice the latter for a norm that the
-        model does not have. `ops` may overwrite both."""
+        """(norm(x + residual), x + residual), without such a norm the sum twice. May overwrite both."""
         if residual is None:
             return self.apply_norm(ops, name, x), x
         if name not in self._sizes_by_name:
@@ -54,8 +52,7 @@ class NormWeights:
         *,
         parallel: bool = False,
     ) -> tuple[Activations, Tensor]:
-        """The same or, where a part is `parallel` to the one before it, (the norm of residual, residual). These linears
-        alone read the norm: it has 8 bits where they multiply it so."""
+        """Quantizes the norm to 8 bits if its only readers take that. `parallel`: (norm(residual), residual)."""
         if parallel:
             assert residual is not None
             x, residual = residual, None
@@ -70,7 +67,7 @@ class NormWeights:
         return form.norm_and_round(x, residual, self._weights[name], bias, self._spec.eps, whole=whole)
 
     def apply_norm(self, ops: Operations, name: str, x: Tensor) -> Tensor:
-        """x itself for a norm that the model does not have."""
+        """Without such a norm, x."""
         if name not in self._sizes_by_name:
             return x
         weight, eps = self._weights[name], self._spec.eps
@@ -101,7 +98,7 @@ class NormWeights:
 
 
 class LayerNormWeights:
-    """Loaded weights as kernels take them: float32; the bias is zero where the model has none."""
+    """float32; the bias is zero if the model has none."""
 
     def __init__(self, name: str, size: int, *, bias: bool) -> None:
         self._name, self._size = name, size

@@ -1,4 +1,4 @@
-"""How checkpoint tensors reach a model: a table of names, each with the shape it must have and where it goes."""
+"""How checkpoint tensors reach a model. A module is ready once all of its `parameters()` are loaded."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 EarlySliceAxes = Literal["nothing", "outputs", "all"]
-"""What of a rank's part of a linear is cut out when a tensor is read: which of its axes. The rest is cut when the
-tensors of the linear are put together."""
+"""Axes of a rank's slice that are cut on reading; the others are cut on packing."""
 
 
 def identity(tensor: Tensor) -> Tensor:
@@ -21,18 +20,15 @@ def identity(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LoadableParameter:
-    """One tensor of the checkpoint, still to come."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """Floating-point tensors are cast to it when they are read; any other must be stored as it."""
+    """Floating-point tensors are cast to it; others must be stored so."""
     weight_loader: Callable[[Tensor], None]
-    """Takes the tensor, of this dtype and on the model's device."""
+    """Takes a tensor of this dtype on the model's device."""
     slice_tensor: Callable[[Tensor], Tensor] = identity
-    """What is read of it; `weight_loader` takes that."""
+    """Applied on reading."""
 
     def combine_weight_loaders(self, other: LoadableParameter) -> LoadableParameter:
-        """Of two parts, to which the same goes."""
         assert (self.shape, self.dtype) == (other.shape, other.dtype)
 
         def load_both(tensor: Tensor) -> None:
@@ -53,9 +49,6 @@ def make_loadable_parameter(
     transform: Callable[[Tensor], Any] = identity,
     slice_tensor: Callable[[Tensor], Tensor] = identity,
 ) -> LoadableParameter:
-    """A tensor of the checkpoint, of which `weights[key]` becomes what `transform` returns. `slice_tensor`: as
-    Parameter has it."""
-
     def store_tensor(tensor: Tensor) -> None:
         weights[key] = transform(tensor)
 
@@ -63,7 +56,6 @@ def make_loadable_parameter(
 
 
 def make_row_slicer(rows: range) -> Callable[[Tensor], Tensor]:
-    """A cut that takes these rows of the first axis."""
     return partial(torch.narrow, dim=0, start=rows.start, length=len(rows))
 
 
@@ -72,5 +64,4 @@ class Parametrized(Protocol):
 
 
 def merge_parameters(*parts: Parametrized | None) -> ParameterTable:
-    """The parameters of all parts together. None has no parameters."""
     return {name: each for part in parts if part is not None for name, each in part.parameters().items()}

@@ -1,5 +1,3 @@
-"""Linears after the pooling: dense modules of embedding models, and heads of classifiers."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -24,7 +22,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class PoolerHead:
-    """Pooled hidden states [R, hidden] to vectors [R, size], computed in float32. Fill it by way of `parameters()`."""
+    """Dense modules or a classifier: [R, hidden] to [R, size], in float32."""
 
     def __init__(self, layer_specs: Sequence[HeadLayerSpec], backend: Backend) -> None:
         self._layer_specs = layer_specs

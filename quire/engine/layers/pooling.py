@@ -1,6 +1,3 @@
-"""One vector of each prompt, or of each of its tokens, however the prompt is cut into chunks and whatever shares its
-steps."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -19,16 +16,14 @@ from quire.kernels.backend import Backend
 from quire.kernels.gpu.other_devices import accumulation_dtype
 
 PoolerHeadFunction = Callable[[Tensor], Tensor]
-"""Pooled hidden states [R, hidden] to vectors [R, size] float32."""
+"""[R, hidden] to [R, size] float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingChunk:
-    """A step's part of a prompt whose vector is wanted."""
-
     scheduled: ScheduledRequest
     first_row: int
-    """Where the row's tokens begin in the step."""
+    """Index of its first token in the step."""
     prompt_len: int
     """Tokens of the whole prompt."""
     params: PoolingParams
@@ -39,8 +34,7 @@ class PoolingChunk:
 
 
 class Pooler:
-    """Sums are float64, where the device has it, and grow token by token, so they do not depend on how a prompt is
-    cut."""
+    """Chunking does not matter: sums grow token by token, in float64 if the device has it."""
 
     def __init__(
         self, pooling: PoolingConfig, head: PoolerHeadFunction, num_slots: int, hidden_size: int, device: torch.device
@@ -48,15 +42,14 @@ class Pooler:
         self.pooling = pooling
         self._head = head
         self._accumulated = torch.empty(0)
-        """[slots, hidden] of that type: the sum of a prompt's hidden states so far, or the first."""
+        """[slots, hidden]: the running sum or first state."""
         self._token_vectors: dict[int, list[Tensor]] = {}
-        """By slot: vectors [tokens, size] of a prompt's chunks so far, where each token has one."""
+        """By slot: [tokens, size] per chunk."""
         if pooling.pooling_type in ("mean", "cls"):
             self._accumulated = torch.zeros((num_slots, hidden_size), dtype=accumulation_dtype(device), device=device)
 
     def pool(self, rows: Sequence[PoolingChunk], hidden: Tensor) -> Tensor:
-        """The vectors [R, size] float32 of those rows that end their prompts, or of all tokens of these prompts. hidden
-        [T, hidden]: of all of the step's tokens."""
+        """[R, size] float32 of prompts that end, or of their tokens. `hidden` [T, hidden]: all tokens of the step."""
         if self.pooling.pooling_type == "none":
             return self._pool_tokens_across_chunks(rows, hidden)
         finished_rows = [each for each in rows if each.is_last_chunk]
@@ -85,7 +78,6 @@ class Pooler:
         return torch.cat(finished_vectors)
 
     def _accumulate(self, rows: Sequence[PoolingChunk], hidden: Tensor) -> None:
-        """Add the rows' tokens to their prompts' sums, or keep their prompts' first tokens."""
         accumulated = self._accumulated
         starting = [each for each in rows if each.scheduled.start == 0]
         slots = [each.scheduled.slot for each in starting]
@@ -106,7 +98,6 @@ class Pooler:
 def make_pooler_head(
     pooling: PoolingConfig, backend: Backend, classifier: Callable[[int, int], Sequence[HeadLayerSpec]], hidden: int
 ) -> PoolerHead:
-    """What follows the pooling: a classifier's linears, or the dense modules of an embedding model."""
     dense = [
         HeadLayerSpec(f"{each.folder}.linear", each.in_features, each.out_features, each.bias, each.activation)
         for each in pooling.dense_modules
@@ -118,7 +109,6 @@ def make_pooler_head(
 def postprocess_vectors_by_request_id(
     rows: Sequence[PoolingChunk], vectors: Tensor, pooling: PoolingConfig
 ) -> dict[str, bytes]:
-    """By request: the answers of the rows that end, whose vectors float32 `Pooler.pool` made."""
     last_chunks = [each for each in rows if each.is_last_chunk]
     row_vectors = list(vectors.numpy())
     if pooling.pooling_type == "none":
@@ -130,8 +120,7 @@ def postprocess_vectors_by_request_id(
 
 
 def postprocess_vector_to_bytes(vector: np.ndarray, params: PoolingParams, pooling: PoolingConfig) -> bytes:
-    """A vector [size] float32, or those of tokens [tokens, size], as it is answered: embeddings cut and scaled to
-    length 1, scores as probabilities."""
+    """[size] or [tokens, size] float32; embeddings are truncated and normalized, scores become probabilities."""
     wide = vector.astype(np.float64)
     if not pooling.labels:
         wide = wide[..., : params.dimensions]

@@ -1,4 +1,4 @@
-"""Rotary position embedding tables (Su et al., 2021) and the scalings that stretch them over longer contexts."""
+"""RoPE tables (Su et al., 2021) and their scalings."""
 
 from __future__ import annotations
 
@@ -26,14 +26,11 @@ _REQUIRED_FIELDS = {
     "proportional": (),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-"""What a rope_type needs beside rope_theta."""
+"""In addition to rope_theta."""
 
 
 def rope_table(rope: dict[str, Any], head_dim: int, length: int) -> Tensor:
-    """Cosines beside sines, [length, head_dim] float32, for positions 0 to length - 1.
-
-    `rope` is ModelConfig.rope. Raises ModelError for a rope_type that is not known here.
-    """
+    """Cosines, then sines: [length, head_dim] float32. Raises ModelError."""
     rope_type = rope["rope_type"]
     if missing := [key for key in _REQUIRED_FIELDS.get(rope_type, ()) if key not in rope]:
         raise ModelError(
@@ -61,7 +58,6 @@ def _base_frequencies(theta: float, rotated: int) -> Tensor:
 
 
 def _attention_factor(rope: dict[str, Any]) -> float:
-    """What cosines and sines are multiplied by."""
     if rope["rope_type"] == "longrope":
         return _longrope_attention_factor(rope)
     if rope["rope_type"] == "yarn":
@@ -70,16 +66,16 @@ def _attention_factor(rope: dict[str, Any]) -> float:
 
 
 def query_scales(query_scaling: QueryScaling, length: int) -> Tensor:
-    """What queries are multiplied by, [length], by position."""
+    """[length]."""
     first = query_scaling.first_position
     positions = torch.arange(first, first + length, dtype=torch.float32)
     return 1 + query_scaling.log_factor * torch.log(1 + torch.floor(positions / query_scaling.context_len))
 
 
 def alibi_bias_table(heads: int, length: int) -> Tensor:
-    """AttentionParams.relative_bias [heads, 2 * length + 15] of ALiBi (Press et al., 2022): a head's slope times the
-    distance. Slopes are a geometric sequence; where heads are no power of two, the others are between those of the next
-    one."""
+    """[heads, 2 * length + 15] of ALiBi (Press et al., 2022). Slopes are geometric; if `heads` is no power of two, the
+    rest comes from the next one's.
+    """
     power_of_two = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** (-8.0 * number / power_of_two) for number in range(1, power_of_two + 1)]
     slopes += [2.0 ** (-4.0 * number / power_of_two) for number in range(1, 2 * (heads - power_of_two), 2)]
@@ -94,8 +90,9 @@ def _parse_factors_field(rope: dict[str, Any], name: str, count: int) -> Tensor:
 
 
 def _longrope_factors(rope: dict[str, Any], count: int) -> Tensor:
-    """LongRoPE's (Ding et al., 2024): a factor for each frequency, others where contexts may be longer than the old
-    one. Which ones, no single request decides: its keys would be others after some token than before."""
+    """LongRoPE (Ding et al., 2024). Long factors apply if contexts may exceed the original length, never per request: a
+    sequence's keys would change midway.
+    """
     long = rope["max_position_embeddings"] > rope["original_max_position_embeddings"]
     return _parse_factors_field(rope, "long_factor" if long else "short_factor", count)
 
@@ -109,7 +106,7 @@ def _longrope_attention_factor(rope: dict[str, Any]) -> float:
 
 
 def _llama3_frequencies(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
-    """Llama 3.1's: long wavelengths are stretched by `factor`, short ones kept, those between blended linearly."""
+    """Llama 3.1: stretch long wavelengths by `factor`, keep short ones, blend others linearly."""
     low, high, old = (rope[key] for key in _LLAMA3_FIELDS)
     if low > high:
         raise ModelError(
@@ -118,18 +115,19 @@ def _llama3_frequencies(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
     num_turns = old * frequencies / (2 * math.pi)
     keep = (
         ((num_turns - low) / (high - low)).clamp(0, 1) if low < high else (num_turns >= low).float()
-    )  # Llama 4's are equal
+    )  # equal in Llama 4
     return torch.where(keep == 1, frequencies, (1 - keep) * frequencies / rope["factor"] + keep * frequencies)
 
 
 def _yarn_frequencies(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
-    """YaRN's (Peng et al., 2023): what turns less than beta_slow times within the old context is stretched by `factor`,
-    what turns more than beta_fast times kept, and those between are blended, linearly by their number."""
+    """YaRN (Peng et al., 2023): stretch frequencies of fewer than beta_slow turns in the original context, keep those
+    above beta_fast, blend others linearly by index.
+    """
     head_dim, old = 2 * len(frequencies), rope["original_max_position_embeddings"]
-    base = max(math.log(rope["rope_theta"]), 1e-9)  # of a theta of 1, all frequencies are alike
+    base = max(math.log(rope["rope_theta"]), 1e-9)  # with theta 1, all frequencies are equal
 
     def correction_dim(turns: float) -> float:
-        """Of the frequency that turns so often within the old context, a fraction too."""
+        """May be fractional."""
         return head_dim * math.log(old / (turns * 2 * math.pi)) / (2 * base)
 
     first, last = correction_dim(rope.get("beta_fast") or 32.0), correction_dim(rope.get("beta_slow") or 1.0)
@@ -141,7 +139,6 @@ def _yarn_frequencies(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
 
 
 def _yarn_attention_factor(rope: dict[str, Any]) -> float:
-    """What YaRN multiplies queries and keys by: attention_factor, or what follows from `factor`."""
     if (attention_factor := rope.get("attention_factor")) is not None:
         return float(attention_factor)
     mscales = rope.get("mscale"), rope.get("mscale_all_dim")
@@ -153,8 +150,7 @@ def _yarn_attention_factor(rope: dict[str, Any]) -> float:
 
 
 def _ntk_frequencies(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
-    """GTE's: each frequency is divided by its own power of `factor`, the lowest by the whole of it (Su, 2023,
-    https://kexue.fm/archives/9706, equation 6; with `mixed_b` equations 10 to 13)."""
+    """GTE (Su, 2023, https://kexue.fm/archives/9706, equation 6; with `mixed_b` equations 10 to 13)."""
     half, factor = len(frequencies), rope["factor"]
     numbers = torch.arange(1, half + 1, dtype=torch.float32)
     exponents = numbers / half if rope.get("mixed_b") is None else (numbers / half) ** rope["mixed_b"]
@@ -162,19 +158,19 @@ def _ntk_frequencies(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
 
 
 def _dynamic_frequencies(rope: dict[str, Any], rotated: int) -> Tensor:
-    """Stretched beyond the model's positions, where contexts end; HunYuan's alpha stretches all."""
+    """HunYuan's alpha stretches all frequencies. Otherwise contexts end where scaling begins."""
     stretched = rope["rope_theta"] * (rope.get("alpha") or 1.0) ** (rotated / max(rotated - 2, 1))
     return _base_frequencies(stretched, rotated)
 
 
 def _axial_frequencies(rope: dict[str, Any], rotated: int) -> Tensor:
-    """Of a tower's patches: the same for rows and for columns, which each turn half of a head."""
+    """For vision towers: rows and columns rotate half a head each."""
     half = 1.0 / rope["rope_theta"] ** (torch.arange(0, rotated // 2, 2, dtype=torch.float32) / (rotated // 2))
     return torch.cat((half, half))
 
 
 def _proportional_frequencies(frequencies: Tensor, rope: dict[str, Any], head_dim: int) -> Tensor:
-    """Gemma 4's: the lowest ones, which are counted as if all turned, stand still."""
+    """Gemma 4: the lowest frequencies are zero."""
     num_rotating = int((rope.get("partial_rotary_factor") or 1.0) * head_dim // 2)
     return frequencies / rope.get("factor", 1.0) * (torch.arange(len(frequencies)) < num_rotating)
 
@@ -183,7 +179,7 @@ _FREQUENCY_SCALINGS: dict[str, Callable[[Tensor, dict[str, Any], int], Tensor]] 
     "default": lambda frequencies, rope, head_dim: frequencies,
     "linear": lambda frequencies, rope, head_dim: frequencies / rope["factor"],
     "llama3": lambda frequencies, rope, head_dim: _llama3_frequencies(frequencies, rope),
-    # one for each frequency, as GGUF files store what llama3 computes
+    # per frequency, as GGUF stores llama3 scaling
     "factors": lambda frequencies, rope, head_dim: (
         frequencies / _parse_factors_field(rope, "factors", len(frequencies))
     ),
@@ -194,4 +190,4 @@ _FREQUENCY_SCALINGS: dict[str, Callable[[Tensor, dict[str, Any], int], Tensor]] 
     "axial": lambda frequencies, rope, head_dim: _axial_frequencies(rope, rotated_size(rope, head_dim)),
     "proportional": _proportional_frequencies,
 }
-"""By rope_type: (frequencies of rope_theta, ModelConfig.rope, the head's size) to what positions are multiplied by."""
+"""(base frequencies, ModelConfig.rope, head_dim) to frequencies."""

@@ -1,7 +1,5 @@
-"""A rank's part of a model whose ranks compute every layer together (tensor parallelism: Shoeybi et al., 2019).
-
-Query, key, value, gate and up have some of their outputs on each rank; what follows them, o_proj and down_proj, has the
-inputs that these are, and the ranks' results are summed. Norms are whole on every rank, and so is the residual stream.
+"""Tensor parallelism (Shoeybi et al., 2019): q, k, v, gate and up are split by outputs; o_proj and down_proj by inputs,
+with summed results. Norms and the residual stream are replicated.
 """
 
 from __future__ import annotations
@@ -21,15 +19,14 @@ from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, Quantiz
 
 @dataclass(frozen=True, slots=True)
 class LinearSlice:
-    """What of a linear [out, in] a rank has: a range of its outputs or of its inputs; None: all."""
+    """A part of a linear [out, in]; None: all."""
 
     output_range: range | None = None
     input_range: range | None = None
     adds_bias: bool = True
-    """Whether it is this rank that adds the bias where the ranks' results are summed."""
+    """One of the summing ranks adds the bias."""
 
     def slice_tensor_on_read(self, tensor: Tensor, which: EarlySliceAxes) -> Tensor:
-        """What is read of a tensor, where its rows are outputs and its columns inputs."""
         if which == "nothing":
             return tensor
         if tensor.ndim == 1:
@@ -38,18 +35,16 @@ class LinearSlice:
         return outs if which == "outputs" else _narrow_axis(outs, self.input_range, 1)
 
     def remaining_slice(self, which: EarlySliceAxes) -> LinearSlice:
-        """What is still to cut of a weight that was cut when it was read."""
         return {"nothing": self, "outputs": replace(self, output_range=None), "all": FULL_LINEAR}[which]
 
     def slice_bias(self, tensor: Tensor) -> Tensor:
         return _narrow_axis(tensor, self.output_range, 0) if self.adds_bias else torch.zeros_like(tensor)
 
     def slice_lora(self, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        """An adapter's [rank, in] and [out, rank]."""
+        """`down` [rank, in], `up` [out, rank]."""
         return _narrow_axis(down, self.input_range, 1), _narrow_axis(up, self.output_range, 0)
 
     def sliced_sizes(self, outs: int, ins: int) -> tuple[int, int]:
-        """(out, in) of the rank's part of a linear of so many."""
         return outs if self.output_range is None else len(self.output_range), ins if self.input_range is None else len(
             self.input_range
         )
@@ -61,8 +56,7 @@ class LinearSlice:
     def slice_quantized(self, weight: QuantizedWeight | Tensor, linear: str) -> QuantizedWeight | Tensor: ...
 
     def slice_quantized(self, weight: QuantizedWeight | Tensor, linear: str) -> QuantizedWeight | Tensor:
-        """Of the whole weight; `linear`: its name. Raises ConfigError where groups of weights that share a scale would
-        be torn apart."""
+        """Raises ConfigError if it would split a group with one scale."""
         if isinstance(weight, GroupedWeight):
             return self._slice_grouped(weight, linear)
         if isinstance(weight, Float8Weight):
@@ -104,22 +98,19 @@ FULL_LINEAR = LinearSlice()
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """Which of a model's ranks this is."""
-
     rank: int = 0
     world_size: int = 1
     group: Collective | None = None
-    """None: there is one rank, which has all."""
+    """None for a single rank."""
     is_context_parallel: bool = False
-    """Each rank keeps all heads of some of a sequence's tokens, not some heads of all: decode context parallelism."""
+    """Decode context parallelism: ranks split tokens, not heads."""
 
     def rank_span(self, size: int) -> range:
-        """This rank's part of so many things: consecutive, and of equal numbers where that is possible."""
+        """Consecutive, as equal as possible."""
         return _rank_span(size, self.rank, self.world_size)
 
     def kv_head_span(self, heads: int) -> range:
-        """The key-value heads that this rank's query heads read; where there are more ranks than heads, several ranks
-        have the same one. All, where ranks divide the tokens."""
+        """With more ranks than heads, ranks share one. All heads under context parallelism."""
         if self.is_context_parallel:
             return range(heads)
         return (
@@ -129,11 +120,9 @@ class ModelShard:
         )
 
     def output_slice(self, size: int) -> LinearSlice:
-        """Of a linear of so many outputs."""
         return LinearSlice(output_range=self.rank_span(size)) if self.world_size > 1 else FULL_LINEAR
 
     def input_slice(self, size: int) -> LinearSlice:
-        """Of a linear of so many inputs, whose results are summed."""
         return (
             LinearSlice(input_range=self.rank_span(size), adds_bias=self.rank == 0)
             if self.world_size > 1
@@ -141,7 +130,6 @@ class ModelShard:
         )
 
     def context_shard(self, block_size: int) -> ContextShard:
-        """Which tokens of sequences this rank keeps, in pages of so many."""
         return (
             ContextShard(self.rank, self.world_size, block_size // self.world_size)
             if self.is_context_parallel
@@ -149,7 +137,6 @@ class ModelShard:
         )
 
     def head_slice(self, heads: range, head_dim: int) -> LinearSlice:
-        """Of a linear whose outputs are heads."""
         return (
             LinearSlice(output_range=range(heads.start * head_dim, heads.stop * head_dim))
             if self.world_size > 1
@@ -157,26 +144,27 @@ class ModelShard:
         )
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x, on each of them. May overwrite x."""
+        """Sum on every rank. May overwrite x."""
         return x if self.group is None else self.group.all_reduce(x)
 
     def gather_columns(self, x: Tensor, size: int) -> Tensor:
-        """The ranks' columns [R, len(span(size))] float32 side by side: [R, size], on the first rank; on others x."""
+        """[R, n] float32 to [R, size] on the first rank; others return x."""
         if self.group is None:
             return x
         widths = [len(_rank_span(size, rank, self.world_size)) for rank in range(self.world_size)]
         return self.group.gather_columns(x, widths)
 
     def gather_argmax(self, values: Tensor, indices: Tensor, size: int) -> Tensor:
-        """The first place of the largest of each of R rows of so many, [R] int64 on every rank. values [R] float32,
-        places [R] int64: of this rank's part of the row, the same."""
+        """First maximum of each row, [R] int64 on every rank; `values` [R] float32 and `indices` [R] int64 are this
+        rank's.
+        """
         assert self.group is not None
         assert size <= 2**24, "float32 holds every place"
         candidates = torch.stack((values, (indices + self.rank_span(size).start).float()), 1)
         gathered = self.group.gather_columns(candidates, [2] * self.world_size).unflatten(
             1, (-1, 2)
-        )  # of ranks but the first their own
-        best_rank = gathered[:, :, 0].argmax(1, keepdim=True)  # the first of equal ones, and so the lowest place
+        )  # other ranks get their own
+        best_rank = gathered[:, :, 0].argmax(1, keepdim=True)  # ties: lowest rank, so lowest index
         return self.group.broadcast(gathered[:, :, 1].gather(1, best_rank).squeeze(1).long())
 
 
@@ -192,7 +180,6 @@ def _narrow_axis(tensor: Tensor, span: range | None, axis: int) -> Tensor:
 
 
 def _span_in_units(span: range, unit: int, linear: str) -> range:
-    """A range of inputs or outputs as one of units of several."""
     if span.start % unit or span.stop % unit:
         raise _indivisible_error(linear, f"its weights share scales in groups of {unit}")
     return range(span.start // unit, span.stop // unit)

@@ -1,5 +1,3 @@
-"""Linears, norms and other weights, in the shapes that a spec says."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,23 +17,17 @@ from quire.engine.layers.sublayer import BuildContext
 
 
 class SublayerShapes:
-    """Shapes by the names that a checkpoint has for the parameters of one layer's sublayer, or of what all layers have
-    together."""
-
     def __init__(self, shapes: ParameterShapes, build_context: BuildContext) -> None:
         self._shapes = shapes
         self._build_context = build_context
 
     def with_context(self, **fields: Any) -> SublayerShapes:
-        """The same shapes, of which modules are made with other fields of the build context."""
         return SublayerShapes(self._shapes, replace(self._build_context, **fields))
 
     def __contains__(self, linear: str) -> bool:
-        """Whether the sublayer has a linear, or a norm, of this name."""
         return f"{linear}.weight" in self._shapes
 
     def output_sizes(self, linears: Iterable[str]) -> dict[str, int]:
-        """How many outputs each linear has, or numbers each norm."""
         return {name: self._shapes[f"{name}.weight"][0] for name in linears}
 
     def in_features(self, linear: str) -> int:
@@ -56,8 +48,7 @@ class SublayerShapes:
         takes_bias: bool = True,
         wide: bool = False,
     ) -> FusedLinear:
-        """Linears of the same input, joined. `slices`: this rank's part of each; None: all. `takes_bias`: if they have
-        one; else it is one of the other weights. `wide`: results are float32."""
+        """`takes_bias`: False if make_parameters loads it. `wide`: float32 results."""
         build_context, first = self._build_context, linears[0]
         return FusedLinear(
             build_context.scheme,
@@ -70,7 +61,6 @@ class SublayerShapes:
         )
 
     def make_projection(self, linears: Sequence[str], slices: Mapping[str, LinearSlice]) -> Projection:
-        """The same as attention has it, of which BuildContext.make_linear may make something else."""
         build_context, first = self._build_context, linears[0]
         return build_context.make_linear(
             build_context.scheme,
@@ -82,7 +72,6 @@ class SublayerShapes:
         )
 
     def make_norms(self, names: Iterable[str], norm: NormSpec) -> NormWeights:
-        """Those of these names that the sublayer has."""
         sizes = self.output_sizes(name for name in names if name in self)
         return NormWeights(sizes, self._build_context.dtype, norm)
 
@@ -94,8 +83,7 @@ class SublayerShapes:
         slice_tensor: Callable[[Tensor], Tensor] = identity,
         transform: Callable[[Tensor], Tensor] = identity,
     ) -> ParameterTable:
-        """What fills `weights`, in float32, by names after the prefix: those of these that the sublayer has.
-        `slice_tensor` takes this rank's part of each, of which `transform` makes what is kept."""
+        """float32; skips missing names. `slice_tensor` comes before `transform`."""
         shapes = {name: self._shapes.get(f"{prefix}.{name}") for name in names}
         return {
             f"{prefix}.{name}": make_loadable_parameter(weights, name, shape, torch.float32, transform, slice_tensor)

@@ -1,7 +1,5 @@
-"""Reads an adapter's folder in PEFT's format: adapter_config.json and the headers of adapter_model.safetensors.
-
-The folder may be broken, hostile, or made for another model. Every error is one line that names the file and the field.
-This module does not import torch, so a server can refuse an adapter before its engine sees it.
+"""Reads adapters in PEFT's format from folders that may be hostile. Does not import torch: a server refuses an adapter
+before its engine sees it.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from quire.engine.lora.target_modules import ModuleShapes
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 256
 MAX_SCALE = 1024.0
-"""The largest factor of the product. Adapters are trained with less than 100; far above, numbers become infinite."""
+"""Trained scales are below 100; far above, results overflow."""
 _MAX_CONFIG_BYTES = 2**20
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 _HALF_OF_SUFFIX = {
@@ -34,17 +32,14 @@ _HALF_OF_SUFFIX = {
     ".lora_embedding_A": "down",
     ".lora_embedding_B": "up",
 }
-"""The endings of the names of a module's two tensors."""
 _BASE_WEIGHT_SUFFIXES = (".base_layer.weight",)
-"""The endings of the model's own weights, which PEFT saves beside the adapter of an embedding."""
+"""PEFT saves base weights with an adapted embedding."""
 _MODULE_PATTERN = re.compile(r"\^?[\w.\\]+\$?")
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Initializations that change the model's own weights. The adapter fits only those changed weights."""
+"""Initializations that change the base weights."""
 
 
 class _AdapterConfig(TypedDict, total=False):
-    """The fields of adapter_config.json that are read. The tensors say the rest."""
-
     peft_type: str | None
     r: Annotated[int, Meta(ge=1, le=2**20)] | None
     lora_alpha: Annotated[float, Meta(ge=-1e6, le=1e6)] | None
@@ -73,29 +68,23 @@ _UNSUPPORTED_FIELDS = (
     "alora_invocation_tokens",
     "use_qalora",
 )
-"""Fields that must be empty, because nothing that they ask for is served."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterModuleSpec:
-    """The two tensors of one module."""
+    """`lora_a` [rank, in_features] and `lora_b` [out_features, rank] are tensor names."""
 
     lora_a: str
-    """The name of a tensor [rank, in_features] in the file."""
     lora_b: str
-    """The name of a tensor [out_features, rank]."""
     rank: int
     scale: float
-    """The factor of their product: lora_alpha / r, or with use_rslora lora_alpha / sqrt(r)."""
+    """lora_alpha / r; with use_rslora lora_alpha / sqrt(r)."""
 
 
 def read_adapter_specs(
     folder: Path, modules: ModuleShapes, max_rank: int, *, embedding: bool = True
 ) -> dict[str, AdapterModuleSpec]:
-    """The parts of the adapter in `folder`, by module. `embedding`: whether an embedding may have a part.
-
-    Raises AdapterError.
-    """
+    """Raises AdapterError."""
     try:
         config = _read_config(folder)
         headers = read_file_headers(folder / WEIGHTS_FILE)
@@ -147,7 +136,7 @@ def _read_config(folder: Path) -> _AdapterConfig:
 
 
 def _tensor_names_by_module(headers: Mapping[str, TensorHeader], modules: ModuleShapes) -> dict[str, dict[str, str]]:
-    """The tensors' names, by module and by half (down or up)."""
+    """By module and half (down or up)."""
     tensor_names: dict[str, dict[str, str]] = {}
     for tensor_name in headers:
         suffix = next((each for each in (*_HALF_OF_SUFFIX, *_BASE_WEIGHT_SUFFIXES) if tensor_name.endswith(each)), None)
@@ -171,7 +160,6 @@ def _tensor_names_by_module(headers: Mapping[str, TensorHeader], modules: Module
 
 
 def find_base_weights_in_adapter(folder: Path, modules: ModuleShapes) -> dict[str, str]:
-    """The model's own weights in an adapter's file: their names there, and the modules that they are of."""
     headers = read_file_headers(folder / WEIGHTS_FILE) or {}
     module_of_tensor = {
         tensor_name: _find_module(tensor_name.removesuffix(_BASE_WEIGHT_SUFFIXES[0]), modules)
@@ -182,7 +170,6 @@ def find_base_weights_in_adapter(folder: Path, modules: ModuleShapes) -> dict[st
 
 
 def _find_module(name: str, modules: ModuleShapes) -> str | None:
-    """The model's module that PEFT calls `name`; None: the model has no such module."""
     plain = name.removeprefix("base_model.").removeprefix("model.")
     text = text_tensor_name(plain) or ""
     inner = LAYER_MODULE_PATTERN.sub(r"model.layers.\1.\2", text)
@@ -223,7 +210,7 @@ def _make_module_spec(
 
 
 def _value_for_module(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
-    """The value of the first pattern that equals the module's name or its end. PEFT matches in the same way."""
+    """The first pattern that equals the name or its end wins, as in PEFT."""
     for key, value in pattern.items():
         plain = key.removeprefix("^").removesuffix("$").replace("\\", "")
         if name == plain or name.endswith(f".{plain}") or f"base_model.model.{name}" == plain:

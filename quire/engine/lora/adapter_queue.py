@@ -1,9 +1,6 @@
-"""The queue of waiting sequences when some of them need adapters. A sequence whose adapter is not in a slot waits
-separately, so that it delays nobody else.
-
-A slot belongs to its adapter as long as a sequence needs it, whether that sequence waits, runs or was preempted. When
-another adapter is needed and all slots are in use, the slot with the fewest users takes no new ones. It becomes free
-when its users have ended, so no adapter waits forever.
+"""A waiting queue in which requests wait for adapters without delaying others. An adapter keeps its slot while a
+request needs it, even a preempted one. If no slot is free, those with the fewest users take no new ones, so no adapter
+waits forever.
 """
 
 from __future__ import annotations
@@ -18,24 +15,20 @@ from quire.engine.core.fair_queue import FairQueue
 from quire.engine.core.request import Request
 
 _LOAD_POLL_SECONDS = 0.005
-"""How many seconds an idle engine waits for a load before it checks for messages."""
 
 
 @dataclass(slots=True)
 class _AdapterSlot:
-    """A slot of the device, numbered from 1, and its adapter."""
+    """Numbers begin at 1."""
 
     number: int
     digest: str = ""
     name: str = ""
-    """The adapter's name when it was loaded."""
     is_ready: bool = False
     request_ids: set[str] = field(default_factory=set)
-    """The ids of the requests that need it."""
     is_closed: bool = False
-    """It takes no new users, because another adapter waits for it."""
+    """Another adapter waits for it."""
     last_used: int = 0
-    """When it got its last user, counted in sequences."""
 
 
 class AdapterQueue(FairQueue):
@@ -44,7 +37,7 @@ class AdapterQueue(FairQueue):
         self._loader = loader
         self._slots = [_AdapterSlot(number) for number in range(1, slots + 1)]
         self._waiting_by_adapter: dict[str, list[Request]] = {}
-        """By adapter: the sequences that wait for it. There are no empty lists."""
+        """Holds no empty lists."""
         self._num_uses = 0
         self._loads: list[tuple[str, float]] = []
 
@@ -53,7 +46,7 @@ class AdapterQueue(FairQueue):
         if adapter is None:
             return super().push_request(request)
         slot = self._find_slot(adapter)
-        if slot is not None and request.engine_request.id in slot.request_ids:  # it was preempted
+        if slot is not None and request.engine_request.id in slot.request_ids:  # preempted
             return super().push_request(request)
         self._waiting_by_adapter.setdefault(adapter.digest, []).append(request)
         if slot is not None and slot.is_ready and not slot.is_closed:
@@ -126,7 +119,7 @@ class AdapterQueue(FairQueue):
         return next((slot for slot in self._slots if slot.digest == adapter.digest), None)
 
     def _missing_adapters(self) -> list[str]:
-        """The adapters that need a slot, ordered by their most urgent sequence."""
+        """Sorted by their most urgent request."""
         loaded = {slot.digest for slot in self._slots}
         waiting = {
             digest: min(request.priority_key for request in requests)
@@ -136,7 +129,6 @@ class AdapterQueue(FairQueue):
         return sorted(waiting, key=lambda digest: waiting[digest])
 
     def _find_free_slot(self) -> _AdapterSlot | None:
-        """An empty slot; otherwise the least recently used slot without users."""
         free = [slot for slot in self._slots if not slot.digest or (slot.is_ready and not slot.request_ids)]
         return min(free, key=lambda slot: (bool(slot.digest), slot.last_used), default=None)
 
@@ -151,8 +143,7 @@ class AdapterQueue(FairQueue):
         self._loader.load_adapter(slot.number, adapter)
 
     def _update_closed_slots(self, count: int) -> None:
-        """Close `count` slots and open the others. Slots that are closed already come first, then those with the fewest
-        users."""
+        """Closed slots first, then those with the fewest users."""
         ready = [slot for slot in self._slots if slot.is_ready]
         order = sorted(ready, key=lambda slot: (not slot.is_closed, len(slot.request_ids), slot.last_used))
         for index, slot in enumerate(order):

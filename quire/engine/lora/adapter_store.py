@@ -1,9 +1,4 @@
-"""Keeps copies of adapters, named by a hash of their content. An engine can load a copy again, whatever happens to the
-original folder.
-
-The copy is made first and checked afterwards. So every engine reads exactly what was checked, also one that is started
-later.
-"""
+"""Copies of adapters, named by content hash. Only the copy is checked, so every engine reads what was checked."""
 
 from __future__ import annotations
 
@@ -24,20 +19,18 @@ from quire.engine.lora.weight_checks import check_base_weights, check_finite
 _COPY_BYTES = 2**20
 _UNFINISHED_PREFIX = "new-"
 _MAX_HEADER_BYTES = 16 * 2**20
-"""How many bytes a file may have beside its numbers."""
+"""Allowed in addition to the weights."""
 
 
 class AdapterStore:
-    """A folder with a subfolder for each adapter. Its methods raise AdapterError for an adapter that cannot be
-    served."""
+    """Methods raise AdapterError."""
 
     def __init__(
         self, root: Path, modules: ModuleShapes, max_rank: int, *, embedding: bool = True, weights: Path | None = None
     ) -> None:
-        """`root`: an existing folder that nobody else uses. `modules`: the model's modules. `embedding`: whether
-        adapters of embeddings are served. `weights`: the folder of the model's files."""
+        """`root` must exist and belong to this store alone. `weights`: the model's folder."""
         self._weights = weights
-        for unfinished in root.glob(f"{_UNFINISHED_PREFIX}*"):  # of a process that was killed
+        for unfinished in root.glob(f"{_UNFINISHED_PREFIX}*"):  # left by a killed process
             shutil.rmtree(unfinished, ignore_errors=True)
         self._root = root
         self._modules = modules
@@ -46,8 +39,7 @@ class AdapterStore:
         self._max_bytes = _MAX_HEADER_BYTES + 8 * max_rank * sum(map(sum, modules.values()))
 
     def add_adapter(self, name: str, path: str, *, allowed_folders: tuple[Path, ...] = ()) -> Adapter:
-        """Copy an adapter and check the copy. `path`: a folder or a hub id. `allowed_folders`: the folders that must
-        contain its files; (): any folder may. Call it in a thread, because copying takes time."""
+        """Copy and check a folder or hub id. Slow: call it in a thread. Empty `allowed_folders` allows any."""
         folder = _resolve_folder(path, allowed_folders)
         try:
             temporary = Path(tempfile.mkdtemp(dir=self._root, prefix=_UNFINISHED_PREFIX))
@@ -72,7 +64,6 @@ class AdapterStore:
         return Adapter(name, digest.hexdigest(), str(target))
 
     def reopen_stored_adapter(self, name: str, digest: str) -> Adapter:
-        """An adapter that an earlier process added."""
         folder = self._root / digest
         read_adapter_specs(folder, self._modules, self._max_rank, embedding=self._embedding)
         return Adapter(name, digest, str(folder))
@@ -82,7 +73,6 @@ class AdapterStore:
 
     @property
     def stored_adapter_digests(self) -> list[str]:
-        """The digests of all adapters here."""
         return [
             each.name for each in self._root.iterdir() if each.is_dir() and not each.name.startswith(_UNFINISHED_PREFIX)
         ]

@@ -1,5 +1,3 @@
-"""Adapters without a server: vLLM's LoRARequest, and the store of their files."""
-
 from __future__ import annotations
 
 import os
@@ -23,24 +21,25 @@ from quire.engine.lora.target_modules import adaptable_modules
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """An adapter: a folder in PEFT's format, or a hub id. Its files are read at the first request, and again when it is
-    not among the last `max_cpu_loras` that were asked for; a new `lora_int_id` makes the engine read them again."""
+    """A LoRA adapter: a folder in PEFT's format, or a hub id.
+
+    Its files are read again under a new `lora_int_id`, or once `max_cpu_loras` other adapters have been requested.
+    """
 
     lora_name: str
     lora_int_id: int
     lora_path: str | Path
     load_inplace: bool = False
-    """Read the files again for this request, whatever was read before."""
+    """Read the files again for this request."""
 
 
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
-"""One adapter for all prompts, or one for each prompt."""
 
 
 class LocalAdapters:
-    """The adapters that requests have named. A copy is deleted when it is not among the last `max_cpu_loras` and no
-    request has it any more, so that a trainer that writes one at every step does not fill the disk; all are with this
-    object."""
+    """Deletes copies that are neither recent nor in use: a trainer that writes an adapter at every step would fill the
+    disk.
+    """
 
     def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="quire-adapters-")
@@ -48,17 +47,16 @@ class LocalAdapters:
         self._modules, self._max_rank = adaptable_modules(model), config.max_lora_rank
         self._max_known = config.max_cpu_loras or 4 * config.max_loras
         self._recent_adapters: dict[tuple[str, int, str], Adapter] = {}
-        """Those asked for last, the very last one last."""
+        """Least recently used first."""
         self._num_copies = Counter[str]()
-        """By digest, how many Adapters of it there are, in requests or here."""
+        """Live Adapter objects per digest."""
         self._lock = threading.RLock()
 
     def use_engine_modules(self, info: EngineInfo) -> None:
-        """Take the names of the model's modules from an engine that is ready."""
         self._modules = info.adaptable or self._modules
 
     def resolve_requests(self, lora_request: LoRARequests, count: int) -> list[Adapter | None]:
-        """The adapter of each of `count` prompts. Raises InvalidRequest with param lora_request."""
+        """Raises InvalidRequest."""
         is_single = lora_request is None or not isinstance(lora_request, list | tuple)
         requests: Sequence[LoRARequest | None] = [lora_request] * count if is_single else lora_request  # type: ignore[assignment, list-item]
         if invalid := [each for each in requests if each is not None and not isinstance(each, LoRARequest)]:
@@ -103,7 +101,6 @@ def _adapter_key(request: LoRARequest) -> tuple[str, int, str]:
 
 
 def _release_copy(lock: threading.RLock, copies: Counter[str], root: Path, digest: str) -> None:
-    """One that had a copy is gone."""
     with lock:
         copies[digest] -= 1
         if not copies[digest]:
@@ -114,7 +111,7 @@ def _release_copy(lock: threading.RLock, copies: Counter[str], root: Path, diges
 def resolve_lora_requests(
     adapters: LocalAdapters | None, lora_request: LoRARequests, count: int
 ) -> list[Adapter | None]:
-    """As `kept.each`. Without `adapters`, a request may not name an adapter."""
+    """Raises InvalidRequest."""
     if adapters is not None:
         return adapters.resolve_requests(lora_request, count)
     if lora_request is not None:

@@ -1,5 +1,3 @@
-"""The modules of a model that can have adapters, by their names in a checkpoint, and the memory that adapters take."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -19,9 +17,9 @@ ModuleShapes = Mapping[str, tuple[int, int]]
 
 
 def adaptable_modules(model: ModelConfig) -> ModuleShapes:
-    """The embedding, the head, and all linears of the layers except those of experts, with their names in the model's
-    checkpoint. Several linears may be one module there. For a model that transformers' class computes, the result is
-    empty: only its engine knows the modules."""
+    """All linears but experts', the embedding and the head, by checkpoint name, where some are fused. Empty for the
+    transformers backend: only its engine knows the modules.
+    """
     if model.transformers_config is not None:
         return {}
     shapes: dict[str, tuple[int, int]] = {}
@@ -35,13 +33,13 @@ def adaptable_modules(model: ModelConfig) -> ModuleShapes:
 
 
 def target_linears(model: ModelConfig) -> ModuleShapes:
-    """The same with the model's own names."""
     return build_decoder_spec(model).adaptable_linears()
 
 
 def modules_of_config(raw: Mapping[str, Any]) -> ModuleShapes:
-    """The same for a config.json alone. The model need not be served: then it is taken for one whose layers are
-    attention and a gated MLP. Raises ConfigError if a size is missing, and ModelError."""
+    """An unknown architecture is taken for attention and a gated MLP. Raises ModelError, or ConfigError if a size is
+    missing.
+    """
     text = normalize_config_fields(raw.get("text_config") or raw)
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     sizes = [text.get(name) for name in names]
@@ -59,12 +57,11 @@ def modules_of_config(raw: Mapping[str, Any]) -> ModuleShapes:
 
 
 def num_adapter_weights(modules: ModuleShapes, rank: int, *, head: bool = False) -> int:
-    """How many numbers an adapter of this rank has on all linears of the layers, as most do. `head`: include the
-    head, for which each slot of a GPU has room."""
+    """`head`: include the LM head, for which GPU slots have room."""
     left_out = (EMBED_TOKENS,) if head else (EMBED_TOKENS, LM_HEAD)
     return rank * sum(sum(shape) for name, shape in modules.items() if name not in left_out)
 
 
 def effective_max_cpu_loras(max_loras: int, max_cpu_loras: int | None) -> int:
-    """How many adapters stay in the host's memory, including those in slots."""
+    """Includes adapters in slots."""
     return max(max_cpu_loras or 4 * max_loras, max_loras)

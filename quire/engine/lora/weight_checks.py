@@ -1,5 +1,4 @@
-"""Checks an adapter's numbers: they are finite, and those of the model itself are the model's. It reads bits, because
-NumPy has no bfloat16, and does not import torch."""
+"""Checks bits, because NumPy has no bfloat16. Does not import torch."""
 
 from __future__ import annotations
 
@@ -19,18 +18,15 @@ _EXPONENT_BITS = {
     "F16": ("<u2", 0x7C00),
     "BF16": ("<u2", 0x7F80),
 }
-"""By type: an integer type of the same size, and the bits of the exponent. All of them are set in an infinite number
-and in NaN."""
+"""Integer dtype and exponent mask; infinity and NaN have all its bits set."""
 _FLOAT_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _CHECKED_NUMBERS = 2**20
-"""How many numbers are checked at once."""
 _TensorLocation = tuple[Path, str, int, int]
-"""A tensor: its file, its type, and where in the file its bytes begin and end."""
+"""File, dtype, first and last byte."""
 
 
 def check_finite(file: Path) -> None:
-    """Raise AdapterError, with the tensor's name, if a tensor of a safetensors file has an infinite number, a NaN, or
-    another type than a floating-point one."""
+    """Raise AdapterError for infinity, NaN or integers."""
     content = np.memmap(file, dtype=np.uint8, mode="r")
     for name, (dtype, begin, end) in read_tensor_ranges(file).items():
         if dtype not in _EXPONENT_BITS:
@@ -43,11 +39,8 @@ def check_finite(file: Path) -> None:
 
 
 def check_base_weights(file: Path, names: Mapping[str, str], weights: Path | None) -> None:
-    """Raise AdapterError unless the model's own weights in an adapter's file are those that are served: PEFT saves an
-    embedding with them, which may have been trained or made larger.
-
-    names: by their names in the file, the model's modules. weights: the folder of the model's files; None: it has none
-    to compare with.
+    """Raise AdapterError unless base weights saved with an adapter are the model's: they may have been trained or
+    resized. `names`: modules by tensor name.
     """
     for tensor_name, module in names.items():
         where = f"{file.name}: {tensor_name[:120]}"
@@ -59,7 +52,7 @@ def check_base_weights(file: Path, names: Mapping[str, str], weights: Path | Non
 
 
 def _find_model_weight(weights: Path, module: str) -> _TensorLocation | None:
-    """A module's weight in the model's files; for a head that has none the embedding's."""
+    """A tied head uses the embedding's."""
     locations: dict[str, _TensorLocation] = {}
     for shard in find_weight_files(weights):
         if is_pickled(shard) or not shard.is_file():
@@ -74,7 +67,7 @@ def _find_model_weight(weights: Path, module: str) -> _TensorLocation | None:
 
 
 def _are_close(first: _TensorLocation, second: _TensorLocation) -> bool:
-    """True up to a rounding to bfloat16's 8 bits of mantissa."""
+    """Equal up to bfloat16 rounding (8 mantissa bits)."""
     numbers, others = _read_numbers(first), _read_numbers(second)
     if numbers is None or others is None or len(numbers) != len(others):
         return False
@@ -89,7 +82,7 @@ def _are_close(first: _TensorLocation, second: _TensorLocation) -> bool:
 
 
 def _read_numbers(location: _TensorLocation) -> np.ndarray | None:
-    """The numbers of a tensor, bfloat16 as uint16; None for other types than floats."""
+    """None if not floating-point; bfloat16 becomes uint16."""
     file, dtype, begin, end = location
     if dtype not in _FLOAT_DTYPES:
         return None

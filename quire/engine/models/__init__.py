@@ -1,5 +1,3 @@
-"""Models as modules: decoders of every spec, draft heads, and transformers' classes on our KV blocks."""
-
 from __future__ import annotations
 
 from importlib import import_module
@@ -10,7 +8,7 @@ from quire.engine.families.base.model_config import ModelConfig
 
 
 def decoder_spec(config: ModelConfig) -> DecoderSpec:
-    """The spec of a model, by its family, or by transformers' class. Raises ModelError where neither serves it."""
+    """Raises ModelError if nothing serves the model."""
     if config.transformers_config is None:
         return build_decoder_spec(config)
     spec: DecoderSpec = import_module("quire.engine.models.transformers_backend.spec").transformers_spec(config)

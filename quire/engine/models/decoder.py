@@ -1,7 +1,5 @@
-"""One decoder-only transformer of any layers. It knows no request and no scheduler.
-
-Its layers are residual ones (Touvron et al., 2023), each a tuple of parts (engine/layers/sublayer.py): attention
-and a feed-forward part as a rule. A family's file maps a config.json to a DecoderSpec; a family has no other code.
+"""A decoder-only transformer whose layers are tuples of residual sublayers. A family maps config.json to a DecoderSpec
+and has no other model code.
 """
 
 from __future__ import annotations
@@ -45,24 +43,20 @@ from quire.kernels.streaming.layer_streamer import LayerHooks, LayerStreamer
 from quire.kernels.streaming.weight_offloader import WeightOffloader
 
 KVCache = list[LayerCache]
-"""By place (engine/checkpoint/kv_cache_groups.py), as `Decoder.block_tensor_specs` and `Decoder.slot_tensor_specs`
-asked for them."""
+"""By index in the block (engine/checkpoint/kv_cache_groups.py)."""
 _MAX_SINGLE_CALL_TOKENS = 64
-"""Steps of up to this many tokens run all recorded layers in one call; longer ones report progress after each layer."""
+"""Longer steps call recorded layers one by one and report progress after each."""
 
 
 class _BoundSublayer(NamedTuple):
-    """A part of a layer, among those of the layer."""
-
     sublayer: Sublayer
     cache_indices: list[int]
-    """Places of the tensors that it keeps, among those of the layer."""
     is_last_stateful: bool
-    """Whether it is the last part that keeps something: the parts behind it need not compute all tokens."""
+    """Later sublayers need not compute all tokens."""
 
 
 def _bind_sublayers(layer: Sequence[Sublayer]) -> list[_BoundSublayer]:
-    """Pages lie before slots, both in the parts' order."""
+    """A layer's cache holds block tensors first, then slot tensors."""
     num_block_tensors, num_slot_tensors = (
         [sublayer.num_block_tensors for sublayer in layer],
         [len(sublayer.slot_tensor_specs(1, 0)) for sublayer in layer],
@@ -87,17 +81,13 @@ def _bind_sublayers(layer: Sequence[Sublayer]) -> list[_BoundSublayer]:
 
 
 class MediaEmbeddings(NamedTuple):
-    """What goes into the layers for tokens that stand for a part of an image."""
-
-    token_indices: Tensor  # [P] int64, the tokens' places in the step
-    embeddings: Tensor  # [P, hidden], or [P, (1 + D) * hidden]: what is added behind each of the first D layers follows
+    token_indices: Tensor  # [P] int64
+    embeddings: Tensor  # [P, hidden], or [P, (1 + D) * hidden] with deepstack values for the first D layers
 
 
 class Decoder:
-    """Weights and the forward pass. Fill it by way of `parameters()` before use."""
-
     transformers_class = ""
-    """The class of transformers that computes it; "": none does."""
+    """"" without the transformers backend."""
 
     def __init__(
         self,
@@ -110,10 +100,9 @@ class Decoder:
         layers: range | None = None,
         offload: tuple[WeightOffloader, QuantizationScheme] | None = None,
     ) -> None:
-        """`report_progress` is called after every layer and before logits are computed. Without a `head` there are no
-        logits. `groups`: how its layers share pages; by default each page is of all layers. `offload`: what keeps some
-        of its weights elsewhere, and the scheme that packs them for it. `layers`: which of the model's it has, where
-        others have the rest: the first ones with the embedding, the last ones with the last norm and the head."""
+        """`report_progress` is called after every layer and before logits. `layers`: this pipeline stage's. The first
+        stage has the embedding, the last one the final norm and the head. `groups` None: all layers share blocks.
+        """
         backend = build_context.backend
         scheme = build_context.scheme
         self.spec = spec
@@ -130,7 +119,6 @@ class Decoder:
         self.adapters = build_context.adapters
         self.shard = build_context.shard
         self.offload: WeightOffloader | None = None if offload is None else offload[0]
-        """What keeps some of its weights elsewhere than where they are multiplied; None: nothing does."""
         self._offload_scheme = scheme if offload is None else offload[1]
         if isinstance(self.offload, DiskExperts):
             build_context = replace(build_context, expert_packing=(self.offload.backend, self._offload_scheme))
@@ -140,7 +128,6 @@ class Decoder:
         self.build_modules(self._build_context)
 
     def build_modules(self, build_context: BuildContext) -> None:
-        """What has weights."""
         spec = self.spec
         scheme = build_context.scheme
         dtype = build_context.dtype
@@ -174,7 +161,6 @@ class Decoder:
         self._head = FusedLinear(scheme, size, parts, bias=spec.head_bias, wide=True, adapters=adapters, cuts=cuts)
 
     def _layer_build_context(self, position: int, build_context: BuildContext) -> BuildContext:
-        """For the layer at this place among these."""
         if not isinstance(self._layer_hooks, LayerStreamer):
             return build_context
         return replace(
@@ -183,15 +169,13 @@ class Decoder:
 
     @property
     def kernel_backend_identity(self) -> str:
-        """What computes, as far as the bits of keys and values may depend on it."""
+        """Everything that bits of the KV cache may depend on."""
         return f"{self._backend.name}, {self._backend.description()}"
 
     def convert_weights(self, stream: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        """A checkpoint's tensors as `parameters` has them."""
         return stream
 
     def parameters(self) -> ParameterTable:
-        """Every tensor the model takes, by its name in the checkpoint."""
         tied = self.has_head and self.spec.tie_embeddings
         table = merge_parameters(
             self._embedding if self.is_first_stage or tied else None,
@@ -210,13 +194,12 @@ class Decoder:
         return table
 
     def process_weights_after_loading(self) -> None:
-        """All tensors were put."""
         for sublayer in (sublayer for layer in self._layers for sublayer in layer):
             sublayer.process_weights_after_loading()
 
     @property
     def absent_module_prefixes(self) -> tuple[str, ...]:
-        """Prefixes of the names of tensors that other stages have, or that a model without logits does not need."""
+        """Tensors of other stages, and of an unused head."""
         other_layers = [index for index in range(self.spec.num_layers) if index not in self.layers]
         end_modules = [
             *([] if self.is_first_stage else [EMBED_TOKENS, EMBED_POSITIONS, EMBEDDING_NORM]),
@@ -226,8 +209,7 @@ class Decoder:
         return tuple(f"{name}." for name in (*(f"model.layers.{index}" for index in other_layers), *end_modules))
 
     def block_tensor_specs(self, num_blocks: int) -> list[tuple[CacheTensorSpec, ...]]:
-        """By place, the tensors that hold so many pages. Layers of one place, which are of different groups, share
-        them."""
+        """By index in the block. Layers with one index are of different groups and share tensors."""
         layers = [
             self._layers[self.groups.layer_index_in_block.index(place)] for place in range(self.groups.layers_per_block)
         ]
@@ -236,7 +218,7 @@ class Decoder:
         ]
 
     def slot_tensor_specs(self, num_slots: int, num_drafts: int) -> list[tuple[CacheTensorSpec, ...]]:
-        """By place, the tensors of so many slots, as Sublayer.slot_tensor_specs says it."""
+        """By index in the block."""
         layers = [
             self._layers[self.groups.layer_index_in_block.index(place)] for place in range(self.groups.layers_per_block)
         ]
@@ -247,7 +229,6 @@ class Decoder:
 
     @property
     def all_stages_block_bytes(self) -> int:
-        """Bytes of a page in all layers of the model, those of other stages too."""
         return sum(
             tensor.total_bytes
             for layer in self.layers_of_all_stages
@@ -256,7 +237,7 @@ class Decoder:
         )
 
     def total_slot_bytes(self, num_slots: int, num_drafts: int) -> int:
-        """Of so many slots in all layers: see Sublayer.slot_tensor_specs."""
+        """In all stages."""
         return sum(
             tensor.total_bytes
             for layer in self.layers_of_all_stages
@@ -266,7 +247,7 @@ class Decoder:
 
     @cached_property
     def layers_of_all_stages(self) -> list[list[Sublayer]]:
-        """The parts of all layers of the model; of those that other stages have, without weights."""
+        """Other stages' layers have no weights."""
         if len(self.layers) == self.spec.num_layers:
             return self._layers
         layers = enumerate(self.spec.layers)
@@ -277,11 +258,10 @@ class Decoder:
 
     @property
     def block_bytes_formula(self) -> str:
-        """The bytes of a page of every group, as a product."""
         return self.total_block_bytes_formula(self.groups.layers_per_block)
 
     def total_block_bytes_formula(self, places: int) -> str:
-        """The same where a page has so many places for layers, in all processes together."""
+        """For all groups and processes; a block has `places` layers."""
         slots = places * self.groups.num_groups
         unused = f" ({slots - self.spec.num_layers} of them unused)" if slots > self.spec.num_layers else ""
         layers = self.layers_of_all_stages if self.groups.num_groups == 1 else self._layers
@@ -291,7 +271,7 @@ class Decoder:
         return " + ".join(f"{each} x {count} layers" for each, count in zip(kinds, counts, strict=True)) + unused
 
     def forward(self, token_ids: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, rows: Tensor) -> Tensor:
-        """Hidden states [R, hidden] of the tokens at `rows` [R], ascending; stores all T tokens' keys and values."""
+        """Return [R, hidden] at `rows` [R], ascending; store keys and values of all T tokens."""
         return self.forward_with_aux(token_ids, metadata, kv_cache, rows, ())[0]
 
     def forward_with_aux(
@@ -303,8 +283,7 @@ class Decoder:
         aux_layers: Sequence[int],
         features: MediaEmbeddings | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """The same; and the residual streams [T, hidden] that go into the layers `aux_layers`, ascending. `features`
-        take the place of some tokens' embeddings."""
+        """Also return the residual streams [T, hidden] before `aux_layers` (ascending)."""
         assert self.is_last_stage
         assert self.is_first_stage or not aux_layers
         output_rows = None if len(rows) == len(token_ids) else rows
@@ -322,8 +301,7 @@ class Decoder:
         aux_layers: Sequence[int],
         features: MediaEmbeddings | None,
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-        """What comes out of the layers, as `first_layer` has it, the last of them with the rows `output_rows` alone, if
-        they are given; and what goes into the layers `aux_layers`."""
+        """The last layer computes `output_rows` only, if given."""
         self._layer_hooks.begin_pass()
         x, residual = self.embed_or_receive_inputs(token_ids, metadata)
         deepstack_values = list[Tensor]()
@@ -334,7 +312,9 @@ class Decoder:
             per_layer_inputs = self._per_layer_inputs.compute_inputs(token_ids, x, images, metadata.linear_context)
             metadata = replace(metadata, per_layer_inputs=per_layer_inputs)
         elif self.spec.reads_embeddings:
-            metadata = replace(metadata, per_layer_inputs=x.clone())  # the stream begins as x, and may be overwritten
+            metadata = replace(
+                metadata, per_layer_inputs=x.clone()
+            )  # x becomes the residual stream, which may be overwritten
         first_layer, aux_hidden_states = 0, list[Tensor]()
         for stop in sorted({*aux_layers, *range(1, len(deepstack_values) + 1)}):
             x, residual = self._run_layers(x, residual, metadata, kv_cache, range(first_layer, stop), None)
@@ -352,8 +332,7 @@ class Decoder:
         return x, residual, aux_hidden_states
 
     def embed_or_receive_inputs(self, token_ids: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor | None]:
-        """What goes into the layers, [T, hidden]: x, and the residual stream that it is to be added to, if there is
-        one."""
+        """x [T, hidden], and the residual stream to add it to (None: none yet)."""
         x = self._embedding.embed_tokens(token_ids, metadata.linear_context)
         if self._positions is not None:
             x = self._positions.add_positions(x, metadata.positions)
@@ -362,7 +341,7 @@ class Decoder:
     def forward_stage(
         self, token_ids: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, features: MediaEmbeddings | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The same after the layers; stores all T tokens' keys and values."""
+        """For stages before the last."""
         x, residual, _ = self._run_stage(token_ids, metadata, kv_cache, None, (), features)
         assert residual is not None
         return x, residual
@@ -376,8 +355,7 @@ class Decoder:
         layers: range,
         output_rows: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Some of its layers one after the other, by their place among these; the last of them goes on with the rows
-        `output_rows` alone, if they are given."""
+        """`layers`: indices in this stage. The last one computes `output_rows` only, if given."""
         done = layers.start
         if metadata.is_text_only and (recorded := self._get_recorded_layers_call(kv_cache)) is not None:
             layers_per_call = (
@@ -425,7 +403,7 @@ class Decoder:
         return (x, residual) if step.selected_rows is None else (x[step.selected_rows], residual[step.selected_rows])
 
     def _get_recorded_layers_call(self, kv_cache: KVCache) -> RecordedLayers | None:
-        """Its layers as one call on these pages, where the backend can."""
+        """None if the backend cannot record."""
         if self._recorded_layers[0] is not kv_cache:
             layers = [partial(self._run_layer, index, kv_cache, None) for index in range(len(self.layers))]
             hidden, groups = self.spec.hidden_size, self.groups.num_groups
@@ -436,18 +414,19 @@ class Decoder:
         return self._recorded_layers[1]
 
     def embed_tokens_unscaled(self, token_ids: Tensor) -> Tensor:
-        """[T] to their rows of the embedding, [T, hidden], not scaled."""
+        """[T] to [T, hidden]."""
         return self._embedding.lookup_rows(token_ids)
 
     def compute_logits(self, hidden: Tensor, context: LinearContext = NO_ADAPTERS) -> Tensor:
-        """[R, hidden] to [R, vocab] float32; on ranks but the first, to their own part. `context`: of the R rows."""
+        """[R, hidden] to [R, vocab] float32. Only the first rank gets all columns."""
         return self.shard.gather_columns(self._shard_logits(hidden, context), self.spec.vocab_size)
 
     def greedy_tokens_and_finite_flags(
         self, hidden: Tensor, context: LinearContext = NO_ADAPTERS
     ) -> tuple[Tensor, Tensor]:
-        """The first token of the largest logit of each row, [R] int64 on every rank, and whether the model gave numbers
-        there [R], which the first rank knows. Nothing waits for the host; ranks exchange two numbers of each row."""
+        """Argmax [R] int64 on every rank; flags [R] are valid on the first. Does not wait for the host; ranks exchange
+        two numbers per row.
+        """
         logits = self._shard_logits(hidden, context)
         tokens = self.argmax(logits)
         if self.shard.group is not None:
@@ -457,7 +436,6 @@ class Decoder:
         return tokens, has_finite_logits(hidden, logits)
 
     def _shard_logits(self, hidden: Tensor, context: LinearContext) -> Tensor:
-        """Of this rank's part of the vocabulary."""
         self.report_progress()
         head, cap = (
             self._embedding.lm_head if self.spec.tie_embeddings else self._head.packed_linear,
@@ -468,6 +446,5 @@ class Decoder:
 
 
 def has_finite_logits(hidden: Tensor, logits: Tensor) -> Tensor:
-    """Whether rows [R] have numbers to pick by: NaN is greater than all, and what makes one makes many. A tenth of the
-    time of looking at each."""
+    """[R]. NaN spreads to whole rows, so checking one logit suffices: a tenth of the time of checking all."""
     return hidden.amax(-1).isfinite() & ~logits[:, 0].isnan()

@@ -1,5 +1,3 @@
-"""What a model asks of whoever computes it: of attention, and of what stands in its place."""
-
 from __future__ import annotations
 
 import torch
@@ -19,8 +17,7 @@ _RecurrentSpec = DeltaNetSpec | Mamba2LayerSpec | MambaLayerSpec
 
 
 def widest_attention_spec(spec: DecoderSpec) -> AttentionLayerSpec | MLALayerSpec:
-    """The attention that asks most of a backend; of a model that has none, one that any backend computes. Raises
-    ModelError where layers keep nothing at all."""
+    """Without attention, a spec that any backend computes. Raises ModelError if layers keep no state."""
     attention_specs: list[AttentionLayerSpec | MLALayerSpec] = [
         *spec.sublayers_of_kind(AttentionLayerSpec),
         *spec.sublayers_of_kind(MLALayerSpec),
@@ -33,7 +30,7 @@ def widest_attention_spec(spec: DecoderSpec) -> AttentionLayerSpec | MLALayerSpe
 
 
 def distinct_attention_specs(spec: DecoderSpec) -> list[AttentionLayerSpec] | list[MLALayerSpec]:
-    """One of each shape that layers have, or of latents the widest, where a model has both or some of these alone."""
+    """One per shape, or the widest MLA."""
     widest_spec = widest_attention_spec(spec)
     if isinstance(widest_spec, MLALayerSpec):
         return [widest_spec]
@@ -43,12 +40,12 @@ def distinct_attention_specs(spec: DecoderSpec) -> list[AttentionLayerSpec] | li
 
 
 def has_sinks(spec: DecoderSpec) -> bool:
-    """Whether some attention has sinks (gpt-oss)."""
+    """As in gpt-oss."""
     return any(each.sinks for each in spec.sublayers_of_kind(AttentionLayerSpec))
 
 
 def has_chunked_attention(spec: DecoderSpec) -> bool:
-    """Whether some attention is within chunks (Llama 4)."""
+    """As in Llama 4."""
     return any(each.chunked for each in spec.sublayers_of_kind(AttentionLayerSpec))
 
 
@@ -57,8 +54,7 @@ def has_mla(spec: DecoderSpec) -> bool:
 
 
 def attention_head_dim(spec: DecoderSpec, device: torch.device) -> int:
-    """Of the attention that asks most. On a CPU latents are heads of its attention; elsewhere they have kernels of
-    their own, and heads are those that may be made of them."""
+    """CPUs compute MLA on latent heads; elsewhere MLA has its own kernels, and heads are expanded ones."""
     widest_spec = widest_attention_spec(spec)
     if isinstance(widest_spec, MLALayerSpec) and device.type != "cpu":
         return widest_spec.qk_nope_head_dim + widest_spec.qk_rope_head_dim
@@ -66,7 +62,7 @@ def attention_head_dim(spec: DecoderSpec, device: torch.device) -> int:
 
 
 def make_dummy_recurrence_params(spec: DecoderSpec, device: torch.device) -> list[tuple[Recurrence, int]]:
-    """A rule of each kind and size that layers compute states by, with some weights, and the numbers of a value."""
+    """With value_dim, by kind and size."""
     parts: list[_RecurrentSpec] = [
         *spec.sublayers_of_kind(DeltaNetSpec),
         *spec.sublayers_of_kind(Mamba2LayerSpec),
@@ -111,8 +107,7 @@ def _make_dummy_recurrence_params(part: _RecurrentSpec, device: torch.device) ->
 
 
 def attention_requirements(spec: DecoderSpec, kv_dtype: torch.dtype, *, ranks: int = 1) -> AttentionRequirements:
-    """What a backend must compute for the model, with keys and values of this type, on so many ranks that divide
-    tokens."""
+    """`ranks`: of context parallelism."""
     return AttentionRequirements(
         softcap=widest_attention_spec(spec).softcap is not None,
         sinks=has_sinks(spec),

@@ -1,4 +1,4 @@
-"""What a backend must show on a GPU before it is chosen, and before graphs hold its steps."""
+"""Trials that a GPU backend must pass before it is chosen or captured in graphs."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ from quire.kernels.reference import ReferenceBackend
 def choose_trials(
     config: EngineConfig, device: torch.device, types: tuple[torch.dtype, torch.dtype], spec: DecoderSpec
 ) -> list[BackendTrial]:
-    """What a backend must compute on a GPU before it is chosen: with its decodes in a CUDA graph, if need be without.
-    On a CPU nothing: its kernels were built on this machine, for an instruction set that it says it has."""
+    """With decodes in a CUDA graph, then without graphs. CPUs need none: their kernels were built on this machine."""
     if device.type == "cpu":
         return []
     captures: list[GraphCapture | None] = (
@@ -43,7 +42,6 @@ def choose_trials(
 
 
 def _disable_graphs_if_trial_passes(trial: BackendTrial, backend: Backend) -> str | None:
-    """Of one that a graph does not hold, or computes something else in one."""
     if (why := trial(backend)) is None:
         backend.cuda_graph_support = "nothing"
     return why
@@ -56,8 +54,9 @@ def find_eager_prefill_reason(
     spec: DecoderSpec,
     backend: Backend,
 ) -> str | None:
-    """Why graphs that hold decodes hold no step with prompts: what the backend says of itself, or what a library's
-    attention shows. Of several ranks the first one's answer is that of all. types: computed, and held by pages."""
+    """Why graphs hold decodes but no prefills: the backend says so, or a library's attention fails in one. The first
+    rank decides for all. `types`: compute and KV dtype.
+    """
     if backend.cuda_graph_support != "steps":
         return f"{backend.name} computes prompts with looks at the host"
     if config.enforce_eager or not choose_trials(config, device, types, spec):
@@ -75,15 +74,15 @@ def _make_trial(
     ranks: int = 1,
     prompts: bool = False,
 ) -> BackendTrial:
-    """Of attention in each of its shapes, over latents where the model has some, and of each rule by which layers
-    change states; of attention also as so many `ranks` that divide tokens compute it. prompts: whether graphs hold
-    parts of prompts, where a library may compute these."""
+    """Try all attention shapes, MLA and recurrences, also with `ranks` of context parallelism. `prompts`: only prefills
+    in a graph, which libraries may compute.
+    """
     dtype, kv_dtype = types
     windowed = any(each.window for each in spec.kv_cache_specs)
     trials = list[BackendTrial]()
     for part in distinct_attention_specs(spec):
         if isinstance(part, MLALayerSpec) and prompts:
-            continue  # Triton's, as rules are: nothing of ours looks at the host
+            continue  # like recurrences, Triton never reads the host
         if isinstance(part, MLALayerSpec):
             sizes = (part.kv_lora_rank, part.qk_rope_head_dim, part.qk_nope_head_dim, part.v_head_dim)
             trials.append(

@@ -1,6 +1,5 @@
-"""Copies of KV pages between the device and the host's memory, as the tiers ask for them (engine/tiers).
-
-A page's bytes are those of all its tensors, one after the other; of 8-bit pages the scales are among them.
+"""Copies KV blocks between device and host (engine/tiers). A block's bytes are those of all its tensors in order, with
+scales if it is 8-bit.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ ClaimCallback = Callable[[Iterable[int]], None]
 
 
 def choose_block_mover(tensors: Sequence[Tensor], identity: str, on_claim: ClaimCallback | None = None) -> BlockMover:
-    """`tensors`: what allocate_kv_blocks made, of all that keeps pages of the same numbers; `identity`: what fills
-    them, and what else their bits may depend on; `on_claim`: told of pages that are going to be written."""
+    """`tensors`: from allocate_kv_blocks. `identity`: everything the bits depend on. `on_claim` gets blocks about to be
+    written.
+    """
     on_gpu = bool(tensors) and tensors[0].device.type == "cuda"
     return CudaBlockMover(tensors, identity) if on_gpu else HostBlockMover(tensors, identity, on_claim)
 
@@ -29,15 +29,14 @@ def describe_layout(tensors: Sequence[Tensor], identity: str) -> str:
 
 
 class HostBlockMover:
-    """A BlockMover for pages in the host's memory. It copies with NumPy, which keeps other threads neither from Python
-    nor from PyTorch's own threads."""
+    """Uses NumPy, which blocks neither Python nor PyTorch's threads."""
 
     def __init__(self, tensors: Sequence[Tensor], identity: str, on_claim: ClaimCallback | None = None) -> None:
         self.layout = describe_layout(tensors, identity)
         self._on_claim = on_claim
         self._tensors = [_view_as_bytes(each).numpy() for each in tensors]
         self._part_ends = np.cumsum([each[:, 0].size for each in self._tensors]).tolist()
-        self.block_bytes: int = self._part_ends[-1] if self._part_ends else 0  # of a model without attention
+        self.block_bytes: int = self._part_ends[-1] if self._part_ends else 0  # 0 without attention
 
     def announce_block_writes(self, blocks: Sequence[int]) -> None:
         if self._on_claim is not None:
@@ -54,13 +53,13 @@ class HostBlockMover:
             tensors[:, block] = part
 
     def _iter_parts(self, block_content: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Each kind of tensors, [tensors, pages, bytes], and its part of a page's bytes, [tensors, bytes]."""
+        """Pairs of [tensors, blocks, bytes] and a block's [tensors, bytes]."""
         for tensors, begin, end in zip(self._tensors, [0, *self._part_ends], self._part_ends, strict=False):
             yield tensors, block_content[begin:end].reshape(len(tensors), -1)
 
 
 class CudaBlockMover:
-    """A BlockMover for a GPU: through pinned memory, on streams of its own, which wait for what was launched before."""
+    """Uses pinned memory, and separate streams that wait for earlier work."""
 
     def __init__(self, tensors: Sequence[Tensor], identity: str) -> None:
         device = tensors[0].device
@@ -72,7 +71,7 @@ class CudaBlockMover:
         self._read_stream, self._write_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def announce_block_writes(self, blocks: Sequence[int]) -> None:
-        """Nothing else touches a GPU's pages."""
+        """Nothing prefaults GPU blocks."""
 
     @torch.inference_mode()
     def read_block(self, block: int) -> memoryview:
@@ -96,5 +95,5 @@ class CudaBlockMover:
 
 
 def _view_as_bytes(tensor: Tensor) -> Tensor:
-    """[tensors, pages, bytes] of the same memory."""
+    """[tensors, blocks, bytes], same memory."""
     return tensor.view(torch.uint8).flatten(2)

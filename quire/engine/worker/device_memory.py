@@ -1,5 +1,3 @@
-"""How much memory the KV cache may take on this device, and the cache itself."""
-
 from __future__ import annotations
 
 import ctypes
@@ -43,15 +41,15 @@ from quire.kernels.device.error_messages import describe_compiler_error, describ
 from quire.kernels.gpu.other_devices import MPS_OUT_OF_MEMORY, available_device_bytes, empty_device_caches
 
 _PREFAULT_FRACTION = 1 / 8
-"""The share of a KV cache in the host's memory that is touched before it is needed."""
+"""Share of a host KV cache to touch."""
 _PREFAULT_BYTES = 512 * 2**10
-"""Bytes touched at a time, which takes about a millisecond."""
+"""Takes about a millisecond."""
 _OUT_OF_MEMORY_MESSAGES = ("can't allocate memory", MPS_OUT_OF_MEMORY)
-"""Parts of the messages of the RuntimeErrors that PyTorch raises where the host's memory runs out, or Apple's GPU's."""
+"""Contained in PyTorch's RuntimeErrors for hosts and Apple GPUs."""
 
 
 def check_kv_cache_fits_device(config: EngineConfig, device: torch.device) -> None:
-    """Raise ConfigError for a KV cache of more memory than the devices have."""
+    """Raise ConfigError if kv_cache_memory exceeds the devices' memory."""
     kv_gib = config.kv_cache_memory
     if device.type == "cpu":
         check_kv_memory(kv_gib and kv_gib * config.data_parallel_size, total_host_bytes(), "this machine")
@@ -62,9 +60,8 @@ def check_kv_cache_fits_device(config: EngineConfig, device: torch.device) -> No
 
 
 def kv_budget(config: EngineConfig, device: torch.device, step_bytes: int) -> int:
-    """Bytes for the KV cache, with the weights already loaded; `step_bytes` are needed beside it.
-
-    Raises ConfigError, with the arithmetic, where nothing is left.
+    """Bytes left once weights are loaded and `step_bytes` reserved. Raises ConfigError, with the arithmetic, if there
+    are none.
     """
     if config.kv_cache_memory is not None:
         return int(config.kv_cache_memory * GIB)
@@ -89,10 +86,8 @@ def kv_budget(config: EngineConfig, device: torch.device, step_bytes: int) -> in
 
 
 def max_kv_tokens(config: EngineConfig, token_bytes: int, device: torch.device, block_size: int) -> int:
-    """A bound on the tokens that the KV cache will hold, known before the weights are loaded; at least one page's.
-    token_bytes: of a token in all layers.
-
-    It keeps tables with a row for each position from growing with what config.json claims.
+    """Upper bound before weights are loaded, at least one block: per-position tables must not grow with what
+    config.json claims. `token_bytes`: of all layers.
     """
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks * block_size
@@ -100,13 +95,14 @@ def max_kv_tokens(config: EngineConfig, token_bytes: int, device: torch.device, 
         budget = int(config.kv_cache_memory * GIB)
     else:
         budget = MAX_DEFAULT_CPU_KV_BYTES if device.type != "cuda" else torch.cuda.mem_get_info(device)[1]
-    budget *= config.tensor_parallel_size if device.type == "cuda" else config.nnodes  # each has some of the heads
+    budget *= config.tensor_parallel_size if device.type == "cuda" else config.nnodes  # heads are sharded
     return max(budget // token_bytes, block_size)
 
 
 def check_context_length(config: EngineConfig, token_bytes: int, device: torch.device, block_size: int) -> None:
-    """Raise ConfigError, before the weights are loaded, for a max_model_len that cannot fit in what the KV cache gets
-    at most. token_bytes: of a token in all layers that keep every token."""
+    """Raise ConfigError if max_model_len cannot fit, before weights are loaded. `token_bytes`: of layers that keep
+    every token.
+    """
     max_model_len, max_tokens = config.max_model_len or 0, max_kv_tokens(config, token_bytes, device, block_size)
     if config.num_kv_blocks is None and config.kv_cache_memory is None and device.type == "cpu":
         max_tokens = min(max_tokens, host_kv_budget(available_host_bytes()) * config.nnodes // token_bytes)
@@ -122,14 +118,13 @@ def check_context_length(config: EngineConfig, token_bytes: int, device: torch.d
 def available_kv_bytes(
     model: Decoder, model_config: ModelConfig, backend: Backend, config: EngineConfig, image_bytes: int = 0
 ) -> int:
-    """What the model's device has for the KV cache. reading: bytes that an image takes on a GPU while it is read,
-    beside the features of those that are kept. Of ranks on GPUs all must call it at the same time."""
+    """`image_bytes`: a GPU's peak while encoding. All GPU ranks must call it at the same time."""
     step_bytes = find_step_reserve(model, model_config, backend, config)
     return kv_budget(config, model.device, max(step_bytes, image_bytes) + (ENCODER_CACHE_BYTES if image_bytes else 0))
 
 
 def find_step_reserve(model: Decoder, model_config: ModelConfig, backend: Backend, config: EngineConfig) -> int:
-    """Bytes that the largest step takes on a GPU; on a CPU, where nothing is set aside for it, those of adapters."""
+    """Bytes of the largest step on a GPU, of adapters on a CPU."""
     if model.device.type != "cuda":
         if not config.enable_lora:
             return 0
@@ -143,7 +138,7 @@ def find_step_reserve(model: Decoder, model_config: ModelConfig, backend: Backen
 
 @torch.inference_mode()
 def measure_step_bytes(model: Decoder, backend: Backend, config: EngineConfig) -> int:
-    """Bytes that the largest step takes on the GPU beside weights and KV cache. Runs one, on pages of its own."""
+    """Run the largest step on a dummy KV cache. Returns its peak bytes beyond weights and KV cache."""
     device, length = model.device, min(config.max_step_tokens, model.max_model_len)
     seqs = -(-config.max_step_tokens // length)
     own = model.shard.context_shard(backend.block_size)
@@ -192,8 +187,7 @@ def prefill_metadata(
     groups: int = 1,
     context_shard: ContextShard | None = None,
 ) -> AttentionMetadata:
-    """A step that computes `seqs` prompts of `length` tokens from their beginning, each on pages of its own, in each
-    group of layers; tokens that are not `context_shard` (None: all are) go to a page behind them."""
+    """`seqs` full prompts on blocks of their own. Tokens outside `context_shard` go to an additional block."""
     blocks_per_seq = -(-length // block_size)
     table = torch.arange(seqs * blocks_per_seq, dtype=torch.int32, device=device).view(seqs, blocks_per_seq)
     positions = torch.arange(length, device=device).repeat(seqs)
@@ -222,8 +216,6 @@ def prefill_metadata(
 
 
 class KVModule(Protocol):
-    """What keeps keys and values: a decoder, or a head that drafts for it."""
-
     device: torch.device
 
     @property
@@ -233,31 +225,30 @@ class KVModule(Protocol):
 
 
 def block_bytes(model: KVModule) -> int:
-    """Of one page of one group of layers (engine/checkpoint/kv_cache_groups.py)."""
+    """For one KV cache group."""
     return sum(tensor.total_bytes for layer in model.block_tensor_specs(1) for tensor in layer)
 
 
 def block_bytes_of_all_groups(model: Decoder, places: int) -> int:
-    """Of a page of every group, which has so many places for layers in all stages of a pipeline together."""
+    """`places`: layers per block in all pipeline stages."""
     if model.groups.num_groups > 1:
         return block_bytes(model) * places // model.groups.layers_per_block * model.groups.num_groups
     return model.all_stages_block_bytes
 
 
 def allocate_kv_blocks(model: KVModule, num_blocks: int) -> list[Tensor]:
-    """The pages of all layers, those of one kind as one tensor [tensors, pages, ...]: what happens to a page in all
-    layers is one operation. Their content is undefined on the host, where untouched pages take no memory on Linux; on
-    other devices it is zeros, as kernels read pages before a window, of weight 0, that may have never been written."""
+    """Tensors of one kind are stacked as [tensors, blocks, ...]: one operation covers a block in all layers.
+    Uninitialized on the host, where untouched memory is free on Linux; otherwise zeroed, because kernels read unwritten
+    blocks before a window with weight 0.
+    """
     kinds = Counter(each for layer in model.block_tensor_specs(num_blocks) for each in layer)
     make = torch.empty if model.device.type == "cpu" else torch.zeros
     return [make((count, *kind.shape), dtype=kind.dtype, device=model.device) for kind, count in kinds.items()]
 
 
 def kv_cache_by_layer(model: KVModule, tensors: Sequence[Tensor], states: Sequence[LayerCache] = ()) -> KVCache:
-    """What of the `allocate_kv_blocks` each layer asks for, and behind it what it has of the `allocate_slot_states`."""
-    layers = model.block_tensor_specs(
-        tensors[0].shape[1] if tensors else 1
-    )  # none: of a stage whose layers keep slots alone
+    """Block tensors, then slot states."""
+    layers = model.block_tensor_specs(tensors[0].shape[1] if tensors else 1)  # a stage may have slot states only
     kinds = dict.fromkeys(each for layer in layers for each in layer)
     parts = {kind: iter(each) for kind, each in zip(kinds, tensors, strict=True)}
     layer_states = states or [()] * len(layers)
@@ -265,15 +256,14 @@ def kv_cache_by_layer(model: KVModule, tensors: Sequence[Tensor], states: Sequen
 
 
 def allocate_slot_states(model: Decoder, slots: int, drafts: int) -> list[LayerCache]:
-    """By place, what the layers keep of sequences beside pages, in so many slots;
-    `drafts`: see Sublayer.slot_tensor_specs. What is in a slot is not read before its owner has written it."""
+    """By index in the block. A slot is written before it is read."""
     make = torch.empty if model.device.type == "cpu" else torch.zeros
     layers = model.slot_tensor_specs(slots, drafts)
     return [tuple(make(each.shape, dtype=each.dtype, device=model.device) for each in layer) for layer in layers]
 
 
 def slot_state_bytes(model: Decoder, config: EngineConfig) -> int:
-    """Of a slot of these, as a configuration asks for it, in all stages of a pipeline together."""
+    """In all pipeline stages."""
     return model.total_slot_bytes(1, max_draft_tokens_per_step(config))
 
 
@@ -283,8 +273,7 @@ def copy_slot_states(states: Sequence[LayerCache], copy: SlotCopy) -> None:
 
 
 def copy_block_prefix(tensors: Sequence[Tensor], copy: BlockCopy, own_range: range) -> None:
-    """Only for large pages, of whose tokens these are `own_range`: they lie token by token, or piece by piece, in every
-    layout."""
+    """For large blocks, which are contiguous by token or piece. `own_range`: this rank's tokens."""
     count = len(own_range[: max(copy.num_tokens - own_range.start, 0)])
     for each in tensors:
         end = count * each.shape[2] // len(own_range)
@@ -292,8 +281,7 @@ def copy_block_prefix(tensors: Sequence[Tensor], copy: BlockCopy, own_range: ran
 
 
 def _allocate_dummy_kv_cache(model: Decoder, num_blocks: int, slots: int) -> KVCache:
-    """Like allocate_kv_blocks and allocate_slot_states, but layers of equal shapes share one set of pages: saves
-    memory, results are wrong."""
+    """Saves memory: layers of equal shape share tensors, with wrong results."""
     layers = [
         pages + own
         for pages, own in zip(model.block_tensor_specs(num_blocks), model.slot_tensor_specs(slots, 0), strict=True)
@@ -306,17 +294,15 @@ def _allocate_dummy_kv_cache(model: Decoder, num_blocks: int, slots: int) -> KVC
 
 
 class KVPrefaulter:
-    """Touches pages of a KV cache in the host's memory, while the engine is idle, before a sequence needs them.
-
-    The system maps memory at its first use, 4 KB at a time. That takes a microsecond each, or ten on a virtual machine
-    whose host must do the same: then 7 % of the time that a small model takes for a prompt.
+    """Touches host KV blocks in idle moments. The first touch of 4 KB costs a microsecond, ten on some virtual
+    machines: then 7 % of a small model's prefill.
     """
 
     def __init__(self, kv_cache: KVCache) -> None:
         self._cache_tensors = [cache for layer in kv_cache for cache in layer]
         self._num_blocks = (
             len(self._cache_tensors[0]) if self._cache_tensors else 0
-        )  # a stage whose layers keep slots alone has none
+        )  # a stage may have slot states only
         self._blocks_per_touch = max(
             _PREFAULT_BYTES // max((cache[0].nbytes for cache in self._cache_tensors), default=1), 1
         )
@@ -324,11 +310,11 @@ class KVPrefaulter:
         self._num_used = self._num_touched = self._next_tensor = 0
 
     def mark_used(self, block_ids: Iterable[int]) -> None:
-        """A step will write to these pages; they are never touched here from now on."""
+        """These blocks are never touched from now on."""
         self._num_used = max(self._num_used, 1 + max(block_ids, default=-1))
 
     def touch_next(self) -> bool:
-        """Touch some more pages of one tensor; False when enough are touched."""
+        """False when done."""
         begin = max(self._num_used, self._num_touched)
         end = min(begin + self._blocks_per_touch, self._num_used + self._max_blocks_ahead, self._num_blocks)
         if begin >= end:
@@ -341,14 +327,13 @@ class KVPrefaulter:
 
 
 def trim_host_memory() -> None:
-    """Hand memory that was freed back to the system, where the C library can: what loading took and nothing uses."""
+    """If the C library can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def release_cached_memory() -> None:
-    """The same for the device's memory too."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     empty_device_caches()
@@ -357,9 +342,7 @@ def release_cached_memory() -> None:
 
 @contextmanager
 def explain_out_of_memory(what: str, param: str, advice: str) -> Iterator[None]:
-    """Turns an out-of-memory error into a ConfigError that says what needed the memory, and what to change; one of the
-    compiler that Triton needs into one that says how to install it; and one of Triton's own into one that names the
-    setting by which another backend serves."""
+    """Turn out-of-memory, compiler and Triton errors into a ConfigError with advice."""
     try:
         yield
     except QuireError:
@@ -383,13 +366,12 @@ def explain_out_of_memory(what: str, param: str, advice: str) -> Iterator[None]:
 
 
 def explain_weights_out_of_memory() -> AbstractContextManager[None]:
-    """`explain_out_of_memory`, where weights are loaded."""
     advice = "Use quantization int4, serve a smaller model, or free memory that others hold; quire plan says what fits"
     return explain_out_of_memory("the weights", "model", advice)
 
 
 def allocate_kv_blocks_checked(model: Decoder, num_blocks: int) -> list[torch.Tensor]:
-    """As allocate_kv_blocks. Raises ConfigError naming the setting where memory is short."""
+    """Raises ConfigError."""
     param = "gpu_memory_utilization" if model.device.type == "cuda" else "kv_cache_memory"
     with explain_out_of_memory(f"{num_blocks} pages of KV cache", param, "Lower it, or --max-model-len"):
         return allocate_kv_blocks(model, num_blocks)

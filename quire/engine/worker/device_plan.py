@@ -1,5 +1,3 @@
-"""What computes a model: device, types of numbers, backend, and how decodes become graphs."""
-
 from __future__ import annotations
 
 import os
@@ -49,14 +47,15 @@ _KV_DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
 }
 _MIN_DRIVERS = {"12": "525", "13": "580"}
-"""By the major version of CUDA: the oldest driver for it, from NVIDIA's table of CUDA's minor version compatibility."""
+"""By CUDA major version, from NVIDIA's minor version compatibility table."""
 _ONEDNN_ISA = "AVX512_CORE_BF16"
-"""With AMX, oneDNN's bfloat16 products of a row depend on the number of rows (seen from 12 to 32). Where our own
-kernels do not compute, that breaks the promise of the same tokens. oneDNN reads this before its first product."""
+"""With AMX, a row's bfloat16 product depends on the number of rows (seen from 12 to 32). oneDNN reads this before its
+first product.
+"""
 
 
 def check_device_supports_attention(device: torch.device, model: ModelConfig, spec: DecoderSpec) -> None:
-    """Raise ConfigError for attention, or what stands in its place, that is not computed there."""
+    """Raise ConfigError for unsupported attention or recurrence."""
     parts, kind = spec.sublayers_of_kind(AttentionLayerSpec), model.model_type
     biased = any(each.alibi is not None for each in parts)
     on_cpus = f"ALiBi of attention ({kind}) is served on CPUs alone so far: --device cpu"
@@ -70,8 +69,7 @@ def check_device_supports_attention(device: torch.device, model: ModelConfig, sp
 
 
 def configure_cpu(config: EngineConfig) -> None:
-    """Threads, of which each rank on this machine gets an equal part; and the instructions that PyTorch's own products
-    may use."""
+    """Threads are split evenly among local ranks."""
     ranks, threads = config.local_world_size, config.threads
     if threads is None:
         threads = torch.get_num_threads()
@@ -82,7 +80,7 @@ def configure_cpu(config: EngineConfig) -> None:
 
 
 def choose_device(config: EngineConfig) -> torch.device:
-    """Raises ConfigError where a GPU cannot be used that was asked for, or that has a driver and so ought to be."""
+    """Raises ConfigError if a GPU that is requested, or has a driver, cannot be used."""
     if config.device in OTHER_DEVICES:
         try:
             other = require_other_device(config.device)
@@ -100,14 +98,14 @@ def choose_device(config: EngineConfig) -> torch.device:
 
 
 def apply_gpu_defaults(config: EngineConfig) -> EngineConfig:
-    """The configuration with what its GPU decides, if it computes on one. Raises ConfigError as `choose_device`."""
+    """Raises ConfigError."""
     if config.max_num_batched_tokens is not None or (device := choose_device(config)).type != "cuda":
         return config
     return config.with_gpu_default_step_tokens(torch.cuda.get_device_properties(device).total_memory)
 
 
 def refuse_gpu_replicas(config: EngineConfig, device: torch.device) -> torch.device:
-    """The device. Raises ConfigError for replicas on a GPU."""
+    """Returns the device. Raises ConfigError."""
     refuse_setting_if(
         "data_parallel_size",
         device.type != "cpu"
@@ -118,7 +116,7 @@ def refuse_gpu_replicas(config: EngineConfig, device: torch.device) -> torch.dev
 
 
 def check_non_cuda_accelerator_settings(config: EngineConfig, device: torch.device) -> None:
-    """Raise ConfigError for what is not served on a device of PyTorch's that is neither a CPU nor one of CUDA's."""
+    """Raise ConfigError for settings that need a CPU or CUDA."""
     if not is_other_device(device):
         return
     where = f"not on {device.type}: "
@@ -128,14 +126,13 @@ def check_non_cuda_accelerator_settings(config: EngineConfig, device: torch.devi
     tiers = f"{where}pages are kept beside the cache of CPUs and of CUDA's GPUs alone so far"
     for name in ("kv_offload_memory", "kv_offload_dir", "kv_offload_tier"):
         refuse_setting_if(name, bool(getattr(config, name)) and tiers)
-    for name in ("quantization", "kv_cache_dtype") if device.type == "mps" else ():  # it has no float8 at all
+    for name in ("quantization", "kv_cache_dtype") if device.type == "mps" else ():  # MPS has no float8
         eight = str(getattr(config, name)).startswith("fp8")
         refuse_setting_if(name, eight and f"{where}Apple's GPUs have no 8-bit floats; int8 is served")
 
 
 def nvidia_driver_version(root: Path = Path("/")) -> str | None:
-    """The version of the NVIDIA driver that is loaded, "of unknown version" if it does not say; None: there is none, or
-    CUDA_VISIBLE_DEVICES hides every GPU."""
+    """None without a driver, or if CUDA_VISIBLE_DEVICES hides all GPUs."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return None
     try:
@@ -150,12 +147,11 @@ def nvidia_driver_version(root: Path = Path("/")) -> str | None:
             done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
             return done.stdout.strip().splitlines()[0]
         except (OSError, subprocess.SubprocessError, IndexError):
-            pass  # a tool without a driver
+            pass  # no driver
     return "of unknown version" if (root / "dev/nvidia0").exists() else None
 
 
 def _explain_driver_failure(driver: str, root: Path = Path("/")) -> str:
-    """Why PyTorch cannot use the GPU of this driver, and what would help."""
     cuda_version = torch.version.cuda
     here = f"an NVIDIA driver ({driver}) is loaded"
     if cuda_version is None:
@@ -181,9 +177,8 @@ def _explain_driver_failure(driver: str, root: Path = Path("/")) -> str:
 class ModelDTypes:
     compute_dtype: torch.dtype
     kv_dtype: torch.dtype
-    """By pages of keys and values."""
     change_note: str | None
-    """Why it is not the checkpoint's type, where it is not."""
+    """Why the dtype is not the checkpoint's."""
 
 
 def choose_dtypes(config: EngineConfig, model: ModelConfig, device: torch.device) -> ModelDTypes:
@@ -208,11 +203,8 @@ def choose_dtypes(config: EngineConfig, model: ModelConfig, device: torch.device
 def choose_compute_dtype_and_note(
     config: EngineConfig, model: ModelConfig, device: torch.device
 ) -> tuple[torch.dtype, str | None]:
-    """The type asked for, or the checkpoint's; and a note where auto makes another of it.
-
-    CPUs compute no float16 that can be avoided; GPUs from Ampere on compute bfloat16 many times as fast as float32, and
-    their fast attention takes nothing wider. GPUs before it have tensor cores for float16 alone. Of other devices
-    kernels/gpu/other_devices.py says it.
+    """CPUs avoid float16. GPUs from Ampere on compute bfloat16 many times as fast as float32, and their fast attention
+    needs 16 bits; older ones have float16 tensor cores only. For other devices see kernels/gpu/other_devices.py.
     """
     name = config.dtype if config.dtype != "auto" else model.dtype
     note = None
@@ -227,21 +219,17 @@ def choose_compute_dtype_and_note(
 
 
 def _prefers_float32_activations(config: EngineConfig, model: ModelConfig, device: torch.device) -> bool:
-    """Whether the weights have few bits and our kernels take them so: these kernels round activations of any type, and
-    bfloat16 in the residual stream would be most of what rounding changes. It costs a twentieth to a tenth of the
-    time."""
-    if config.dtype != "auto" or not uses_float32_activations(
-        model.raw
-    ):  # so that most starts need not load the kernels here
+    """True for quantized weights in Quire's CPU kernels, which round activations anyway. A bfloat16 residual stream
+    would cause most of the error. Costs 5 to 10 % of the time.
+    """
+    if config.dtype != "auto" or not uses_float32_activations(model.raw):  # first: avoids loading kernels
         return False
     return device.type == "cpu" and config.attention_backend in ("auto", "cpu") and CpuBackend().missing_reason is None
 
 
 def _cpu_float16_substitute_and_note(config: EngineConfig) -> tuple[str, str]:
-    """The type that a CPU computes in where float16 is meant, and a note on it.
-
-    A float16 product takes many times as long there as one of bfloat16, which holds every number of float16's range
-    with 8 bits instead of 11. float32 holds all of them, in twice the memory.
+    """On CPUs float16 takes many times as long as bfloat16, which has its range with 8 bits instead of 11. float32
+    keeps all bits in twice the memory.
     """
     if config.attention_backend not in ("auto", "cpu"):
         return "float16", "float16 on a CPU takes many times as long as bfloat16: --dtype bfloat16"
@@ -264,34 +252,27 @@ def _faster_dtype(name: str, device: torch.device) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """What computes a model."""
-
     spec: DecoderSpec
     device: torch.device
     dtype: torch.dtype
     kv_dtype: torch.dtype
-    """What pages hold."""
     dtype_note: str | None
-    """Why it is not the checkpoint's type, where it is not."""
+    """Why the dtype is not the checkpoint's."""
     backend: Backend
     backend_reason: str
-    """Why it is this backend."""
     vision_backend: Backend
-    """The same for a tower of images, whose keys and values no ranks divide."""
     eager_prefill_reason: str | None = None
-    """Why no graph is to hold steps with prompts, though some hold decodes. Of ranks the first one knows it."""
+    """Why graphs hold decodes but no prefills; known on the first rank."""
 
 
 def kv_cache_dtype_name(config: EngineConfig, chosen: DevicePlan) -> str:
-    """What keys and values are kept in, by the setting's names; auto: the model's type."""
     if config.kv_cache_dtype != "auto" or chosen.kv_dtype == chosen.dtype:
         return config.kv_cache_dtype
     return str(chosen.kv_dtype).removeprefix("torch.")
 
 
 def choose_device_plan(config: EngineConfig, model_config: ModelConfig, *, backend_tried: bool = False) -> DevicePlan:
-    """Raises ConfigError where nothing can serve the model as it is configured. tried: another rank has tried the
-    backend that the configuration names, on a GPU like this."""
+    """`backend_tried`: another rank has tried the backend on such a GPU. Raises ConfigError."""
     check_transformers_settings(config, model_config)
     device = choose_device(config)
     check_non_cuda_accelerator_settings(config, device)
@@ -301,7 +282,7 @@ def choose_device_plan(config: EngineConfig, model_config: ModelConfig, *, backe
     check_device_supports_attention(device, model_config, spec)
     backend, why = choose_backend(config, device, (dtype, kv_dtype), spec, backend_tried=backend_tried)
     text_backend = context_parallel_backend(config, device, spec, backend) if config.uses_context_parallel else backend
-    # A tower on a GPU reads images one by one where bits must not depend on the batch: then its kernels may.
+    # Deterministic towers on GPUs encode one by one, so their kernels may depend on the batch.
     vision_backend = type(backend)() if config.deterministic and device.type == "cuda" else backend
     eager_prefill_reason = (
         None if backend_tried else find_eager_prefill_reason(config, device, (dtype, kv_dtype), spec, backend)
@@ -314,7 +295,7 @@ def choose_device_plan(config: EngineConfig, model_config: ModelConfig, *, backe
 def context_parallel_backend(
     config: EngineConfig, device: torch.device, spec: DecoderSpec, backend: Backend
 ) -> Backend:
-    """The backend for ranks that divide every sequence's tokens. Raises ConfigError where they cannot."""
+    """Raises ConfigError."""
     speculative, parallel_backend = (
         config.speculative_config,
         backend.make_context_parallel_backend(config.decode_context_parallel_size),
@@ -333,7 +314,7 @@ def context_parallel_backend(
 
 
 def apply_expert_parallel(config: EngineConfig, spec: DecoderSpec) -> DecoderSpec:
-    """With experts that are whole on one rank each, where that is asked for. Raises ConfigError where it cannot be."""
+    """Raises ConfigError."""
     if not config.enable_expert_parallel:
         return spec
     refuse_setting_if(
@@ -355,9 +336,9 @@ def choose_backend(
     *,
     backend_tried: bool = False,
 ) -> tuple[Backend, str]:
-    """The backend for a model and pages of these types, and why it is this one; tried: see `choose_device_plan`. Raises
-    ConfigError for one that cannot serve, and for --deterministic where that cannot be promised: on a GPU without
-    Triton, and where a CPU has but plain PyTorch's products."""
+    """Raises ConfigError if none serves or, if required, none is deterministic: GPUs need Triton, and PyTorch's CPU
+    products may depend on the batch.
+    """
     deterministic = config.deterministic and device.type == "cuda"
     if deterministic and find_spec("triton") is None:
         raise ConfigError("deterministic: needs Triton (pip install triton)", param="deterministic")
@@ -395,7 +376,6 @@ def choose_backend(
 
 
 def _check_block_size_then_try(tokens: int, trial: BackendTrial | None, backend: Backend) -> str | None:
-    """A Trial that a backend with pages of another size fails."""
     if backend.block_size != tokens:
         return f"its pages have {backend.block_size} tokens, not {tokens} (block_size)"
     return None if trial is None else trial(backend)
@@ -404,12 +384,10 @@ def _check_block_size_then_try(tokens: int, trial: BackendTrial | None, backend:
 def make_graph_capture(
     config: EngineConfig, backend: Backend, device: torch.device, spec: DecoderSpec
 ) -> GraphCapture | None:
-    """What captures steps as graphs; None: nothing does."""
     holds = can_capture_decodes(backend, spec)
     return CudaGraphCapture(device) if holds and device.type == "cuda" and not config.enforce_eager else None
 
 
 def can_capture_decodes(backend: Backend, spec: DecoderSpec) -> bool:
-    """Whether a graph can hold decodes of such a model."""
     attention_alone = not spec.sublayers_of_kind(MoELayerSpec) and not spec.needs_state_snapshots
     return backend.cuda_graph_support == "steps" or (backend.cuda_graph_support == "decodes" and attention_alone)

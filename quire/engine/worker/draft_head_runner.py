@@ -1,6 +1,4 @@
-"""Runs the heads that guess tokens from hidden states: beside every step, to follow what the model computes, and
-between steps, to guess. They share the runner's slots: token ids, and how each request's tokens are picked. Where steps
-become CUDA graphs, so does both: what follows a step is a graph behind the step's (DecodeGraphs, MixedBatchGraphs)."""
+"""Runs draft heads: after every step to update states, and between steps to draft. Both may be CUDA graphs."""
 
 from __future__ import annotations
 
@@ -29,26 +27,23 @@ from quire.kernels.probes.backend_probe import GraphCapture
 
 @dataclass(frozen=True, slots=True)
 class HiddenStates:
-    """What a step computed of R picks."""
+    """At R sampled positions."""
 
     sample_hidden: Tensor  # [R, hidden]
-    all_hidden: Tensor | None = None  # [T, hidden], of all tokens, where a head reads these
+    all_hidden: Tensor | None = None  # [T, hidden], if a head reads all tokens
     aux_hidden: Sequence[Tensor] = ()
-    """[T, hidden] each: what goes into the layers that a head reads."""
-    sampled_tokens: Tensor | None = None  # [R] int64, where a graph has made and written the picks
+    """[T, hidden] each."""
+    sampled_tokens: Tensor | None = None  # [R] int64, if a graph sampled and stored them
     used_cuda_graph: bool = False
-    """Whether a graph has computed them."""
     run_draft_head_graph: Callable[[], Tensor] | None = None
-    """Runs the graph that gives what heads make of them, [R, hidden], once the picks are written."""
+    """Returns [R, hidden]. Call it once sampled tokens are stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class _SlotStateSpan:
-    """The states that a slot has."""
-
     new_request: NewRequestData
     first_num_tokens: int
-    """How many tokens there were at the first of the last step's picks."""
+    """Tokens before the first sample."""
     num_states: int
 
 
@@ -63,8 +58,7 @@ class DraftHeadRunner:
         max_drafts: int,
         capture: GraphCapture | None = None,
     ) -> None:
-        """`kv_tensors`: what allocate_kv_blocks made for the head, of which `spare_blocks` tells. `max_drafts`: tokens
-        of a row that are guessed. `capture`: how guesses become graphs, if they do."""
+        """`max_drafts`: per request."""
         self.head = head
         self.kv_tensors = kv_tensors
         self._input_batch, self.spare_blocks = slots, spare_blocks
@@ -77,7 +71,7 @@ class DraftHeadRunner:
         self._download_stream = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None
         shape = (len(slots.slot_requests) + 1, 2 + max_drafts, decoder.spec.hidden_size)
         self._hidden_by_slot = torch.empty(shape, dtype=decoder.dtype, device=slots.device)
-        """Of each slot, at the places before its last picks; and the last one behind guesses that graphs have made."""
+        """States before the last samples; the last place is for drafts by graphs."""
         self._state_spans: dict[int, _SlotStateSpan] = {}
         self.graphs: DraftHeadGraphs | None = None
         if capture is not None:
@@ -101,7 +95,7 @@ class DraftHeadRunner:
         hidden_states: HiddenStates,
         inputs: ForwardInputs | None,
     ) -> None:
-        """Take in what a step computed, once its picks are written to the slots."""
+        """Call once sampled tokens are stored."""
         slots = self._input_batch
         if hidden_states.run_draft_head_graph is not None:
             states = hidden_states.run_draft_head_graph()
@@ -126,14 +120,14 @@ class DraftHeadRunner:
     def compute_states(
         self, token_slots: Tensor, metadata: AttentionMetadata, hidden: Tensor, aux_hidden: Sequence[Tensor]
     ) -> Tensor:
-        """The states at all tokens of a step, which these slots own [T], and whose picks are written."""
-        # Behind a row's drafts is what was picked there; behind a row without a pick may be anything.
+        """`token_slots` [T]."""
+        # Unsampled rows may be followed by garbage.
         following = self._input_batch.token_ids[token_slots, metadata.positions + 1].clamp_(0, self._vocab_size - 1)
         return self.head.compute_states(following, hidden, aux_hidden, metadata, self._kv_cache)
 
     @torch.inference_mode()
     def draft_tokens(self, rows: Sequence[HeadDraftRequest]) -> list[list[int]]:
-        """Guesses for each of the rows, as many as it asks for; none where its last step was too long ago."""
+        """No tokens for rows with outdated states."""
         drafts: list[list[int]] = [[] for _ in rows]
         draftable = [
             index
@@ -142,7 +136,7 @@ class DraftHeadRunner:
         ]
         if not draftable:
             return drafts
-        draftable.sort(key=lambda index: -rows[index].num_drafts)  # those that go on longest come first
+        draftable.sort(key=lambda index: -rows[index].num_drafts)  # longest drafts first
         graphs = self.graphs is not None and len(draftable) <= self.graphs.max_rows
         run_draft = self._draft_by_graphs if graphs else self._draft_eagerly
         for tokens in run_draft([rows[index] for index in draftable]).wait_for_copy():
@@ -151,7 +145,7 @@ class DraftHeadRunner:
         return drafts
 
     def _find_place_in_slot_states(self, row: HeadDraftRequest) -> int | None:
-        """Where the slot keeps the state before the last known token; None: it has none."""
+        """Index of the state before the last token, or None."""
         state_span, slot_request = self._state_spans.get(row.slot), self._input_batch.slot_requests[row.slot]
         if state_span is None or slot_request is None or slot_request.new_request is not state_span.new_request:
             return None
@@ -159,7 +153,7 @@ class DraftHeadRunner:
         return index if 0 <= index < state_span.num_states else None
 
     def _draft_eagerly(self, rows: list[HeadDraftRequest]) -> HostDownload:
-        """The guesses of one place after the other; those of later ones are for the first rows alone."""
+        """Later drafts are for the first rows only."""
         longest = max(len(row.block_ids) for row in rows)
         arrays: list[np.ndarray] = [
             np.array([row.slot for row in rows], dtype=np.int64),
@@ -186,7 +180,7 @@ class DraftHeadRunner:
         return HostDownload(draft_tokens, self._download_stream)
 
     def _draft_by_graphs(self, rows: list[HeadDraftRequest]) -> HostDownload:
-        """The same; where all guesses are the largest logit, the picks too."""
+        """If all rows are greedy, graphs sample too."""
         graphs = self.graphs
         table = self._input_batch.token_ids
         draft_tokens = list[Tensor]()
@@ -214,14 +208,12 @@ class DraftHeadRunner:
         return HostDownload(draft_tokens, self._download_stream)
 
     def _sample_greedy_in_graph(self, rows: Tensor, draft_index: int) -> Tensor:
-        """As DraftHeadGraphs takes it."""
         slots, positions, _, places = rows
         tokens = self._argmax(self.head.compute_logits(self._hidden_by_slot[slots, places], draft_index))
         self._input_batch.token_ids[slots, positions + 1] = tokens.to(torch.int32)
         return tokens
 
     def _advance_states_in_graph(self, rows: Tensor, max_blocks: int) -> Tensor:
-        """As DraftHeadGraphs takes it."""
         slots, positions, num_owned, places = rows
         _, metadata = self._input_batch.graph_decode_inputs(rows[:2], max_blocks, updates_states=False)
         spare_index = torch.arange(max_blocks, device=slots.device) - num_owned[:, None]
@@ -241,13 +233,12 @@ class DraftHeadRunner:
         return states
 
     def _sample_draft_tokens(self, states: Tensor, rows: list[HeadDraftRequest], draft_index: int) -> Tensor:
-        """A token after each of the states, by the request's own rules; its grammar is left out, as it would have to
-        follow guesses that may be wrong."""
+        """Ignores grammars, which would have to follow unverified drafts."""
         sampling = [self._input_batch.make_sampling_row(row.slot, row.num_tokens + draft_index) for row in rows]
         return self._sample(self.head.compute_logits(states, draft_index), sampling, None).clamp(min=0)
 
     def _decode_metadata(self, slots: Tensor, positions: Tensor, table: Tensor, longest: int) -> AttentionMetadata:
-        """Of one token for each of N sequences, in `slots` and at `positions` [N], with the pages of `table`."""
+        """`positions` [N]."""
         device = self._input_batch.device
         contexts = (positions + 1).to(torch.int32)
         return AttentionMetadata(
@@ -264,11 +255,9 @@ class DraftHeadRunner:
 
     @torch.inference_mode()
     def capture_next_graph(self) -> bool:
-        """As Executor.warm_up_next."""
         return self.graphs is not None and self.graphs.capture_next()
 
     def launch_kernel_variants(self, step_tokens: int) -> None:
-        """As engine/worker/kernel_compilation/kernel_variants.py has it for models."""
         launch_draft_head_variants(
             self.head,
             self._hidden_by_slot.shape[2],
@@ -279,12 +268,12 @@ class DraftHeadRunner:
         )
 
     def measure_draft_costs(self) -> list[tuple[int, float]]:
-        """(sequences, seconds) of one more guess for each."""
+        """(sequences, seconds) per draft token."""
         return measure_best_step_times(self.run_dummy_draft)
 
     @torch.inference_mode()
     def run_dummy_draft(self, count: int) -> None:
-        """Guess for so many sequences, while nobody uses the pages yet."""
+        """Only while KV blocks are unused."""
         size, device = self._input_batch.block_size, self._input_batch.device
         length = size if not self.kv_tensors else min(MEASURED_CONTEXT_TOKENS, size * self.kv_tensors[0].shape[1])
         if self.graphs is not None and count <= self.graphs.max_rows:
@@ -298,7 +287,6 @@ class DraftHeadRunner:
         HostDownload([self._argmax(self.head.compute_logits(states, 0))], self._download_stream).wait_for_copy()
 
     def _run_dummy_graphs(self, graphs: DraftHeadGraphs, count: int, length: int) -> None:
-        """The same, of sequences on the scratch page."""
         scratch = self._input_batch.scratch_slot
         slots, _, _, places = graphs.upload_rows(np.repeat([[scratch], [length - 1], [0], [0]], count, axis=1))
         if self._reads_all_tokens:
@@ -310,13 +298,12 @@ class DraftHeadRunner:
 
 
 def _slot_mapping(table: Tensor, positions: Tensor, block_size: int) -> Tensor:
-    """AttentionMetadata.slot_mapping of a token of each of these page tables."""
     page = table.gather(1, (positions // block_size)[:, None]).squeeze(1)
     return page.long() * block_size + positions % block_size
 
 
 def _dummy_decode_metadata(count: int, length: int, block_size: int, device: torch.device) -> AttentionMetadata:
-    """A step of one token of each of so many sequences of `length` tokens, which all share their pages."""
+    """All sequences share blocks."""
     whole = prefill_metadata(1, length, block_size, device)
     return AttentionMetadata(
         query_start=torch.arange(count + 1, dtype=torch.int32, device=device),

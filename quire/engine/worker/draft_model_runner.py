@@ -1,5 +1,4 @@
-"""Runs a smaller model that guesses tokens: first it computes what it lacks of each sequence, then one guess of each
-after the other. Of a step of so small a model most is what it takes to start it, so this has its own, short way."""
+"""Runs a draft model. Launching dominates the time of so small a model, so this path is kept short."""
 
 from __future__ import annotations
 
@@ -26,14 +25,12 @@ from quire.kernels.gpu.host_transfer import HostDownload, upload_arrays
 from quire.kernels.probes.backend_probe import GraphCapture
 
 _MAX_GRAPH_TOKENS_PER_SEQUENCE = 8
-"""Tokens of a sequence that are rows of a graph: each row reads the whole context."""
+"""Each graph row reads the whole context."""
 
 
 class _DraftingSlots(NamedTuple):
-    """The sequences that the last guesses were made for."""
-
     slots: np.ndarray  # [R] int64
-    num_known: np.ndarray  # [R] int64, tokens before these guesses
+    num_known: np.ndarray  # [R] int64, tokens before the drafts
 
 
 class DraftModelRunner:
@@ -45,8 +42,7 @@ class DraftModelRunner:
         eos_token_ids: tuple[int, ...],
         capture: GraphCapture | None = None,
     ) -> None:
-        """`kv_tensors`: what allocate_kv_blocks made. `capture`: how guesses become graphs, if they do; the slots have
-        a scratch page then."""
+        """`capture` needs slots with a scratch block."""
         self._model = model
         self._kv_cache = kv_cache_by_layer(model, kv_tensors, slots.recurrent_states)
         self._input_batch = slots
@@ -60,7 +56,7 @@ class DraftModelRunner:
 
     @torch.inference_mode()
     def draft_first_tokens(self, rows: Sequence[DrafterCatchUp]) -> list[DraftToken]:
-        """Compute these tokens. Returns a guess after each row that wants one."""
+        """Returns drafts for rows that want one."""
         slots = self._input_batch
         for row in rows:
             if (new_request := row.new_request) is not None:
@@ -79,15 +75,16 @@ class DraftModelRunner:
 
     @torch.inference_mode()
     def draft_next_tokens(self, keep: Sequence[int]) -> list[DraftToken]:
-        """One guess more for these of the last call's, by their places there."""
+        """`keep`: indices in the last call."""
         previous = self._drafting_slots
         self._drafting_slots = _DraftingSlots(previous.slots[keep], previous.num_known[keep] + 1)
         row_array = np.stack((self._drafting_slots.slots, previous.num_known[keep], np.ones(len(keep), dtype=np.int64)))
         return _to_draft_tokens(self._draft_tokens(row_array, np.arange(len(keep))))
 
     def _draft_tokens(self, row_array: np.ndarray, last: np.ndarray) -> HostDownload:
-        """Tokens and chances, [2, R] float32, which holds any token's number. every [3, rows] int64: slots, first
-        tokens and counts; last [R] int64: which of all their tokens are to be followed by a guess."""
+        """Tokens and probabilities [2, R] float32, which holds any token id. `row_array` [3, rows] int64: slots,
+        starts, counts. `last` [R] int64: token indices.
+        """
         where = zip(self._drafting_slots.slots.tolist(), self._drafting_slots.num_known.tolist(), strict=True)
         rows = [self._input_batch.make_sampling_row(slot, position) for slot, position in where]
         hidden, token_probabilities = self._compute_hidden_and_graph_tokens(
@@ -112,9 +109,9 @@ class DraftModelRunner:
     def _compute_hidden_and_graph_tokens(
         self, row_array: np.ndarray, last: np.ndarray, *, all_greedy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [R, hidden] of the `last` tokens; and, where a graph makes them, as all guesses are the
-        `all_greedy` logit, these as `_draft_tokens` has them. A few tokens of a sequence are rows of a graph, as in
-        DecodeGraphs.can_run."""
+        """[R, hidden], and drafts if a graph samples. Several tokens of a sequence may be graph rows: see
+        DecodeGraphs.can_run.
+        """
         slots, starts, counts = row_array
         total = int(counts.sum())
         if self.graphs is None or total > self.graphs.max_rows or counts.max() > _MAX_GRAPH_TOKENS_PER_SEQUENCE:
@@ -132,24 +129,21 @@ class DraftModelRunner:
         return hidden, token_probabilities
 
     def _sample_greedy_with_probabilities(self, rows: Tensor, hidden: Tensor) -> Tensor:
-        """Guesses that are the largest logit, in a form that a graph can hold."""
         logits = self._model.compute_logits(hidden)
         return _tokens_with_softmax_probabilities(self._model.argmax(logits), logits)
 
     @torch.inference_mode()
     def capture_next_graph(self) -> bool:
-        """As Executor.warm_up_next."""
         return self.graphs is not None and self.graphs.capture_next()
 
     def launch_kernel_variants(self, step_tokens: int) -> None:
-        """As Drafting has it. Without graphs there is no page on which it could: they are compiled at first use."""
+        """Without a scratch block, kernels compile at first use."""
         if self.graphs is not None:
             launch_kernel_variants(self._model, self._kv_cache, self._input_batch, step_tokens)
 
     @torch.inference_mode()
     def measure_draft_costs(self, num_blocks: int, longest: int) -> list[tuple[int, float]]:
-        """(sequences, seconds) of one more guess for each. Nobody uses the first `num_blocks` pages yet, and no
-        sequence gets longer than `longest`."""
+        """(sequences, seconds) per draft token. The first `num_blocks` blocks must be unused."""
         size, num_slots = self._input_batch.block_size, len(self._input_batch.slot_requests)
         length = min(MEASURED_CONTEXT_TOKENS, longest, size * num_blocks)
         params = SamplingParams(max_tokens=1)
@@ -170,7 +164,7 @@ class DraftModelRunner:
 
 
 def _tokens_with_softmax_probabilities(token_ids: Tensor, logits: Tensor) -> Tensor:
-    """[2, R] float32: tokens [R], and how likely these logits [R, vocab] hold each."""
+    """[2, R] float32 for tokens [R] and logits [R, vocab]."""
     probabilities = torch.softmax(logits, dim=-1).gather(1, token_ids[:, None])[:, 0]
     return torch.stack((token_ids.float(), probabilities.float().nan_to_num(0.0)))
 

@@ -1,5 +1,3 @@
-"""What guesses tokens with weights of its own: a model or heads, loaded, and then started with their pages."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,7 +14,7 @@ from quire.kernels.backend import Backend
 def load_drafter(
     config: EngineConfig, model_config: ModelConfig, backend: Backend, progress: Callable[[], None], model: Decoder
 ) -> LoadedDrafter | None:
-    """What guesses tokens with weights of its own, if something does. Raises ConfigError."""
+    """Raises ConfigError."""
     if (speculative := config.speculative_config) is None or not speculative.has_weights:
         return None
     if speculative.uses_hidden_states:

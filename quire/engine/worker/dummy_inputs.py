@@ -1,4 +1,4 @@
-"""Steps on the scratch page, which no sequence has: what runs or launches kernels before somebody needs them."""
+"""Steps on the scratch block, for warm-up."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from quire.kernels.backend import AttentionMetadata
 
 
 def dummy_prefill_inputs(slots: InputBatch, length: int) -> ForwardInputs:
-    """A prompt of that length, or of the longest there may be."""
+    """Shortened to the longest context."""
     length = min(length, slots.max_blocks * slots.block_size)
     return dummy_step_inputs(slots, 1, length, length)
 
 
 def dummy_step_inputs(slots: InputBatch, seqs: int, queries: int, context: int) -> ForwardInputs:
-    """The last tokens of so many contexts, each of which is the scratch page again and again."""
+    """The last `queries` tokens of each context."""
     assert slots.scratch_block is not None
     device, size = slots.device, slots.block_size
     positions = torch.arange(context - queries, context, device=device).repeat(seqs)

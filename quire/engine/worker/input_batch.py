@@ -1,5 +1,3 @@
-"""Makes a Batch's tensors. Slots keep what the device knows of sequences: token ids, page tables, rules for picks."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -21,41 +19,34 @@ from quire.kernels.recurrent.recurrence import RecurrenceMetadata, StateAndVerif
 
 @dataclass(frozen=True, slots=True)
 class SlotRequest:
-    """The request that a slot belongs to, and what its parameters mean."""
-
     new_request: NewRequestData
     rules: RequestSamplingRules
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardInputs:
-    """One step's tensors: T tokens, of which R are followed by a pick."""
+    """T tokens, R of them sampled."""
 
     token_ids: Tensor  # [T] int32
     metadata: AttentionMetadata
-    sampled_indices: Tensor  # [R] int64, indices into the T tokens
-    token_slots: Tensor  # [T] int64, the slot of each token
+    sampled_indices: Tensor  # [R] int64
+    token_slots: Tensor  # [T] int64
 
 
 @dataclass(frozen=True, slots=True)
 class SampleTargets:
-    """The R picks that a step makes: in which slots, and at which positions. A row with drafts makes several, which
-    stand side by side in the order of their positions."""
+    """R positions. A row with drafts has several, adjacent and in order."""
 
     rows: list[ScheduledRequest]
-    """The row of each pick."""
     slots: np.ndarray  # [R] int64
-    positions: np.ndarray  # [R] int64, also the number of tokens so far
-    device_slots: Tensor  # the two on the device
+    positions: np.ndarray  # [R] int64, equal to the number of tokens so far
+    device_slots: Tensor  # both on the device
     device_positions: Tensor
     linear_context: LinearContext
-    """Of the picks' rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotStateTensors:
-    """What layers keep in slots, as allocate_slot_states made it for so many `max_drafts`."""
-
     tensors: Sequence[LayerCache] = ()
     max_drafts: int = 0
 
@@ -64,8 +55,7 @@ NO_SLOT_STATES = SlotStateTensors()
 
 
 class InputBatch:
-    """What the device knows of each slot. Token ids live on the device, so that a step can read a token that the host
-    has not seen yet."""
+    """Token ids live on the device: a step reads tokens that the host has not seen."""
 
     def __init__(
         self,
@@ -79,17 +69,16 @@ class InputBatch:
         slot_states: SlotStateTensors = NO_SLOT_STATES,
         context_shard: ContextShard | None = None,
     ) -> None:
-        """`scratch_block`: there is one slot more, `scratch_slot`, which owns that page, and the page tables are kept
-        on the device too; `graph_decode_inputs` needs both. `num_groups`: of layers that have pages of their own; for
-        each block_size tokens a table has a page of each of them, side by side. `context_shard`: the tokens that this
-        rank keeps; None: all."""
+        """`scratch_block`: owned by an additional `scratch_slot`; `graph_decode_inputs` needs it. `num_groups`: KV
+        cache groups, interleaved in the block table. `context_shard`: this rank's tokens; None: all.
+        """
         recurrent_states = slot_states.tensors
         self.recurrent_states = recurrent_states
         self._max_drafts = slot_states.max_drafts
         self._has_draft_states = slot_states.max_drafts > 0 and any(recurrent_states)
         self._has_recurrent_matrices = any(
             len(layer_states) > 1 for layer_states in recurrent_states
-        )  # beside a convolution's columns
+        )  # more than convolution columns
         self.block_size, self.max_model_len = block_size, max_model_len
         self.context_shard = single_shard(block_size) if context_shard is None else context_shard
         self.device = device
@@ -99,20 +88,17 @@ class InputBatch:
         self.max_blocks = -(-max_model_len // block_size)
         self.slot_requests: list[SlotRequest | None] = [None] * num_slots
         self.adapter_slots = np.zeros(num_slots + 1, dtype=np.int64)
-        """The slot of each owner's adapter; 0: none."""
+        """0: none."""
         self.token_ids = torch.empty((num_slots + 1, max_model_len + 1), dtype=torch.int32, device=device)
         self.token_ids[num_slots] = 0
         self._state_lengths = np.zeros(num_slots, dtype=np.int64)
-        """Tokens that the matrices in each slot have seen; below 0: all before its owner's first ones."""
+        """Tokens in recurrent states; negative: all before the owner's first step."""
         self._block_table = np.zeros((num_slots, self.max_blocks * num_groups), dtype=np.int32)
         self.num_blocks = [0] * num_slots
-        """Pages that each slot's table has of its owner."""
         self._device_block_tables: Tensor | None = None
         self._device_state_lengths: Tensor | None = None
-        """`_state_lengths` on the device, where graphs need it."""
         self._rope_offsets: Tensor | None = None
-        """[slots] int64: what is added to positions behind the last image of a slot's prompt for what they are rotated
-        by; None: nothing ever is."""
+        """[slots] int64; None until used."""
         if scratch_block is not None:
             if self.tracks_recurrent_state_lengths:
                 self._device_state_lengths = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
@@ -131,14 +117,13 @@ class InputBatch:
         self.token_ids[new_request.slot, : len(ids)] = ids
 
     def set_rope_offset(self, slot: int, offset: int) -> None:
-        """Rotate tokens of this slot by so many `offset` than their positions, but those that a step's metadata says
-        otherwise of."""
+        """A step's metadata may override it."""
         if self._rope_offsets is None:
             self._rope_offsets = torch.zeros(len(self.slot_requests) + 1, dtype=torch.int64, device=self.device)
         self._rope_offsets[slot].fill_(offset)
 
     def rope_positions(self, slots: Tensor, positions: Tensor) -> Tensor | None:
-        """AttentionMetadata.rope_position_override of tokens [T] of these slots at these positions, both [T] int64."""
+        """Both are [T] int64."""
         return None if self._rope_offsets is None else positions + self._rope_offsets[slots]
 
     def get_slot_request(self, slot: int) -> SlotRequest:
@@ -147,21 +132,19 @@ class InputBatch:
         return slot_request
 
     def make_sampling_row(self, slot: int, position: int) -> SamplingRow:
-        """The pick of a slot's token at this position, by its owner's rules."""
         new_request = (slot_request := self.get_slot_request(slot)).new_request
         return SamplingRow(
             slot_request.rules, new_request.seed, position, new_request.num_prompt_tokens, self.token_ids, slot
         )
 
     def append_blocks(self, rows: list[ScheduledRequest]) -> None:
-        """Put a batch's new pages into the page tables."""
         grown = [row for row in rows if row.new_block_ids]
         self.update_block_tables([(row.slot, self.num_blocks[row.slot], row.new_block_ids) for row in grown])
         for row in grown:
             self.num_blocks[row.slot] += len(row.new_block_ids)
 
     def update_block_tables(self, updates: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """Slots, each once, and their pages from a page of each on; those beyond the longest context are left out."""
+        """(slot, first index, block ids), each slot once. Drops ids beyond the longest context."""
         changed = []
         for slot, first, block_ids in updates:
             old_blocks = self._block_table[slot, first : first + len(block_ids)]
@@ -175,7 +158,6 @@ class InputBatch:
             self._device_block_tables[on_device[0], on_device[1], on_device[2]] = on_device[3]
 
     def write_draft_tokens(self, rows: list[ScheduledRequest]) -> None:
-        """Write the rows' drafts to their slots' tokens."""
         drafted = [row for row in rows if row.draft_token_ids]
         if not drafted:
             return
@@ -188,12 +170,11 @@ class InputBatch:
 
     @property
     def tracks_recurrent_state_lengths(self) -> bool:
-        """Whether matrices may have to take in guesses later."""
+        """True if states may have to replay draft tokens."""
         return self._has_draft_states and self._has_recurrent_matrices
 
     def try_record_state_lengths(self, rows: list[ScheduledRequest]) -> bool:
-        """Note, if a graph is to compute these rows, what matrices will have seen. False where it cannot: nobody has
-        said yet what those of a new owner have."""
+        """False if a new owner's state length is unknown, so that no graph can run."""
         if not self.tracks_recurrent_state_lengths:
             return True
         if any(self._state_lengths[row.slot] < 0 for row in rows):
@@ -203,19 +184,17 @@ class InputBatch:
         return True
 
     def known_state_mask(self, slots: np.ndarray) -> np.ndarray:
-        """[rows] bool: whether it is known what the matrices in these slots have seen, here and on the device."""
+        """[rows] bool."""
         return self._state_lengths[slots] >= 0
 
     def set_state_lengths_and_get_previous(
         self, slots: np.ndarray, starts: np.ndarray, num_known: np.ndarray
     ) -> np.ndarray:
-        """How many tokens the matrices in these slots have seen; they will have seen the `num_known` ones."""
         num_seen = self._state_lengths[slots]
         self._state_lengths[slots] = num_known
         return np.where(num_seen < 0, starts, num_seen)
 
     def make_sample_targets(self, scheduler_output: SchedulerOutput) -> SampleTargets:
-        """The picks of the batch's rows that sample."""
         rows = [row for row in scheduler_output.scheduled_requests if row.should_sample]
         positions = expand_ends_to_samples(rows, np.array([row.start + row.num_tokens for row in rows], dtype=np.int64))
         if len(positions) > len(rows):
@@ -227,7 +206,7 @@ class InputBatch:
         return SampleTargets(rows, slots, positions, on_device[0], on_device[1], self.adapter_context(slots))
 
     def adapter_context(self, slots: np.ndarray) -> LinearContext:
-        """Of tokens of these slots, [T] int64."""
+        """`slots` [T] int64."""
         adapters = self.adapter_slots[slots]
         if not adapters.any():
             return NO_ADAPTERS
@@ -236,10 +215,9 @@ class InputBatch:
     def graph_decode_inputs(
         self, rows: Tensor, max_blocks: int, *, updates_states: bool = True
     ) -> tuple[Tensor, AttentionMetadata]:
-        """Token ids [B] and metadata for one token of each of B slots, made on the device alone, so that a graph can
-        hold it. rows [2 or 3, B] int64 are slots, positions and, if some have adapters, the slots of these; no context
-        has more than `max_blocks` pages. `updates_states`: whether matrices take the tokens in, which is noted; heads
-        have none."""
+        """Token ids [B] and metadata, made on the device alone. `rows` [2 or 3, B] int64: slots, positions, optional
+        adapter slots. `updates_states`: False for draft heads.
+        """
         slots, positions = rows[:2]
         starts = torch.arange(rows.shape[1] + 1, dtype=torch.int32, device=self.device)
         sequences = self._record_and_make_recurrence_metadata(slots, positions) if updates_states else None
@@ -248,8 +226,9 @@ class InputBatch:
     def graph_prefill_inputs(
         self, rows: Tensor, chunks: Tensor, max_blocks: int, *, updates_states: bool = True
     ) -> tuple[Tensor, AttentionMetadata]:
-        """The same for T tokens of P sequences, in their order: pieces [5, P] int64 are their slots, how many of the
-        tokens are theirs, at least one, their contexts, and what Guesses says of them."""
+        """For T tokens of P sequences. `chunks` [5, P] int64: slots, token counts (at least 1), contexts, and
+        StateAndVerifiedCounts.
+        """
         slots, counts, contexts, num_seen, num_known = chunks
         starts, sequences = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0)), None
         if updates_states and self._device_state_lengths is not None:
@@ -266,7 +245,6 @@ class InputBatch:
         max_blocks: int,
         sequences: RecurrenceMetadata | None,
     ) -> tuple[Tensor, AttentionMetadata]:
-        """of: slots, first tokens, and contexts of sequences of at most `max_query_len` tokens."""
         assert self._device_block_tables is not None
         (slots, positions, *adapters), (sequence_slots, starts, contexts) = rows, sequence_tensors
         blocks = self._device_block_tables[:, slots, positions // self.block_size]
@@ -289,8 +267,7 @@ class InputBatch:
         return self.token_ids[slots, positions], metadata.with_block_tables(tables.unbind(), slot_mapping.unbind())
 
     def _record_and_make_recurrence_metadata(self, slots: Tensor, positions: Tensor) -> RecurrenceMetadata | None:
-        """Of B rows of a token each: the first of a slot is no guess, those behind it are. Notes on the device what the
-        matrices will have seen."""
+        """The first of B rows of a slot is no draft, the others are."""
         if self._device_state_lengths is None:
             return None
         count, at = len(slots), torch.arange(len(slots), device=self.device)
@@ -306,7 +283,7 @@ class InputBatch:
         )
 
     def build_inputs(self, scheduler_output: SchedulerOutput) -> ForwardInputs:
-        """A batch's tensors; call `append_blocks` first."""
+        """Call `append_blocks` first."""
         rows = scheduler_output.scheduled_requests
         slots = np.array([row.slot for row in rows], dtype=np.int64)
         starts = np.array([row.start for row in rows], dtype=np.int64)
@@ -341,9 +318,8 @@ class InputBatch:
         linear: LinearContext,
         drafts: np.ndarray | None = None,
     ) -> ForwardInputs:
-        """The tensors of rows of `counts` tokens from `starts` on, the last `drafts` of them guesses (None: none), each
-        [rows] int64. picked [R] int64: the tokens that are followed by a pick, by their place among all."""
-        # Every rank of a model makes these in each step: methods of arrays take half the time of NumPy's functions.
+        """Arrays are [rows] int64. The last `drafts` tokens of a row are draft tokens. `sampled_indices` [R] int64."""
+        # Array methods take half the time of NumPy's functions.
         ends, contexts = counts.cumsum(), starts + counts
         token_slots = slots.repeat(counts)
         positions = (contexts - ends).repeat(counts)
@@ -396,11 +372,11 @@ class InputBatch:
 
     @property
     def _block_table_with_group_axis(self) -> np.ndarray:
-        """The page tables, [slots, pages, groups]."""
+        """[slots, blocks, groups]."""
         return self._block_table.reshape(len(self._block_table), -1, self.num_groups)
 
     def _slot_mapping(self, token_slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """AttentionMetadata.slot_mapping of tokens of these slots, [T, groups] int64."""
+        """[T, groups] int64."""
         page = positions // self.block_size
         offsets = positions - page * self.block_size
         slot_mapping: np.ndarray = self._block_table_with_group_axis[token_slots, page].astype(np.int64)
@@ -414,7 +390,7 @@ class InputBatch:
     def _advance_state_and_verified_lengths(
         self, slots: np.ndarray, starts: np.ndarray, contexts: np.ndarray, drafts: np.ndarray | None
     ) -> tuple[np.ndarray, ...]:
-        """What Guesses says; () where no sequence has guesses, or had some last."""
+        """StateAndVerifiedCounts, or () without drafts now or before."""
         if not self._has_draft_states:
             return ()
         known = contexts if drafts is None else contexts - drafts
@@ -425,7 +401,7 @@ class InputBatch:
 
 
 def _starts_from_cumulative_ends(*ends: np.ndarray) -> np.ndarray:
-    """Cumulative counts [rows] each, from 0 on: [counts, rows + 1] int32."""
+    """[rows] each to [counts, rows + 1] int32."""
     cumulative_starts = np.zeros((len(ends), len(ends[0]) + 1), dtype=np.int32)
     for row, each in zip(cumulative_starts, ends, strict=True):
         row[1:] = each
@@ -433,8 +409,7 @@ def _starts_from_cumulative_ends(*ends: np.ndarray) -> np.ndarray:
 
 
 def expand_ends_to_samples(rows: list[ScheduledRequest], ends: np.ndarray) -> np.ndarray:
-    """A number for each pick of `rows`, which all sample. A row's last pick has its number of `ends` [rows]; the picks
-    before it, one per draft, have the numbers just below."""
+    """A row's last sample gets its `ends` value, those of drafts the values just below."""
     if not any(row.draft_token_ids for row in rows):
         return ends
     widths = np.array([1 + len(row.draft_token_ids) for row in rows])

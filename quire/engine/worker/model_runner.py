@@ -1,5 +1,3 @@
-"""The Executor of one device: slots, forward pass, picks. It knows slots and who was admitted to them, no requests."""
-
 from __future__ import annotations
 
 from contextlib import nullcontext
@@ -44,10 +42,10 @@ if TYPE_CHECKING:
     from quire.kernels.gpu.kernel_variant import KernelVariant
 
 _MAX_LOGIT_ROWS = 256
-"""How many rows of prompt logits are held at once; with a vocabulary of 150,000 each takes 600 KB."""
+"""A row of 150,000 tokens takes 600 KB."""
 
 _WARM_UP_PROMPT_LENGTHS = (2, 16, 128)
-"""Tokens."""
+"""In tokens."""
 
 
 class ModelRunner:
@@ -62,9 +60,7 @@ class ModelRunner:
         encoder_cache: ImageEncoderCache | None = None,
         captures_mixed_batches: bool = False,
     ) -> None:
-        """`allocation`: where it captures steps, the slots have a scratch page. `pooler`: makes vectors, where requests
-        may ask for them. `draft_heads`: guess tokens from the hidden states, on the same slots. `encoder_cache`: of
-        images, where requests may have some. `captures_mixed_batches`: small steps with prompts become graphs too."""
+        """With graph capture, slots need a scratch block."""
         kv_tensors = allocation.kv_tensors
         slots = allocation.input_batch
         capture = allocation.capture
@@ -134,15 +130,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, scheduler_output: SchedulerOutput) -> PendingOutput:
-        """Start to compute the batch's tokens, and to pick tokens after those of each row that samples.
-
-        On a GPU this only queues work, in the order of the calls: a step reads what earlier ones picked and stored,
-        though the host has not waited for them.
+        """On a GPU this only queues work: a step reads what earlier steps sampled and stored, but the host does not
+        wait.
         """
         return self._compute_and_sample_batch(self._prepare_batch(scheduler_output))
 
     def _prepare_batch(self, scheduler_output: SchedulerOutput) -> PreparedBatch:
-        """Take in what a batch says, and make its tensors."""
         self._update_slots(scheduler_output)
         if self._encoder_cache is not None:
             self._encoder_cache.run_scheduled_encoder_chunks(scheduler_output, self._get_new_request)
@@ -189,7 +182,7 @@ class ModelRunner:
             )
 
     def _apply_copies(self, scheduler_output: SchedulerOutput) -> None:
-        """Make the copies that a batch asks for, which read what the steps before it have computed."""
+        """Copies read what earlier steps computed."""
         for copy in scheduler_output.block_copies:
             copy_block_prefix(self._kv_tensors, copy, self._input_batch.context_shard.token_range_in_page)
             if self._draft_heads is not None:
@@ -200,13 +193,13 @@ class ModelRunner:
             copy_slot_states(self._input_batch.recurrent_states, slots)
 
     def _compute_and_sample_batch(self, prepared: PreparedBatch) -> PendingStep:
-        """Compute a batch that was begun, in the order of the calls, before any of its slots has another owner."""
+        """Call in the order of `_prepare_batch`, before a slot gets another owner."""
         batch = prepared.scheduler_output
         sample_targets = prepared.sample_targets
         inputs = prepared.inputs
         self._apply_copies(batch)
         if not batch.scheduled_requests:
-            nothing = HostDownload([torch.empty(0, dtype=torch.int64)], None)  # it is on the host
+            nothing = HostDownload([torch.empty(0, dtype=torch.int64)], None)  # already on the host
             return PendingStep([], [], [], [], None, nothing, self._grammars)
         chunks: list[PromptLogprobTargets] = []
         extra_tensors: list[Tensor] = []
@@ -254,7 +247,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up_next(self) -> bool:
-        """Prepare something that a later step will need, in less than a second or so; False when all is ready."""
+        """Takes about a second at most; False if all is ready."""
         if self._prefaulter is not None:
             return self._prefaulter.touch_next()
         if self.decode_graphs is not None and self.decode_graphs.capture_next():
@@ -263,7 +256,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_sampler(self) -> None:
-        """Pick once greedily, once from all tokens and once from the likeliest: kinds of kernels of their own."""
+        """Greedy, unfiltered and filtered sampling have different kernels."""
         device, table = self._input_batch.device, self._input_batch.token_ids
         hidden = torch.zeros((1, self._model.spec.hidden_size), dtype=self._model.dtype, device=device)
         for params in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.5)):
@@ -272,9 +265,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_prompts(self) -> None:
-        """Compute short prompts on the scratch page, and read a small image. Kernels come in kinds by the number of
-        queries, and a kind is compiled, for seconds, when it is first called; the kind for long prompts was, when a
-        step was measured."""
+        """Runs on the scratch block. Kernels differ by number of queries and take seconds to compile; those for long
+        prompts were compiled when a step was measured.
+        """
         if self._encoder_cache is not None:
             self._encoder_cache.warm_up_tower()
         for length in _WARM_UP_PROMPT_LENGTHS:
@@ -282,7 +275,6 @@ class ModelRunner:
             self._model.forward(inputs.token_ids, inputs.metadata, self._kv_cache, inputs.sampled_indices)
 
     def kernel_variants(self, step_tokens: int) -> list[KernelVariant]:
-        """Every kind of a Triton kernel that a step of up to so many tokens may launch here."""
         from quire.kernels.gpu.kernel_variant import dry_run_for_variants
 
         model, group = self._model, self._model.shard.group
@@ -292,8 +284,7 @@ class ModelRunner:
             )
 
     def compile_kernels(self, step_tokens: int, drafter: DeviceDrafter | None) -> CompileResult:
-        """Compile, by several processes, the `variants` of all ranks that are not there yet, and those of what drafts
-        here."""
+        """Compiles missing variants of all ranks and of the local drafter."""
         from quire.kernels.gpu.kernel_variant import dry_run_for_variants
 
         variants = self.kernel_variants(step_tokens)
@@ -315,7 +306,7 @@ class ModelRunner:
         self._grammars.start_loading_compiler()
 
     def _admit_requests(self, scheduler_output: SchedulerOutput) -> None:
-        """Give slots to their new owners. The row of a request for a vector never samples, so it has no rules."""
+        """Pooling requests never sample."""
         for slot in scheduler_output.freed_slots:
             self._grammars.release_slot(slot)
         for new_request in scheduler_output.new_requests:
@@ -331,7 +322,6 @@ class ModelRunner:
             self._grammars.admit_request(new_request)
 
     def _make_pooling_chunks(self, rows: list[ScheduledRequest]) -> list[PoolingChunk]:
-        """The rows of requests for vectors."""
         pooled_rows, begin = [], 0
         for row in rows:
             new_request = self._get_slot_request(row).new_request
@@ -341,8 +331,7 @@ class ModelRunner:
         return pooled_rows
 
     def _run_model(self, prepared: PreparedBatch, *, all_tokens: bool, all_greedy: bool) -> HiddenStates:
-        """The forward pass; by a graph where there are no `inputs`. `all_tokens`: the hidden states of all tokens too.
-        `all_greedy`: all picks are the largest logit."""
+        """Without `inputs` a graph runs."""
         if self._model.offload is not None:
             self._model.offload.prepare_for_step()
         inputs, features = prepared.inputs, prepared.features
@@ -385,8 +374,6 @@ class ModelRunner:
         )
 
     def _sample_greedy_in_graph(self, rows: Tensor, hidden: Tensor) -> Tensor:
-        """The picks behind a step of one token per row, which are the largest logit, in a form that a graph can
-        hold."""
         slots, positions, *adapters = rows
         linear_context = LinearContext.from_adapter_slots(adapters[0]) if adapters else NO_ADAPTERS
         return self._sample_and_write_greedy(
@@ -404,7 +391,6 @@ class ModelRunner:
     def _sample_and_write_greedy(
         self, hidden: Tensor, slots: Tensor, positions: Tensor, linear_context: LinearContext
     ) -> Tensor:
-        """As `_sample_and_write`, of picks that are nothing but the largest logit."""
         sampled, is_finite = self._model.greedy_tokens_and_finite_flags(hidden, linear_context)
         self._input_batch.token_ids[slots, positions] = sampled.to(torch.int32)
         return sampled.masked_fill(~is_finite, NONFINITE_TOKEN)
@@ -416,9 +402,9 @@ class ModelRunner:
         logprob_indices: list[int],
         hidden: Tensor,
     ) -> list[Tensor]:
-        """Pick tokens and write them to their slots. Returns them, [R] int64, LOST in the place of those for which the
-        model gave no number, NO_TOKEN_LEFT where constraints left none; then, if some are `logprob_indices` for log
-        probabilities, what logprob_tensors finds."""
+        """Returns tokens [R] int64 (NONFINITE_TOKEN without finite logits, NO_TOKEN_LEFT if constraints left none), and
+        logprob_tensors at `logprob_indices`.
+        """
         if not sample_targets.rows:
             return [hidden.new_empty(0, dtype=torch.int64)]
         logits = self._model.compute_logits(hidden, sample_targets.linear_context)
@@ -429,7 +415,7 @@ class ModelRunner:
             unmodified = logits[reported]
         table = self._input_batch.token_ids
         rows, mask = [], None
-        if self._model.shard.rank == 0:  # the others hear what it picks
+        if self._model.shard.rank == 0:  # others receive the tokens
             rows = [
                 SamplingRow(
                     each.rules, each.new_request.seed, length, each.new_request.num_prompt_tokens, table, row.slot
@@ -440,9 +426,11 @@ class ModelRunner:
             ]
             mask = self._grammars.fill_bitmask(sample_targets.rows)
         sampled = self._sample(logits, rows, mask)
-        device_tokens = sampled.clamp(min=0)  # a step under way may read what stands in the place of no token
+        device_tokens = sampled.clamp(min=0)  # a step in flight may read it
         table[sample_targets.device_slots, sample_targets.device_positions] = device_tokens.to(torch.int32)
-        host_tokens = sampled.masked_fill(~is_finite, NONFINITE_TOKEN)  # `where` copies a number to the GPU, and waits
+        host_tokens = sampled.masked_fill(
+            ~is_finite, NONFINITE_TOKEN
+        )  # torch.where would copy a scalar to the GPU and wait
         if unmodified is None:
             return [host_tokens]
         rules = [slot_requests[index].rules for index in logprob_indices]
@@ -457,8 +445,6 @@ class ModelRunner:
     def _compute_prompt_logprobs(
         self, rows: list[ScheduledRequest], hidden: Tensor
     ) -> tuple[list[PromptLogprobTargets], list[Tensor]]:
-        """For each row that wants prompt log probabilities: the prompt tokens that follow its tokens, and what
-        logprob_tensors finds for these."""
         chunks: list[PromptLogprobTargets] = []
         tensors: list[Tensor] = []
         begin = 0
@@ -473,7 +459,7 @@ class ModelRunner:
                     context = self._input_batch.adapter_context(np.full(len(part), row.slot))
                     logits = self._model.compute_logits(hidden[begin + first : begin + first + len(part)], context)
                     if self._model.shard.rank > 0:
-                        continue  # the first rank alone has all of them
+                        continue  # only the first rank has all logits
                     (tokens,) = upload_arrays([np.array(part, dtype=np.int64)], logits.device)
                     chunks.append(PromptLogprobTargets(row.request_id, part, top))
                     tensors += logprob_tensors(logits, tokens, top)

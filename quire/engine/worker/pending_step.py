@@ -1,5 +1,3 @@
-"""A step before its result is there: a batch whose tensors are made, and what is on its way to the host."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -20,28 +18,24 @@ from quire.kernels.gpu.host_transfer import HostDownload
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
-    """A batch whose tensors are made; the `inputs` are None where a graph makes them, one of steps with prompts as it
-    was `graph_plan`, or where it has no rows: then it was read of images alone."""
+    """`inputs`: None if a graph makes them, or the batch only encodes images."""
 
     scheduler_output: SchedulerOutput
     sample_targets: SampleTargets
     inputs: ForwardInputs | None
     features: MediaEmbeddings | None = None
-    """Of the images that some of its tokens stand for."""
     graph_plan: GraphPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobTargets:
-    """Prompt tokens of one row whose log probabilities are wanted."""
-
     request_id: str
     token_ids: list[int]
     num_top: int
 
 
 NONFINITE_TOKEN = -1
-"""In a picked token's place: the model's numbers were infinite or NaN, so there was nothing to pick from."""
+"""For infinite or NaN logits."""
 _NONFINITE_CAUSE = "its weights, or an adapter's, are broken, or too large for its type"
 _FAILURES_BY_TOKEN = {
     NONFINITE_TOKEN: RequestFailure(f"the model gave no finite number for the next token: {_NONFINITE_CAUSE}"),
@@ -50,17 +44,14 @@ _FAILURES_BY_TOKEN = {
         "constraints",
     ),
 }
-"""By what stands in a picked token's place."""
 NUM_LOGPROB_TENSORS = 4
-"""How many tensors `logprob_tensors` makes of one set of logits."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A launched step. `sampled_rows` has for each picked token its row, and the owner of that row's slot at the time
-    of the launch. `download` has the picked tokens; then, if some are `logprob_indices` for log probabilities, what
-    logprob_tensors found for these picks (`logprob_indices` has their indices); then the same for each of
-    `prompt_chunks`; then, if there are rows `pooled_rows`, the vectors of those that end."""
+    """`sampled_rows`: rows and slot owners at launch. `download`: tokens, logprob_tensors at `logprob_indices`, those
+    of each of `prompt_chunks`, vectors of finished `pooled_rows`.
+    """
 
     sampled_rows: list[tuple[ScheduledRequest, SlotRequest]]
     logprob_indices: list[int]
@@ -70,10 +61,9 @@ class PendingStep:
     download: HostDownload
     grammars: SlotGrammars
     used_cuda_graph: bool = False
-    """Whether a CUDA graph computes it."""
 
     def result(self) -> ModelRunnerOutput:
-        """Wait for the device, and advance the grammars by what was picked. Call it once."""
+        """Waits for the device and advances grammars. Call it once."""
         tensors = iter(self.download.wait_for_copy())
         sampled = next(tensors).tolist()
         token_logprob_list: list[TokenLogprob] = []
@@ -103,8 +93,7 @@ class PendingStep:
     def _accept_drafts_and_advance_grammars(
         self, sampled: list[int], logprobs_by_index: dict[int, TokenLogprob]
     ) -> tuple[dict[str, list[int]], dict[str, list[TokenLogprob]], dict[str, RequestFailure]]:
-        """By request id: accepted tokens, their log probabilities, errors. `logprobs_by_index` has them by index in
-        `sampled`."""
+        """By request id: tokens, logprobs, errors."""
         token_ids = {}
         logprobs = {}
         errors = dict[str, RequestFailure]()
@@ -126,8 +115,9 @@ class PendingStep:
 
 
 def accept_drafts(drafts: list[int], sampled: list[int]) -> list[int]:
-    """The picks up to and including the first that differs from its draft; there is one pick more than drafts. Later
-    picks are dropped: they were computed as if that draft had been right."""
+    """`sampled`, one token more than `drafts`, up to and including the first difference: later tokens assumed a wrong
+    draft.
+    """
     num_accepted = 0
     while num_accepted < len(drafts) and sampled[num_accepted] == drafts[num_accepted]:
         num_accepted += 1

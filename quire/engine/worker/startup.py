@@ -1,5 +1,3 @@
-"""Starts the device half: what it computes on, weights, KV cache, runner."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -27,9 +25,9 @@ def start_worker(
     tensors: NamedTensors | None = None,
     on_rank_end: Callable[[int], None] | None = None,
 ) -> StartedWorker:
-    """Load the model at `path`, its weights from `tensors` if there are any, and allocate its KV cache; an encoder has
-    none. `progress` is called after every layer: a step may take long, but a layer that does not end hangs.
-    `on_rank_end`: see Ranks. Raises ConfigError."""
+    """`tensors` replace the files' weights. `progress` is called after every layer: a step may take long, but a layer
+    that does not end hangs. Raises ConfigError.
+    """
     device = choose_device(config)
     check_kv_cache_fits_device(config, device)
     kernel_cache_note = prepare_kernel_cache() if device.type == "cuda" else None

@@ -1,5 +1,3 @@
-"""What a step costs by the number of its tokens, measured before the engine is ready."""
-
 from __future__ import annotations
 
 import time
@@ -13,16 +11,16 @@ from quire.engine.common.scheduler_output import NewRequestData, ScheduledReques
 
 MEASURED_TOKEN_COUNTS = (1, 2, 4, 6, 8, 16, 32, 64)
 MEASURED_CONTEXT_TOKENS = 128
-"""Tokens of the sequence, or of each, that the measured steps go on with."""
+"""Context of each measured sequence."""
 _MIN_MAX_ROUNDS = (3, 32)
-"""At least, and at most,"""
 _MAX_SECONDS = 0.1
-"""and no further one after this time."""
+"""No round begins after this time."""
 
 
 def measure_step_costs(executor: Executor, plan: KVCachePlan, config: EngineConfig) -> list[tuple[int, float]]:
-    """(tokens, seconds) of steps with a pick after each token, as guesses make them; empty where nobody was asked to
-    guess. It writes to the first pages, which nobody uses yet."""
+    """(tokens, seconds) of steps that sample after each token, as with drafts. Overwrites the first KV blocks, which
+    are unused yet.
+    """
     if config.speculative_config is None or config.speculative_config.method == "none":
         return []
     length = min(MEASURED_CONTEXT_TOKENS, plan.max_model_len, plan.block_size * plan.num_blocks)
@@ -55,16 +53,16 @@ def measure_step_costs(executor: Executor, plan: KVCachePlan, config: EngineConf
 def measure_best_step_times(
     run_step: Callable[[int], object], counts: Sequence[int] = MEASURED_TOKEN_COUNTS
 ) -> list[tuple[int, float]]:
-    """(tokens, seconds) of `run_step`, called with numbers of tokens, at least two of them: the best of some rounds."""
+    """The best of some rounds, for at least two counts."""
     best = dict.fromkeys(counts, float("inf"))
     began = time.perf_counter()
     rounds = 0
     while rounds < _MIN_MAX_ROUNDS[0] or (rounds < _MIN_MAX_ROUNDS[1] and time.perf_counter() - began < _MAX_SECONDS):
-        # All in every round: what disturbs for a moment must not disturb all that is measured of one number.
+        # A disturbance must not hit all measurements of one count.
         for count in counts:
             before = time.perf_counter()
             run_step(count)
             best[count] = min(best[count], time.perf_counter() - before)
         rounds += 1
-    # More tokens never cost less; what says so is noise.
+    # More tokens never cost less; anything else is noise.
     return [(count, min(best[more] for more in counts if more >= count)) for count in counts]

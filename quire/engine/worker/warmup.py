@@ -1,5 +1,3 @@
-"""What a GPU prepares before the engine says that it is ready, so that no first request waits for it."""
-
 from __future__ import annotations
 
 import time
@@ -22,10 +20,8 @@ def warm_up_runner(
     drafter: DeviceDrafter | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[str]:
-    """Compile every kind of kernel that a step of up to so many tokens may launch, and what drafts, however long that
-    takes; run the sampler's and those of short prompts; then capture graphs, those of decodes first and those of
-    guesses last, until all are there or the time is over; what is left is done in idle moments. No capture is cut
-    short. Returns notes on it; none where there are no graphs.
+    """Compile all kernels, however long it takes; warm sampler and short prompts; then capture graphs, decodes first,
+    until `seconds` are over. The rest is captured in idle moments; no capture is cut short. Returns notes.
     """
     if not isinstance(runner, ModelRunner) or runner.decode_graphs is None:
         return []
@@ -65,8 +61,7 @@ def warm_up_runner(
 def precompile_kernels(
     runner: ModelRunner, step_tokens: int, drafter: DeviceDrafter | None, clock: Callable[[], float]
 ) -> list[str]:
-    """Notes on the kernels that were compiled, if some were missing. What fails here may work, or be explained, when a
-    step needs it."""
+    """Returns notes. A failure here may work, or be explained, when a step needs the kernel."""
     if find_spec("triton") is None:
         return []
     began = clock()

@@ -1,10 +1,9 @@
-"""A process that receives weights over a torch.distributed group, and writes them to files that an engine can read.
+"""Process that receives weights from a torch.distributed group and writes them to files.
 
     python -m quire.engine.worker.weight_receiver FD FOLDER
 
-It is not the engine's, because a collective waits for a peer that may have died, and an engine may not. FD is a socket
-of engine/client/weight_broadcast.py, on which it answers calls of WeightReceiverMethods.
-When the socket is closed, FOLDER goes with all that is in it, and the process ends, wherever it is.
+A collective may wait for a dead peer, which the engine must not. FD is a socket of engine/client/weight_broadcast.py
+for WeightReceiverMethods. When it closes, FOLDER is deleted and the process exits at once.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 
 class WeightFileReceiver(WeightReceiverMethods):
-    """Takes part in a group's broadcasts from rank 0."""
+    """Receives broadcasts from rank 0."""
 
     def __init__(self) -> None:
         self._shard_of_tensor: dict[str, dict[str, str]] = {}
-        """By folder the file of each tensor that was received."""
+        """Files by folder and tensor."""
         self._device = torch.device("cpu")
 
     def join(self, address: str, port: int, rank: int, world_size: int, backend: str, timeout: float) -> None:

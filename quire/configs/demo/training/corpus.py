@@ -1,7 +1,5 @@
-"""Prepares the text that the embedded demo model is trained on: cleans books, splits them into stories, builds chats.
-
-Everything here is plain Python on strings; train.py turns the result into tokens. All random choices are drawn from the
-`random.Random` that the caller passes, so one seed always gives the same data set.
+"""Builds the demo model's training text from books. All random choices come from the caller's `random.Random`, so a
+seed fixes the data set.
 """
 
 import json
@@ -13,13 +11,12 @@ from pathlib import Path
 from tales import article, tale
 
 WORDS = json.loads(Path(__file__).with_name("words.json").read_text(encoding="utf-8"))
-"""Hand-written words, sentence templates and small talk."""
 CLASS_OF = {noun: kind for kind, nouns in WORDS["nouns"].items() for noun in nouns}
 NOUNS = sorted(CLASS_OF)
 
 Chat = list[dict[str, str]]
 TALES = 0.75
-"""Share of the stories asked for that are made of plots; the others are passages of books."""
+"""Share of stories from plots instead of books."""
 
 _QUOTES = str.maketrans({"‘": "'", "’": "'", "‚": "'", "“": '"', "”": '"', "„": '"', "—": "--", "–": "-", "…": "..."})
 _BACK_MATTER = re.compile(
@@ -37,7 +34,6 @@ _SENTENCE_END = re.compile(r"[.!?]['\")]*(?=\s|$)")
 
 
 def plural(phrase: str) -> str:
-    """The plural of a noun, or of a phrase that ends with one."""
     lead, _, noun = phrase.rpartition(" ")
     if noun in WORDS["irregular"]:
         many = WORDS["irregular"][noun]
@@ -55,7 +51,7 @@ _NOUN = re.compile(r"\b(" + "|".join(sorted(_SINGULAR, key=len, reverse=True)) +
 
 
 def clean(raw: str) -> list[str]:
-    """Split the text of one book into paragraphs, each on one line, without scanning marks and typographic quotes."""
+    """One line per paragraph, without scanning marks and typographic quotes."""
     text = raw.translate(_QUOTES).replace("\r\n", "\n")
     text = re.sub(r"\[(Illustration|Picture|Footnote|Transcriber)[^\]]*\]", "", text)
     text = re.sub(r"\[\d+\]|\{\d+\}|\*+", "", text)
@@ -65,7 +61,7 @@ def clean(raw: str) -> list[str]:
 
 
 def _unwrap(block: str) -> str:
-    """Join the hard-wrapped lines of a paragraph; keep the line breaks of verse (short lines)."""
+    """Keeps verse (short lines)."""
     lines = [re.sub(r"\s+", " ", line).strip() for line in block.strip().split("\n")]
     verse = len(lines) > 1 and max(map(len, lines[:-1])) < 50
     return ("\n" if verse else " ").join(line for line in lines if line)
@@ -82,9 +78,8 @@ def _is_heading(paragraph: str) -> bool:
 
 
 def stories(paragraphs: list[str], shortest: int = 600) -> list[list[str]]:
-    """Split a book at its headings (and at "Once upon a time"), and leave out headings, contents, prefaces and notes.
-
-    Returns stories or chapters as lists of paragraphs, each of at least `shortest` characters.
+    """Split at headings and "Once upon a time"; drop contents, prefaces, notes, and stories below `shortest`
+    characters.
     """
     found: list[list[str]] = []
     current: list[str] = []
@@ -104,7 +99,7 @@ def stories(paragraphs: list[str], shortest: int = 600) -> list[list[str]]:
 
 
 def load_books(folder: Path) -> dict[str, list[list[str]]]:
-    """Read and clean every `.txt` file of `folder`: file name -> stories -> paragraphs."""
+    """file name -> stories -> paragraphs. Raises ValueError without stories."""
     books = {path.name: stories(clean(path.read_text("utf-8"))) for path in sorted(folder.glob("*.txt"))}
     if not any(books.values()):
         raise ValueError(f"no stories in {folder}: expected .txt files of at least one long story")
@@ -112,7 +107,7 @@ def load_books(folder: Path) -> dict[str, list[list[str]]]:
 
 
 def draw_held_out(books: dict[str, list[list[str]]], rng: random.Random, share: float = 0.012) -> list[str]:
-    """The names of short books, drawn until they are this share of the text."""
+    """Raises ValueError for fewer than two books."""
     size = {name: sum(len(p) for story in book for p in story) for name, book in books.items()}
     total = sum(size.values())
     if len(books) < 2:
@@ -126,10 +121,8 @@ def draw_held_out(books: dict[str, list[list[str]]], rng: random.Random, share: 
 
 
 def hold_out(books: dict[str, list[list[str]]], held: list[str]) -> list[list[str]]:
-    """The stories of all books but those held out, without the paragraphs that repeat a part of these.
-
-    The same tale is often printed in two books. A paragraph that shares 10 consecutive words with a held-out book is
-    therefore removed from the training text.
+    """The same tale is often printed twice, so paragraphs that share 10 consecutive words with a held-out book are
+    removed.
     """
     seen = {gram for name in held for story in books[name] for p in story for gram in _word_runs(p)}
     train = []
@@ -147,10 +140,7 @@ def _word_runs(text: str, length: int = 10) -> list[int]:
 
 
 def passages(train: list[list[str]], per_noun: int = 500) -> dict[str, list[str]]:
-    """Find the parts of stories that are about one thing: noun -> passages of up to 1,900 characters.
-
-    The noun occurs in the first 160 characters of the passage, and at least three times in the first 1,200.
-    """
+    """By noun: up to 1,900 characters, with the noun in the first 160 and three times in the first 1,200."""
     found: dict[str, list[str]] = {noun: [] for noun in NOUNS}
     for story in train:
         for start, paragraph in enumerate(story):
@@ -167,18 +157,18 @@ def passages(train: list[list[str]], per_noun: int = 500) -> dict[str, list[str]
             for noun in early:
                 if counts[noun] >= 3 and counts[noun] >= max(counts.values()) * 0.6:
                     found[noun].append(text)
-    # Starts of stories come first, so that the limit for a frequent noun drops passages from the middle of stories.
+    # Starts of stories first: the limit then drops passages from the middle.
     return {n: sorted(texts, key=lambda t: not _STORY_START.match(t))[:per_noun] for n, texts in found.items() if texts}
 
 
 def cut(text: str, limit: int) -> str:
-    """The longest start of `text` that ends with a sentence and has at most `limit` characters."""
+    """Ends with a sentence, at most `limit` characters."""
     ends = [m.end() for m in _SENTENCE_END.finditer(text[: limit + 1])]
     return text[: ends[-1]].rstrip() if ends else text[:limit].rsplit(" ", 1)[0]
 
 
 def swap_noun(text: str, old: str, new: str) -> str:
-    """Replace the noun `old` by `new` in singular and plural, keeping capital letters and adapting "a" and "an"."""
+    """Keeps capitals and adapts "a" and "an"."""
 
     def put(match: re.Match) -> str:
         lead, word = match.group(1) or "", match.group(2)
@@ -191,7 +181,7 @@ def swap_noun(text: str, old: str, new: str) -> str:
 
 
 def _opening(noun: str, phrase: str, rng: random.Random, name: str | None) -> str:
-    """A first sentence of a story that names `phrase` (the noun, or adjective and noun), and `name` if there is one."""
+    """`phrase`: the noun, maybe with an adjective."""
     who = f"{article(phrase)} named {name}" if name else article(phrase)
     living = CLASS_OF[noun] != "thing"
     form = rng.choice(WORDS["openings"] + WORDS["openings_living"] if living else WORDS["openings"])
@@ -201,15 +191,12 @@ def _opening(noun: str, phrase: str, rng: random.Random, name: str | None) -> st
 
 
 def turn(role: str, content: str) -> dict[str, str]:
-    """One message of a chat."""
     return {"role": role, "content": content}
 
 
 def story_turn(pool: dict[str, list[str]], rng: random.Random) -> Chat:
-    """A request for a story about a noun, and a story that names it in its first sentences.
-
-    In about a third of the stories the noun is replaced by another one of its class, so that the model learns to copy
-    the noun from the request instead of memorizing which stories there are.
+    """In a third of the stories the noun is swapped for another of its class, so that the model learns to copy it from
+    the request.
     """
     noun = rng.choices(list(pool), [len(texts) ** 0.5 for texts in pool.values()])[0]
     text = rng.choice(pool[noun])
@@ -242,13 +229,11 @@ def story_turn(pool: dict[str, list[str]], rng: random.Random) -> Chat:
 
 
 def made_up(noun: str, phrase: str, rng: random.Random, *, name: str | None = None, second: str | None = None) -> str:
-    """A whole tale about `phrase`, of one thread; `second`: another noun that has a part in it."""
     text = tale(noun, CLASS_OF, WORDS["places"], rng, name=name, friend=second)
     return _opening(noun, phrase, rng, name) + rng.choice(WORDS["bridges"]) + text
 
 
 def tale_turn(rng: random.Random) -> Chat:
-    """A request for a story about a noun, and a tale of it that holds together."""
     noun = rng.choice(NOUNS)
     living = CLASS_OF[noun] != "thing"
     draw = rng.random()
@@ -270,7 +255,6 @@ def tale_turn(rng: random.Random) -> Chat:
 
 
 def free_turn(openings: list[str], rng: random.Random) -> Chat:
-    """A request for any story, or the first words of one, answered with the beginning of a real story."""
     noun = rng.choice(NOUNS)
     text = made_up(noun, noun, rng) if rng.random() < TALES else cut(rng.choice(openings), rng.choice((350, 600, 900)))
     if rng.random() < 0.3:
@@ -304,7 +288,7 @@ def question_turns(folder: Path, train: list[list[str]], most: int = 6000) -> li
 
 
 def chats(folder: Path, train: list[list[str]], count: int, rng: random.Random) -> list[Chat]:
-    """`count` conversations: four in five of their requests are for a story about something."""
+    """Four in five requests are for a story."""
     pool = passages(train)
     openings = ["\n\n".join(story[:6]) for story in train if len(story[0]) > 80 and _STORY_START.match(story[0])]
     questions = question_turns(folder, train)

@@ -1,7 +1,5 @@
-"""Short tales of one thread, made from the plots in plots.json: who they begin with is who they end with.
-
-Old books seldom hold still for three sentences, and a model of this size learns from them how sentences sound, but not
-that they follow from each other. A plot is a list of places, each with sentences that fit there.
+"""Tales from plots.json. A small model learns from old books how sentences sound, but not that they follow from each
+other.
 """
 
 import json
@@ -14,7 +12,6 @@ _PARAGRAPH = 3  # sentences
 
 
 def article(phrase: str) -> str:
-    """`phrase` with "a" or "an" before it."""
     return ("an " if phrase[0].lower() in "aeiou" and not phrase.startswith(("uni", "one")) else "a ") + phrase
 
 
@@ -27,8 +24,7 @@ def tale(
     name: str | None = None,
     friend: str | None = None,
 ) -> str:
-    """What happens to a noun, behind a first sentence that names it. `kinds`: every noun's kind, one of animal, man,
-    woman and thing; the hero may have a name, and the friend may be given."""
+    """`kinds`: animal, man, woman or thing, by noun."""
     kind = "living" if kinds[noun] != "thing" else "thing"
     plots = PLOTS[kind] if kind == "living" or noun in PLOTS["portable"] else PLOTS[kind][-1:]
     living = [each for each, its in kinds.items() if its != "thing" and each not in (noun, *PLOTS["foes"])]

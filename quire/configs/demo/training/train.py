@@ -1,12 +1,10 @@
-"""Train Quire's embedded demo model: a byte-level BPE tokenizer and a small Llama, on a folder of stories, on a CPU.
+"""Train Quire's demo model, a byte-level BPE tokenizer and a small Llama, on a CPU.
 
     python configs/demo/training/train.py CORPUS_DIR OUT_DIR [--minutes 80] [--tokens N] [--threads 2] [--seed 0]
 
-CORPUS_DIR contains `.txt` books and optionally `.jsonl` questions (see corpus.py). OUT_DIR becomes a folder that
-transformers can load. It is written at the start (untrained), every few minutes, at the end, and when the run is
-stopped by Ctrl-C or SIGTERM, so it can be used at any time. The length of the run, and with it the learning rate, is
-given in minutes (`--minutes`) or in tokens (`--tokens`). Two runs with the same `--tokens` and seed differ only by the
-order in which threads add up gradients; with `--minutes` the result depends on the machine's speed.
+CORPUS_DIR: see corpus.py. OUT_DIR becomes a transformers folder, written every few minutes, and on Ctrl-C or SIGTERM.
+Runs with equal `--tokens` and seed differ only by the order in which threads add gradients; with `--minutes` the
+machine's speed matters.
 """
 
 import argparse
@@ -37,9 +35,8 @@ CHAT_TEMPLATE = Path(__file__).with_name("template.jinja").read_text("utf-8").rs
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the run. It lasts until the share `until` of the budget is spent; a step has `rows` of `length` tokens.
-
-    With probability `chats` a row has chats, with probability `heads` only the heads of chats, else plain text.
+    """Ends at the share `until` of the budget. A step has `rows` of `length` tokens; a row has chats with probability
+    `chats`, their heads with `heads`, otherwise plain text.
     """
 
     until: float
@@ -54,12 +51,12 @@ SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "m
 SHAPE |= {"rms_norm_eps": 1e-5, "tie_word_embeddings": True}
 STAGES = (Stage(0.45, 256, 24, 0.20, 0.08), Stage(0.94, 512, 12, 0.30, 0.05), Stage(1.0, 2048, 3, 0.40, 0.05))
 PLAIN_TALES = 5000  # made-up tales among the plain texts
-HEAD = 48  # tokens of a chat's head: the request and the first words of the answer
-MICRO_TOKENS = 1024  # tokens of one forward and backward pass; a step has at least as many passes as threads
+HEAD = 48  # tokens: the request and the first words of the answer
+MICRO_TOKENS = 1024  # of a pass; a step has at least as many passes as threads
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
-    """Train byte-level BPE without normalization: decoding restores any string. Special tokens have ids 0, 1, 2."""
+    """Decoding restores any string. Special tokens have ids 0, 1, 2."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -74,12 +71,11 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
 
 
 def render(chat: Chat) -> str:
-    """The text of a conversation, as CHAT_TEMPLATE writes it."""
     return "".join(f"{START_TURN}{turn['role']}\n{turn['content']}{END_TURN}\n" for turn in chat)
 
 
 class Windows:
-    """Endless windows of tokens from documents in shuffled order, each document followed by the end token (id 0)."""
+    """Endless, from shuffled documents, each followed by token 0."""
 
     def __init__(self, documents: list[np.ndarray], rng: random.Random) -> None:
         self.documents = documents
@@ -88,7 +84,7 @@ class Windows:
         self.rest = np.empty(0, np.uint16)
 
     def take(self, length: int, aligned: bool) -> np.ndarray:
-        """The next `length` tokens; an aligned window starts with the start of a document."""
+        """An aligned window starts with a document."""
         parts, have = ([], 0) if aligned else ([self.rest], len(self.rest))
         while have < length:
             if not self.order:
@@ -100,14 +96,13 @@ class Windows:
         return tokens[:length]
 
     def heads(self, length: int) -> np.ndarray:
-        """`length` tokens made of the first HEAD tokens of documents."""
         count = -(-length // HEAD) * 2
         return np.concatenate([doc[:HEAD] for doc in self.rng.choices(self.documents, k=count)])[:length]
 
 
 @dataclass(frozen=True)
 class Data:
-    """Tokens for training and, held out, for evaluation: of each book, with the UTF-8 size of its text."""
+    """`held`: tokens and UTF-8 size by book."""
 
     tokenizer: Tokenizer
     plain: Windows
@@ -115,12 +110,9 @@ class Data:
     held: dict[str, tuple[np.ndarray, int]]
 
     def batch(self, stage: Stage, rng: random.Random) -> tuple[Tensor, Tensor]:
-        """Token ids (rows, length) and the ids that follow them, both as tensors.
+        """Token and target ids (rows, length); -100 where a cut chat is followed by another.
 
-        Where one cut chat ends and another begins there is no target: the id is -100.
-
-        Rows of heads contain many requests and little else. Without them it takes a small model long to learn that the
-        story is about what was asked for.
+        Without rows of heads a small model takes long to learn that the story is about the request.
         """
         rows = []
         for _ in range(stage.rows):
@@ -139,7 +131,6 @@ class Data:
 
 
 def prepare(args: argparse.Namespace, rng: random.Random) -> Data:
-    """Clean the corpus, set books aside, train (or load) the tokenizer, build the chats and encode everything."""
     books = load_books(args.corpus)
     held = args.held_out or draw_held_out(books, rng)
     train = hold_out(books, held)
@@ -165,7 +156,7 @@ def prepare(args: argparse.Namespace, rng: random.Random) -> Data:
 
 
 def new_model() -> LlamaForCausalLM:
-    """An untrained model in float32, initialized so that the layers' outputs are small at first."""
+    """float32, with small initial layer outputs."""
     model = LlamaForCausalLM(LlamaConfig(**SHAPE))
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
@@ -176,7 +167,7 @@ def new_model() -> LlamaForCausalLM:
 
 
 def loss_of(model: LlamaForCausalLM, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Mean negative log-likelihood, in nats per token, of targets after tokens, both (rows, length)."""
+    """Mean nats per token; both are (rows, length)."""
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(input_ids=tokens, use_cache=False).logits
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
@@ -184,7 +175,7 @@ def loss_of(model: LlamaForCausalLM, tokens: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: LlamaForCausalLM, held: np.ndarray, length: int, most: int | None = None) -> float:
-    """Loss per token over consecutive windows of a held-out text (the first `most` of them)."""
+    """Loss per token over the first `most` windows."""
     length = min(length, len(held) - 1)
     starts = range(0, len(held) - length, length)[:most]
     model.eval()
@@ -195,9 +186,8 @@ def evaluate(model: LlamaForCausalLM, held: np.ndarray, length: int, most: int |
 
 
 def optimizers(model: LlamaForCausalLM, parts: int) -> list[torch.optim.Optimizer]:
-    """Muon (Jordan et al. 2024) for the matrices of the layers, AdamW for the embedding and the norms.
-
-    Muon's matrix products take a tenth of a step, so its matrices are divided among `parts` optimizers, one per thread.
+    """Muon (Jordan et al. 2024) for layer matrices, AdamW for the rest. Muon takes a tenth of a step, so each thread
+    has its own.
     """
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim == 1 or "embed" in n]
@@ -209,16 +199,12 @@ def optimizers(model: LlamaForCausalLM, parts: int) -> list[torch.optim.Optimize
 
 
 def rate(progress: float) -> float:
-    """Factor of the learning rate: warm up for 1 % of the run, hold until 20 %, then fall in a line to nearly 0."""
+    """Warm up for 1 %, hold until 20 %, fall linearly."""
     return min(1.0, progress / 0.01 + 0.02, max(0.01, (1.0 - progress) / 0.8))
 
 
 class Trainer:
-    """Computes gradients, each thread those of a small part of the batch by itself.
-
-    Threads within the operations, which wait for each other thousands of times a step, were five times slower on a
-    machine that was also running other programs.
-    """
+    """Threads compute parts of the batch. Threads inside operations were five times slower on a busy machine."""
 
     def __init__(self, model: LlamaForCausalLM, threads: int) -> None:
         self.model = model
@@ -229,7 +215,6 @@ class Trainer:
         self.loss: Callable[..., Tensor] = loss_of
 
     def step(self, stage: Stage, tokens: Tensor, targets: Tensor, factor: float) -> float:
-        """Change the weights at this factor of the peak learning rates. Returns the batch's loss."""
         if stage is not self.stage:
             self._enter(stage, tokens, targets)
         micro = [part.split(max(1, MICRO_TOKENS // stage.length)) for part in (tokens, targets)]
@@ -243,14 +228,14 @@ class Trainer:
         return loss
 
     def _enter(self, stage: Stage, tokens: Tensor, targets: Tensor) -> None:
-        """Compile for rows of another length: a quarter to a half faster than without."""
+        """Compiling makes steps a quarter to a half faster."""
         self.stage = stage
-        # Measured on a CPU: in rows of up to 512 tokens, eager attention is up to twice as fast as the fused one.
+        # Measured on a CPU: up to 512 tokens, eager attention is up to twice as fast as fused.
         self.model.set_attn_implementation("eager" if stage.length <= 512 else "sdpa")
         torch.compiler.reset()
         self.loss = torch.compile(loss_of, dynamic=False)
         rows = max(1, MICRO_TOKENS // stage.length)
-        self._backward(tokens[:rows], targets[:rows], 1.0)  # one thread compiles, the others would wait
+        self._backward(tokens[:rows], targets[:rows], 1.0)  # compile on one thread
         self.model.zero_grad()
 
     def _backward(self, tokens: Tensor, targets: Tensor, weight: float) -> float:
@@ -260,7 +245,7 @@ class Trainer:
 
 
 def run(model: LlamaForCausalLM, data: Data, args: argparse.Namespace) -> tuple[float, int]:
-    """Train until the budget is spent or a signal arrives, saving now and then. Returns (minutes, tokens seen)."""
+    """Returns (minutes, tokens seen)."""
     rng = random.Random(args.seed + 1)
     stop = []
     for name in (signal.SIGTERM, signal.SIGINT):
@@ -291,14 +276,14 @@ def run(model: LlamaForCausalLM, data: Data, args: argparse.Namespace) -> tuple[
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file so that a reader sees either the old or the new content, never a part."""
+    """Atomic write."""
     part = path.with_name(path.name + ".part")
     part.write_text(text, "utf-8")
     os.replace(part, path)
 
 
 def save_weights(model: LlamaForCausalLM, out: Path) -> None:
-    """Write `model.safetensors` in bf16 under the names of transformers."""
+    """bf16, transformers' names."""
     tensors = {name: p.detach().bfloat16().contiguous() for name, p in model.named_parameters()}
     part = out / "model.safetensors.part"
     save_file(tensors, part, metadata={"format": "pt"})
@@ -307,7 +292,6 @@ def save_weights(model: LlamaForCausalLM, out: Path) -> None:
 
 
 def save_settings(tokenizer: Tokenizer, out: Path) -> None:
-    """Write the configuration and the tokenizer; they do not change during a run."""
     end, end_turn = tokenizer.token_to_id(END), tokenizer.token_to_id(END_TURN)
     ids = {"bos_token_id": end, "eos_token_id": [end_turn, end], "pad_token_id": end}
     LlamaConfig(**SHAPE, **ids, dtype="bfloat16", architectures=["LlamaForCausalLM"]).save_pretrained(out)
@@ -327,7 +311,7 @@ def save_settings(tokenizer: Tokenizer, out: Path) -> None:
 
 
 def save_card(model: LlamaForCausalLM, data: Data, minutes: float, seen: int, out: Path) -> None:
-    """Measure the held-out loss of the rounded weights and write `README.md`."""
+    """Evaluates weights rounded to bf16, in place."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
@@ -347,13 +331,12 @@ def save_card(model: LlamaForCausalLM, data: Data, minutes: float, seen: int, ou
 
 
 def _row(name: str, tokens: int, size: int, losses: dict[int, float]) -> str:
-    """Of the card's table: nats per token for each length of windows, and bits per byte in the longest."""
+    """Nats per token for each window length; bits per byte for the longest."""
     nats = " | ".join(f"{loss:.3f}" for loss in losses.values())
     return f"| {name} | {tokens:,} | {nats} | {losses[max(losses)] * tokens / size / math.log(2):.3f} |"
 
 
 def main() -> None:
-    """Read the command line, prepare the data, train, export."""
     parser = argparse.ArgumentParser(description="Train the embedded demo model of Quire.")
     parser.add_argument("corpus", type=Path, help="folder of .txt books (and .jsonl questions)")
     parser.add_argument("out", type=Path, help="folder to write the model to")

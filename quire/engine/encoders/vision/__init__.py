@@ -1,1 +1,1 @@
-"""Towers that read images, and what makes tokens of their patches."""
+"""Vision towers and projectors."""

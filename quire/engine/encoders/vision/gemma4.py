@@ -1,5 +1,4 @@
-"""Gemma 4's tower (Google, 2026) over an image of any shape. Its layers are those of the text part, whose patches see
-each other; the means of squares of patches become tokens."""
+"""Gemma 4's tower (Google, 2026) for any image shape: bidirectional text layers, then average pooling."""
 
 from __future__ import annotations
 
@@ -93,8 +92,7 @@ class Gemma4Tower(Tower):
         return table
 
     def _reorder_rope_dims_on_load(self, name: str, parameter: LoadableParameter) -> LoadableParameter:
-        """Stored heads have two halves, of columns and of rows, each of which is turned by itself: numbers are put
-        where turns of the whole head find them."""
+        """The checkpoint rotates halves of a head separately (columns, rows); reorder them for whole-head RoPE."""
         if not name.endswith((*_ROTATED_WEIGHTS, *_HEAD_NORM_WEIGHTS)):
             return parameter
         size = self._vision.head_dim
@@ -114,7 +112,7 @@ class Gemma4Tower(Tower):
         return [self._pool_and_project(each, rows, columns) for each in x.chunk(len(images))]
 
     def _pool_and_project(self, x: Tensor, rows: int, columns: int) -> Tensor:
-        """An image's patches [T, hidden] to tokens."""
+        """[T, hidden] to tokens."""
         vision, backend = self._vision, self._build_context.backend
         grid = x.float().view(1, rows, columns, -1).permute(0, 3, 1, 2)
         means = F.avg_pool2d(grid, vision.pooling_size).flatten(2)[0].T.to(x.dtype).float()
@@ -127,8 +125,7 @@ class Gemma4Tower(Tower):
         return self._projection.packed_linear(normed, NO_ADAPTERS)
 
     def _patch_embeddings_and_coordinates(self, image: Image) -> tuple[Tensor, Tensor]:
-        """The patches [T, hidden] by rows, and where they are, [T, 3] int64, as AttentionMetadata.mrope_positions has
-        it, columns in the second place."""
+        """Row-major patches [T, hidden]; (index, column, row) [T, 3] int64."""
         size = self._vision.tower_shape.patch_size
         rows, columns = image.height // size, image.width // size
         device = self._build_context.device
@@ -139,7 +136,7 @@ class Gemma4Tower(Tower):
         return x, torch.stack((patch_ids, patch_ids % columns, patch_ids // columns), dim=1)
 
     def _run_layers(self, x: Tensor, coordinates: Tensor, num_images: int) -> Generator[float, None, Tensor]:
-        """What goes out of the layers, whose parts are pieces: few tokens stand for an image."""
+        """A chunk is a whole sublayer, because an image has few tokens."""
         backend = self._build_context.backend
         vision = self._vision
         device = self._build_context.device

@@ -1,5 +1,4 @@
-"""SigLIP 2's tower (Tschannen et al., 2025) over an image of any shape, as LFM2-VL has it: learned positions of a
-square, resized to the image's patches; merge x merge patches side by side become a token."""
+"""LFM2-VL's SigLIP 2 tower (Tschannen et al., 2025) for any image shape."""
 
 from __future__ import annotations
 
@@ -71,7 +70,7 @@ class Lfm2Tower(Tower):
         return [self._projector.project_grid(each, rows, columns) for each in hidden.chunk(len(images))]
 
     def _interpolate_positions(self, rows: int, columns: int) -> Tensor:
-        """Positions of patches by rows, [rows * columns, hidden]. Interpolated in float32."""
+        """[rows * columns, hidden], interpolated in float32."""
         side = self._vision.positions_per_side
         square = self._weights["positions"].view(1, side, side, -1).permute(0, 3, 1, 2).float()
         resized = F.interpolate(square, (rows, columns), mode="bilinear", align_corners=False, antialias=True)

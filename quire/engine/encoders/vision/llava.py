@@ -1,5 +1,4 @@
-"""LLaVA's tower over one square, and in LLaVA-NeXT and LLaVA-OneVision (Liu et al., 2024; Li et al., 2024) over those
-that an image is cut into."""
+"""Towers of LLaVA, LLaVA-NeXT (Liu et al., 2024) and LLaVA-OneVision (Li et al., 2024)."""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ class LlavaTower(Tower):
         ]
 
     def _join_squares(self, image: Image, squares: list[Tensor]) -> Tensor:
-        """The features of an image by those of its squares, of which the first shows all of it."""
+        """The first square shows the whole image."""
         if not self._vision.has_newline_token:
             return squares[0]
         best = self._vision.image_pinpoint(image)
@@ -74,7 +73,7 @@ class LlavaTower(Tower):
         return torch.cat((squares[0], self._assemble_unpadded_grid(torch.stack(squares[1:]), image.original, best)))
 
     def _assemble_unpadded_grid(self, squares: Tensor, original: tuple[int, int], best: tuple[int, int]) -> Tensor:
-        """[squares, along * along, text] to the patches of the image by rows, each with a token at its end."""
+        """[squares, side², text_hidden] to row-major patches without padding; a newline token ends each row."""
         vision = self._vision
         down, across = best[0] // vision.square_side, best[1] // vision.square_side
         grid = squares.view(down, across, vision.patches_per_side, vision.patches_per_side, -1).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Pixtral's tower (Agrawal et al., 2024) over an image of any shape, and what merges patches in Mistral Small 3.1."""
+"""Pixtral's tower (Agrawal et al., 2024) for any image shape; Mistral Small 3.1's patch merger."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class PixtralTower(Tower):
         return [self._projector(features) for features in merged]
 
     def _merge_patches(self, hidden: Tensor, rows: int, columns: int) -> Tensor:
-        """merge x merge patches side by side, channel by channel, as one."""
+        """Channel by channel."""
         merge = self._vision.merge_size
         x = self._build_context.backend.rms_norm(hidden, self._norm.weight, self._vision.merger_norm_eps)
         squares = x.view(rows // merge, merge, columns // merge, merge, -1).permute(0, 2, 4, 1, 3)

@@ -1,5 +1,4 @@
-"""What makes tokens of a square's patches: pixel shuffle (Laurençon et al., 2024), two linears (Liu et al., 2023),
-average pooling (Gemma Team, 2025)."""
+"""Projectors: pixel shuffle (Laurençon et al., 2024), MLP (Liu et al., 2023), average pooling (Gemma Team, 2025)."""
 
 from __future__ import annotations
 
@@ -20,20 +19,16 @@ from quire.kernels.parameters.activation import Activation
 
 
 class Projector(ABC):
-    """Fill it by way of `parameters()` before use."""
-
     @abstractmethod
     def parameters(self) -> ParameterTable:
-        """As Tower.parameters."""
+        """See Tower.parameters."""
 
     @abstractmethod
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Patches [patches, hidden] by rows, behind a class token if there is one, to [tokens, text_hidden_size]."""
+        """Row-major [patches, hidden], a class token first if any, to [tokens, text_hidden_size]."""
 
 
 class PixelShuffleProjector(Projector):
-    """scale x scale patches side by side go through one linear."""
-
     def __init__(self, build_context: TowerBuildContext, hidden: int, side: int, scale: int, name: str) -> None:
         self._side, self._scale = side, scale
         self._linear = build_context.make_unquantized_linear(
@@ -48,14 +43,12 @@ class PixelShuffleProjector(Projector):
 
 
 def pixel_shuffle(hidden: Tensor, rows: int, columns: int, scale: int) -> Tensor:
-    """[rows * columns, hidden] to [tokens, scale * scale * hidden], row by row of each scale x scale patches."""
+    """[rows * columns, hidden] to [tokens, scale² * hidden], each square row by row."""
     squares = hidden.view(rows // scale, scale, columns // scale, scale, -1).transpose(1, 2)
     return squares.reshape(rows // scale * (columns // scale), -1).contiguous()
 
 
 class MLPProjector(Projector):
-    """Of each patch, with an activation between them."""
-
     def __init__(
         self,
         build_context: TowerBuildContext,
@@ -67,8 +60,7 @@ class MLPProjector(Projector):
         num_skipped: int = 0,
         intermediate_size: int | None = None,
     ) -> None:
-        """skipped: rows before the patches that are no tokens; inner: numbers between the two, where not as many as
-        come out. Raises ModelError for an activation that is not computed."""
+        """`num_skipped`: leading rows without patches. Raises ModelError for an unsupported activation."""
         kind, size = parse_encoder_activation(act), intermediate_size or build_context.text_hidden_size
         if kind not in ("gelu", "gelu_tanh", "relu"):
             raise ModelError(f"model: config.json: projector_hidden_act: {act!r} is not served")
@@ -89,8 +81,6 @@ class MLPProjector(Projector):
 
 
 class PixelShuffleMLP:
-    """scale x scale patches side by side go through a norm, if there is one, and two linears."""
-
     def __init__(
         self,
         build_context: TowerBuildContext,
@@ -119,8 +109,6 @@ class PixelShuffleMLP:
 
 
 class SquarePixelShuffleProjector(Projector):
-    """The same of a square; a class token is left out."""
-
     def __init__(self, linears: PixelShuffleMLP, side: int) -> None:
         self._linears, self._side = linears, side
 
@@ -132,7 +120,7 @@ class SquarePixelShuffleProjector(Projector):
 
 
 class ClassTokenProjector(Projector):
-    """CLIP's vector of an image: its class token's, through a norm and a linear."""
+    """As in CLIP."""
 
     def __init__(self, build_context: TowerBuildContext, hidden: int, eps: float, norm: str, projection: str) -> None:
         self._backend, self._eps = build_context.backend, eps
@@ -150,10 +138,10 @@ class ClassTokenProjector(Projector):
 
 
 class AttentionPoolingProjector(Projector):
-    """SigLIP's: what one learned query sees of the patches, and a feed-forward part (Lee et al., 2019)."""
+    """SigLIP's: a learned query attends to the patches (Lee et al., 2019)."""
 
     def __init__(self, build_context: TowerBuildContext, shape: TowerShape, name: str) -> None:
-        """Raises ModelError for an activation that is not computed."""
+        """Raises ModelError for an unsupported activation."""
         hidden, inner = shape.hidden_size, shape.intermediate_size
         if (kind := parse_encoder_activation(shape.activation)) not in ("gelu", "gelu_tanh", "relu"):
             raise ModelError(f"model: config.json: hidden_act: {shape.activation!r} is not served")
@@ -188,12 +176,11 @@ class AttentionPoolingProjector(Projector):
 
 
 class AveragePoolingProjector(Projector):
-    """The mean of the patches of each token, a norm whose weights are offsets from 1, and a matrix [hidden, text]."""
+    """The norm is stored as offsets from 1."""
 
     def __init__(
         self, build_context: TowerBuildContext, hidden: int, side: int, tokens_per_side: int, eps: float, name: str
     ) -> None:
-        """along: tokens by each side."""
         self._build_context = build_context
         self._hidden = hidden
         self._eps = eps

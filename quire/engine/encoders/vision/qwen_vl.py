@@ -1,5 +1,6 @@
-"""Qwen's towers over an image of any shape: Qwen2-VL (Wang et al., 2024), Qwen2.5-VL (Bai et al., 2025) and Qwen3-VL
-(Qwen Team, 2025). Patches are rotated by row and column; merge x merge of them side by side become a token."""
+"""Towers of Qwen2-VL (Wang et al., 2024), Qwen2.5-VL (Bai et al., 2025), Qwen3-VL (Qwen Team, 2025) for any image
+shape.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ class QwenVLTower(Tower):
         return [each[tokens] for each in torch.cat(merged, dim=1).chunk(count)]
 
     def _merge_in_chunks(self, merge: PatchMerger, hidden: Tensor) -> Generator[float, None, Tensor]:
-        """Patches as tokens; a merger weighs half a layer."""
+        """A merger costs half a layer."""
         parts, patches_per_token = [], self._vision.merge_size**2
         for part in hidden.split(MAX_CHUNK_TOKENS // patches_per_token * patches_per_token):
             parts.append(merge(part))
@@ -108,9 +109,9 @@ class QwenVLTower(Tower):
         return torch.cat(parts)
 
     def _patch_order_and_lengths(self, rows: int, columns: int, images: int) -> tuple[np.ndarray, list[np.ndarray]]:
-        """The patches of an image in the order of the encoder [T] int64, those of a token side by side, those of a
-        window too; and the lengths of who sees each other of so many images', in the second group within a window
-        alone."""
+        """Encoder order of patches [T] int64, which keeps tokens and windows together, and attention lengths by
+        metadata group (0: whole image, 1: window).
+        """
         merge = self._vision.merge_size
         places = np.arange(rows * columns).reshape(rows // merge, merge, columns // merge, merge).swapaxes(1, 2)
         lengths = lengths_of_equal_sequences(rows * columns, images)
@@ -122,15 +123,14 @@ class QwenVLTower(Tower):
         return np.concatenate(squares), [*lengths, np.array([len(each) for each in squares] * images)]
 
     def _row_major_token_order(self, order: np.ndarray, columns: int) -> np.ndarray:
-        """[tokens] int64: where in the encoder's order each token is, by rows."""
+        """Indices in encoder order, [tokens] int64."""
         merge = self._vision.merge_size
         first = order[:: merge**2]
         token_order: np.ndarray = np.argsort(first // columns // merge * (columns // merge) + first % columns // merge)
         return token_order
 
     def _interpolate_positions(self, rows: int, columns: int) -> Tensor:
-        """Positions of the patches by rows, [rows * columns, hidden]: those of the table's square, linearly between its
-        own, corners on corners. In float32."""
+        """[rows * columns, hidden], bilinear in float32, corners aligned."""
         side = isqrt(self._vision.position_table_size)
         down, right = (
             torch.linspace(0, side - 1, count, device=self._build_context.device) for count in (rows, columns)
@@ -151,8 +151,7 @@ class QwenVLTower(Tower):
 
 
 class PatchMerger:
-    """merge x merge patches side by side through two linears with GELU between, behind a norm: of each patch, whose
-    weights all share, or of all of them as one."""
+    """Two linears on merge x merge patches, after a norm of each patch (`has_patch_norm`) or of all together."""
 
     def __init__(
         self, vision: QwenVisionSpec, build_context: TowerBuildContext, name: str, *, has_patch_norm: bool

@@ -1,4 +1,4 @@
-"""Towers over one square of patches with learned positions: SigLIP (Zhai et al., 2023), CLIP (Radford et al., 2021)."""
+"""Square towers with learned positions: SigLIP (Zhai et al., 2023), CLIP (Radford et al., 2021)."""
 
 from __future__ import annotations
 
@@ -29,22 +29,19 @@ from quire.engine.layers.parameters import LoadableParameter, ParameterTable, ma
 
 @dataclass(frozen=True, slots=True)
 class SquareTowerSpec:
-    """A tower, by what its tensors are called."""
-
     encoder: EncoderSpec
     patch_embedding: str
     position_embedding: str
     patch_bias: bool = True
     class_token: str | None = None
-    """Stands before the patches, and has the first position."""
+    """It has the first position."""
     first_norm: str | None = None
-    """Of what goes into the layers."""
     has_batch_axes: bool = False
-    """The class token and the positions are stored with axes of size 1 before their own."""
+    """Class token and positions have leading axes of size 1."""
 
 
 def siglip_spec(shape: TowerShape, tower: str, *, final_norm: bool = True) -> SquareTowerSpec:
-    """`tower`: how the names of its tensors begin. Raises ModelError for an activation that is not computed."""
+    """Raises ModelError for an unsupported activation."""
     names = EncoderWeightNames(
         word_embeddings="",
         layer_template=f"{tower}.encoder.layers.{{}}",
@@ -62,14 +59,13 @@ def siglip_spec(shape: TowerShape, tower: str, *, final_norm: bool = True) -> Sq
 
 
 def clip_spec(shape: TowerShape, tower: str) -> SquareTowerSpec:
-    """The same, without the norm behind the layers."""
     plain = siglip_spec(shape, tower, final_norm=False)
     token, norm = f"{tower}.embeddings.class_embedding", f"{tower}.pre_layrnorm"
     return replace(plain, patch_bias=False, class_token=token, first_norm=norm)
 
 
 def internvl_spec(vision: InternVLVisionSpec, tower: str) -> SquareTowerSpec:
-    """The same of InternVL's tower (Chen et al., 2024)."""
+    """InternVL (Chen et al., 2024)."""
     names = EncoderWeightNames(
         word_embeddings="",
         layer_template=f"{tower}.encoder.layer.{{}}",
@@ -108,8 +104,7 @@ class SquareTower(Tower):
         *,
         unused: tuple[str, ...] = (),
     ) -> None:
-        """`position_ids` [side * side] int64: the row of each patch in the table of positions, which has trained x
-        trained of them."""
+        """`position_ids` [side * side] int64 index a table of trained_side² rows."""
         self.unused_prefixes = unused
         self._spec = spec
         self._shape = shape
@@ -145,7 +140,7 @@ class SquareTower(Tower):
         )
 
     def encode_squares_in_chunks(self, squares: Sequence[Tensor]) -> ChunkedEncoding:
-        """The same of squares' pixels, each [side, side, 3] float32."""
+        """A square is [side, side, 3] float32."""
         x = torch.cat([self._embed_pixels(each) for each in squares])
         hidden, _ = yield from self._encoder.forward_in_chunks(
             x, lengths_of_equal_sequences(len(x) // len(squares), len(squares))
@@ -153,7 +148,7 @@ class SquareTower(Tower):
         return [self._projector(each) for each in hidden.chunk(len(squares))]
 
     def _embed_pixels(self, pixels: Tensor) -> Tensor:
-        """What goes into the layers, [tokens, hidden]."""
+        """Return [tokens, hidden]."""
         assert self._positions is not None, "weights are not loaded"
         x = self._patch_embedding(pixels)
         assert len(x) == len(self._position_ids), "an image that was prepared for another tower"
@@ -170,9 +165,7 @@ class SquareTower(Tower):
 
 
 def bucketed_position_ids(side: int, trained_side: int) -> Tensor:
-    """The rows of the table of trained x trained positions for side x side patches, [side * side] int64: those at the
-    same fraction of a side. In float32 as transformers computes it, so that what rounding makes of a fraction is the
-    same."""
+    """[side * side] int64; computed in float32 as in transformers, to round alike."""
     boundaries = torch.arange(1 / trained_side, 1.0, 1 / trained_side)
     fractions = torch.clamp(torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side)), max=1.0 - 1e-6)
     axis_ids = torch.bucketize(fractions, boundaries, right=True)

@@ -1,5 +1,3 @@
-"""What towers have in common: patches become a linear's inputs, and a tower's tensors a table."""
-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -28,20 +26,17 @@ ChunkedEncoding = Generator[float, None, list[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class TowerBuildContext:
-    """What a tower and what follows are made with."""
-
     backend: Backend
     scheme: QuantizationScheme
-    """Of the linears of the tower's layers; others are whole."""
+    """For linears in layers; others are unquantized."""
     dtype: torch.dtype
     text_hidden_size: int
-    """Of the hidden states that features take the place of."""
     report_progress: Callable[[], None]
     """Called after every layer."""
     device: torch.device = _CPU
 
     def make_encoder(self, spec: EncoderSpec) -> Encoder:
-        """Of the tower's layers, which have no table of rotations."""
+        """Without a RoPE table."""
         return Encoder(
             spec,
             self.backend,
@@ -57,31 +52,25 @@ class TowerBuildContext:
 
 
 class Tower(ABC):
-    """Weights and the forward pass of what is read at once. Fill it by way of `parameters()` before use."""
-
     unused_prefixes: tuple[str, ...] = ()
-    """How the names of tensors begin that are not needed."""
 
     @abstractmethod
     def parameters(self) -> ParameterTable:
-        """Every tensor that the tower and what follows take, by its name in the checkpoint, as vision_tensor_name
-        (engine/checkpoint/tensor_headers.py) says it."""
+        """By name as vision_tensor_name returns it."""
 
     @abstractmethod
     def encode_in_chunks(self, images: Sequence[Image]) -> ChunkedEncoding:
-        """Read images of one height and width, in pieces (engine/encoders/encoder_chunks.py), which weigh what
-        VisionSpec.encoder_cost says. Gives of each its features, [tokens, text_hidden_size], or wider as Features
-        (engine/models/decoder.py) says it: the same bits whatever else is read beside it."""
+        """Costs add up to VisionSpec.encoder_cost. Returns [tokens, text_hidden_size] per image, or wider (see
+        MediaEmbeddings). Images have one size; the batch does not change a bit.
+        """
 
     @torch.inference_mode()
     def encode_images(self, images: Sequence[Image]) -> list[Tensor]:
-        """The same at once."""
         return run_all_chunks(self.encode_in_chunks(images))
 
 
 class PatchEmbedding:
-    """A convolution whose stride is its size, as a linear. `frames`: of a video, for each patch; an image's are
-    alike."""
+    """A convolution with stride = size, as a linear. `frames` per patch: an image is repeated."""
 
     def __init__(
         self, build_context: TowerBuildContext, shape: TowerShape, name: str, *, bias: bool, frames: int = 0
@@ -114,7 +103,7 @@ class PatchEmbedding:
 
 
 class ChannelLastPatchEmbedding:
-    """Patches whose pixels' colours stand side by side, through a linear."""
+    """A pixel's colors are adjacent."""
 
     def __init__(self, build_context: TowerBuildContext, shape: TowerShape, name: str, *, bias: bool) -> None:
         self._size, self._dtype = shape.patch_size, build_context.dtype
@@ -132,7 +121,7 @@ class ChannelLastPatchEmbedding:
 
 
 def normalize_pixels(image: Image, normalization: PixelNormalization, device: torch.device = _CPU) -> Tensor:
-    """Its pixels as the tower reads them, float32 [height, width, 3]."""
+    """float32 [height, width, 3]."""
     pixels = np.frombuffer(bytearray(image.pixels), dtype=np.uint8).reshape(image.height, image.width, 3)
     uploaded = upload_arrays(
         [pixels, *(np.array(each, dtype=np.float32) for each in (normalization.mean, normalization.std))], device
@@ -141,8 +130,7 @@ def normalize_pixels(image: Image, normalization: PixelNormalization, device: to
 
 
 def tower_encoder_spec(shape: TowerShape, names: EncoderWeightNames) -> EncoderSpec:
-    """Of what all towers are: norms before the parts of every layer, no positions of its own. Raises ModelError for an
-    activation that is not computed."""
+    """Pre-norm, no positions. Raises ModelError for an unsupported activation."""
     return EncoderSpec(
         names=names,
         vocab_size=0,
@@ -161,17 +149,15 @@ def tower_encoder_spec(shape: TowerShape, names: EncoderWeightNames) -> EncoderS
 
 
 def lengths_of_equal_sequences(num_tokens: int, num_images: int) -> list[np.ndarray]:
-    """The lengths of so many sequences of so many tokens each, in one group of layers."""
     return [np.full(num_images, num_tokens)]
 
 
 def axial_rope_table(rows: Tensor, columns: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
-    """What patches at these places [T] are rotated by, [T, head_dim] as QKNormRopeParams.cos_sin has it: by frequencies
-    [head_dim / 4] of the row, then by those of the column."""
+    """[T, head_dim] as QKNormRopeParams.cos_sin; `rows`, `columns` [T], frequencies [head_dim / 4]."""
     angles = torch.cat((rows[:, None].float() * by_row, columns[:, None].float() * by_column), dim=1)
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 
 
 def rope_frequencies(size: int, theta: float, device: torch.device) -> Tensor:
-    """Of a rotation of so many numbers, [size / 2] float32."""
+    """[size / 2] float32."""
     return 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32, device=device) / size)

@@ -1,5 +1,3 @@
-"""Which tower a family has."""
-
 from __future__ import annotations
 
 from math import isqrt
@@ -41,7 +39,7 @@ from quire.engine.families.vision.qwen_vl import QwenVisionSpec
 
 
 def make_tower(vision: VisionSpec, build_context: TowerBuildContext) -> Tower:
-    """Raises ModelError for an activation that is not computed."""
+    """Raises ModelError for an unsupported activation."""
     match vision:
         case Idefics3VisionSpec():
             return _make_idefics3(vision, build_context)

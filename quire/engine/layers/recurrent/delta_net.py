@@ -1,6 +1,4 @@
-"""A gated delta net (Yang et al., 2024; Qwen3-Next) in attention's place: what a sequence keeps is of one size, however
-long it is. What is computed kernels/recurrent/delta_rule.py says, and kernels/recurrent/short_conv.py what stands
-before it."""
+"""Gated delta net (Yang et al., 2024; Qwen3-Next). See kernels/recurrent/delta_rule.py and short_conv.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A selective scan as Mamba has it (Gu and Dao, 2023) in attention's place: what a sequence keeps is of one size,
-however long it is. What is computed kernels/recurrent/selective_scan.py says, and kernels/recurrent/short_conv.py what
-stands before it."""
+"""Mamba (Gu and Dao, 2023). See kernels/recurrent/selective_scan.py and short_conv.py."""
 
 from __future__ import annotations
 

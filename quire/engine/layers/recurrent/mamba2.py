@@ -1,6 +1,4 @@
-"""A selective state space as Mamba 2 has it (Dao and Gu, 2024) in attention's place, or beside it: what a sequence
-keeps is of one size, however long it is. What is computed kernels/recurrent/state_space.py says, and
-kernels/recurrent/short_conv.py what stands before it."""
+"""Mamba 2 (Dao and Gu, 2024), maybe parallel to attention. See kernels/recurrent/state_space.py and short_conv.py."""
 
 from __future__ import annotations
 
@@ -69,7 +67,7 @@ class Mamba2Mixer(MatrixStateMixer):
 
     @cached_property
     def conv_params(self) -> ShortConv:
-        """Once its weights are there. Their arithmetic is float32, so factors of what is convolved are theirs."""
+        """Includes the channel multipliers, because the convolution is float32. Needs loaded weights."""
         span_multipliers = zip(self._channel_spans, self._spec.multipliers[1:4], strict=True)
         channel_multipliers = torch.cat([torch.full((len(span),), multiplier) for span, multiplier in span_multipliers])
         weight = self._weights[CONV_WEIGHT][:, 0] * channel_multipliers[:, None].to(self._weights[CONV_WEIGHT].device)

@@ -1,5 +1,3 @@
-"""The common base of parts whose state has a fixed size for each sequence, whatever its length."""
-
 from __future__ import annotations
 
 from abc import abstractmethod
@@ -21,8 +19,6 @@ from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 
 
 class RecurrentMixer(Sublayer):
-    """It reads the residual stream through a norm. `_out` computes its output."""
-
     _out: FusedLinear
 
     def __init__(
@@ -33,32 +29,28 @@ class RecurrentMixer(Sublayer):
         name: str,
         parent_module: str | None = None,
     ) -> None:
-        """`name`: the part's name in a checkpoint, after the layer's and, if it has one, its parent's."""
+        """`name`: below the layer and `parent_module`."""
         self._shapes = SublayerShapes(spec.parameter_shapes(layer, build_context.hidden_size), build_context)
         layer = layer if parent_module is None else f"{layer}.{parent_module}"
         self._build_context, self._prefix = build_context, f"{layer}.{name}"
         self._input_norm, self._output_norm = f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"
         self._norms = self._shapes.make_norms((self._input_norm, self._output_norm), spec.norm)
         self._weights: dict[str, Tensor] = {}
-        """This rank's weights beside those of linears and norms, float32, by their names after the part's."""
+        """float32, without linears and norms."""
 
     def _make_linear(self, slices: Mapping[str, LinearSlice], *, takes_bias: bool = True) -> FusedLinear:
-        """Joins linears with the same input. `slices`: by name after the part's, this rank's part. `takes_bias`: as
-        SublayerShapes.make_linear has it."""
         named_slices = {f"{self._prefix}.{name}": part for name, part in slices.items()}
         return self._shapes.make_linear(list(named_slices), named_slices, takes_bias=takes_bias)
 
     def _make_parameters(
         self, names: Iterable[str], slice_tensor: Callable[[Tensor], Tensor] = identity
     ) -> ParameterTable:
-        """The parameters that fill `_weights`, those of these names that the part has. `slice_tensor`: takes this
-        rank's part of each."""
         return self._shapes.make_parameters(self._weights, self._prefix, names, slice_tensor)
 
     def _project_output(
         self, ops: Operations, mixed: Tensor, residual: Tensor, step: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """The part's output and the stream for the step's rows. `mixed`: the recurrence's result for all tokens."""
+        """`mixed` has all tokens; the result has the selected rows."""
         context = step.linear_context
         if step.selected_rows is not None:
             mixed = mixed[step.selected_rows]
@@ -81,21 +73,20 @@ class MatrixStateMixer(RecurrentMixer):
         self._state_spec, self._head_span = spec, build_context.shard.rank_span(spec.num_heads)
 
     def _slice_channels(self, tensor: Tensor) -> Tensor:
-        """This rank's rows of a tensor [channels, ...] of the convolution."""
+        """`tensor` [channels, ...]."""
         kinds = self._state_spec.conv_input_shapes
         parts = zip(tensor.split([heads * size for heads, size in kinds]), self._channel_spans, strict=True)
         return torch.cat([part[span.start : span.stop] for part, span in parts])
 
     @property
     def _channel_spans(self) -> list[range]:
-        """This rank's channels of each input of the convolution."""
         head_spans = [
             (self._build_context.shard.rank_span(heads), size) for heads, size in self._state_spec.conv_input_shapes
         ]
         return [range(span.start * size, span.stop * size) for span, size in head_spans]
 
     def slot_tensor_specs(self, num_slots: int, num_drafts: int) -> tuple[CacheTensorSpec, ...]:
-        """The convolution's last columns, the matrices, and the numbers of guesses that the matrices may need later."""
+        """Convolution inputs, states, and inputs of draft tokens to replay when accepted."""
         shape = self._state_spec
         dtype = self._build_context.dtype
         heads = len(self._head_span)
@@ -119,11 +110,11 @@ class MatrixStateMixer(RecurrentMixer):
 
     @cached_property
     def conv_params(self) -> ShortConv:
-        """Available once the weights are loaded."""
+        """Needs loaded weights."""
         weight = self._weights[CONV_WEIGHT][:, 0].t().contiguous()
         return ShortConv(weight, self._weights.get(CONV_BIAS), is_gated=False)
 
     @cached_property
     @abstractmethod
     def recurrence_params(self) -> Recurrence:
-        """Available once the weights are loaded."""
+        """Needs loaded weights."""

@@ -1,5 +1,4 @@
-"""A gated short convolution (LFM2: Liquid AI, 2025) in attention's place: each channel sees the last few tokens. What a
-sequence keeps of these, its columns, kernels/recurrent/short_conv.py explains."""
+"""Gated short convolution (LFM2: Liquid AI, 2025). See kernels/recurrent/short_conv.py."""
 
 from __future__ import annotations
 
@@ -34,13 +33,12 @@ class ShortConvolution(RecurrentMixer):
         return (SmoothableNorm(self._input_norm, self._spec.norm.weight_offset, (self._in,)),)
 
     def block_tensor_specs(self, num_blocks: int) -> tuple[CacheTensorSpec, ...]:
-        """The columns at the end of each piece, for whoever begins behind it."""
+        """The last columns of each PIECE, where a request may resume."""
         pieces = self._build_context.backend.block_size // PIECE
         shape = (num_blocks, pieces, self._spec.conv_width - 1, len(self._channels))
         return (CacheTensorSpec(shape, self._build_context.dtype),)
 
     def slot_tensor_specs(self, num_slots: int, num_drafts: int) -> tuple[CacheTensorSpec, ...]:
-        """Its last columns."""
         return (
             CacheTensorSpec(
                 (num_slots, self._spec.conv_width - 1 + num_drafts, len(self._channels)), self._build_context.dtype
@@ -63,5 +61,5 @@ class ShortConvolution(RecurrentMixer):
 
     @cached_property
     def _conv_params(self) -> ShortConv:
-        """Once its weights are there."""
+        """Needs loaded weights."""
         return ShortConv(self._weights["conv.weight"][:, 0].t().contiguous(), self._weights.get("conv.bias"))

@@ -1,5 +1,3 @@
-"""How a checkpoint stores the weights of linears, and how a backend packs them."""
-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -17,12 +15,11 @@ from quire.kernels.backend import Backend, Linear, QuantizedEmbedding
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a checkpoint must hold of one tensor; see Parameter."""
+    """See LoadableParameter."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     early_slice_axes: EarlySliceAxes = "nothing"
-    """What a rank cuts out of it when it is read."""
 
 
 class QuantizationScheme(ABC):
@@ -30,36 +27,30 @@ class QuantizationScheme(ABC):
     def linear_tensor_specs(
         self, linear: str, in_features: int, out_features: int, *, bias: bool
     ) -> dict[str, TensorSpec]:
-        """What of a checkpoint makes this linear, by the name that follows the linear's own, such as "weight"."""
+        """By name below the linear, such as "weight"."""
 
     @abstractmethod
     def pack_linears(
         self, linears: dict[str, dict[str, Tensor]], cuts: Mapping[str, LinearSlice], *, wide: bool
     ) -> Linear:
-        """Linears of one input as one, their outputs side by side in this order; of each, by its name in the
-        checkpoint, the tensors by theirs. Of each, what `cuts` says, where that was not cut out early.
-
-        wide: the result is float32, of the same sums.
+        """Fuse linears of one input in this order. `cuts` apply where not cut early. `wide`: float32 results of the
+        same sums.
         """
 
     @abstractmethod
     def dense_weight(self, linear: str, tensors: dict[str, Tensor], cut: LinearSlice) -> Tensor:
-        """The weights of a linear without a bias as numbers of the model's type, [out, in]; of these, what `cut` says,
-        where that was not cut out early."""
+        """[out, in] in the model's dtype, cut unless cut early."""
 
     @abstractmethod
     def embedding_tensor_spec(self, vocab_size: int, hidden_size: int) -> TensorSpec:
-        """What of a checkpoint makes the embedding."""
+        """The embedding's tensor."""
 
     @abstractmethod
     def pack_embedding(self, weight: Tensor, cut: LinearSlice = FULL_LINEAR, *, tied: bool) -> QuantizedEmbedding:
-        """The embedding, of what `embedding_tensor_spec` says; tied: it is the head as well. Of it, what `cut` says,
-        where that was not cut out early."""
+        """`tied`: also the LM head. `cut` applies where not cut early."""
 
 
 class WrappedScheme(QuantizationScheme):
-    """Another scheme, but for what a class of this one does otherwise."""
-
     def __init__(self, scheme: QuantizationScheme) -> None:
         self._scheme = scheme
 
@@ -84,8 +75,6 @@ class WrappedScheme(QuantizationScheme):
 
 
 class UnquantizedScheme(QuantizationScheme):
-    """Floating-point weights of one dtype, whichever the checkpoint stores them in."""
-
     def __init__(self, backend: Backend, dtype: torch.dtype) -> None:
         self._backend = backend
         self._dtype = dtype
@@ -114,7 +103,6 @@ class UnquantizedScheme(QuantizationScheme):
 
 
 def concat_present_biases(linears: Mapping[str, Mapping[str, Tensor]]) -> Tensor | None:
-    """That of linears side by side, as QuantizationScheme.pack_linears has them."""
     biases = [each["bias"] for each in linears.values() if "bias" in each]
     return _concat_tensors(biases) if biases else None
 

@@ -1,4 +1,4 @@
-"""Linears with bounds of what they read and of what they give, as Gemma 4's towers store them."""
+"""Linears with bounds for inputs and outputs, as in Gemma 4's towers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from quire.engine.layers.shard import LinearSlice
 from quire.kernels.backend import Linear, LinearContext
 
 _LINEAR_PREFIX = "linear."
-"""Before the names of what the linear itself has."""
 _BOUND_NAMES = ("input_min", "input_max", "output_min", "output_max")
 
 
 class ClippedScheme(WrappedScheme):
     def __init__(self, scheme: QuantizationScheme, *, has_bounds: bool) -> None:
-        """`scheme`: of the linears without their bounds; clipped: they have some."""
         super().__init__(scheme)
         self._has_bounds = has_bounds
 
@@ -33,7 +31,7 @@ class ClippedScheme(WrappedScheme):
     def pack_linears(
         self, linears: dict[str, dict[str, Tensor]], cuts: Mapping[str, LinearSlice], *, wide: bool
     ) -> Linear:
-        """Those of other bounds than their neighbours' multiply by themselves."""
+        """Only neighbors with equal bounds are fused."""
         groups = list[_LinearsWithSameBounds]()
         for name, tensors in linears.items():
             bounds = tuple(tensors[each].item() for each in _BOUND_NAMES) if self._has_bounds else ()
@@ -51,8 +49,6 @@ class ClippedScheme(WrappedScheme):
 
 @dataclass(frozen=True, slots=True)
 class _LinearsWithSameBounds:
-    """Linears side by side that have the same bounds."""
-
     bounds: tuple[float, ...]
     linears: dict[str, dict[str, Tensor]]
 

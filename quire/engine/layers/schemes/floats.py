@@ -1,5 +1,3 @@
-"""8-bit and 4-bit floats, and bitsandbytes' 8 and 4 bits."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -22,13 +20,11 @@ _NESTED_ABSMAX, _NESTED_MAP = "weight.nested_absmax", "weight.nested_quant_map"
 
 
 DOUBLED_E2M1_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""4-bit floats (e2m1), doubled, by their codes."""
+"""By code; doubled to be integers."""
 _Dimension = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 
 
 class _QuantState(msgspec.Struct):
-    """What bitsandbytes writes of a 4-bit tensor."""
-
     blocksize: _Dimension
     shape: tuple[_Dimension, _Dimension]
     nested_blocksize: _Dimension = 1
@@ -37,7 +33,7 @@ class _QuantState(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Float8Format(LinearFormat):
-    """e4m3 numbers with a scale for the tensor, each output or each block."""
+    """e4m3 with scales per tensor, output, group or block."""
 
     weight_format: WeightFormat
     scale_spec: TensorSpec
@@ -68,8 +64,9 @@ class Float8Format(LinearFormat):
 
 @dataclass(frozen=True, slots=True)
 class Float4Format(LinearFormat):
-    """e2m1 numbers, the first in the low half of a byte. MXFP4 has a power of two for each 32 inputs, NVFP4 an e4m3
-    number for each 16 and one number that all are divided by."""
+    """e2m1, low nibble first. MXFP4 has a power of two per 32 inputs; NVFP4 an e4m3 scale per 16 inputs, and a global
+    divisor.
+    """
 
     weight_format: WeightFormat
 
@@ -95,16 +92,16 @@ class Float4Format(LinearFormat):
 
 
 def decode_halved_e8m0_scales(exponents: Tensor) -> Tensor:
-    """2 ** (exponent - 128) as float32, for bytes: the halves of e8m0 scales, because FLOATS_OF_4 are doubled."""
+    """2 ** (exponent - 128) in float32: halved, because DOUBLED_E2M1_VALUES are doubled."""
     exponents = exponents.int()
-    # The two smallest are not normal numbers.
+    # The two smallest are subnormal.
     bits = torch.where(exponents < 2, 0x00200000 << exponents, (exponents - 1) << 23)
     return bits.to(torch.int32).view(torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class BitsAndBytesInt8Format(LinearFormat):
-    """LLM.int8(): int8 numbers, and of each output the largest weight, which 127 stands for."""
+    """LLM.int8(): code 127 is an output's largest weight."""
 
     def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:
         codes = TensorSpec((out_features, in_features), torch.int8)
@@ -116,13 +113,13 @@ class BitsAndBytesInt8Format(LinearFormat):
 
 @dataclass(frozen=True, slots=True)
 class BitsAndBytes4BitFormat(LinearFormat):
-    """NF4 or FP4: half bytes, the first in the high half, that stand for 16 floats times the largest of a block of the
-    flattened weights. The largest ones may be 8-bit codes themselves. No form has 16 floats: they become numbers."""
+    """NF4 or FP4: nibbles, high one first, that index 16 floats, times absmax per block of flattened weights (maybe
+    8-bit codes itself). Dequantized, because no kernel has float tables.
+    """
 
     quant_type: str
-    """The name of the tensor that holds a JSON object on all this, after the prefix: nf4 or fp4."""
+    """nf4 or fp4."""
     extra_specs: dict[str, TensorSpec]
-    """The tensors beside the weights, as they are stored."""
 
     def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:
         return {"weight": TensorSpec((in_features * out_features // 2, 1), torch.uint8)} | self.extra_specs
@@ -150,7 +147,7 @@ class BitsAndBytes4BitFormat(LinearFormat):
 
 
 def bitsandbytes_4bit_format_from_headers(headers: dict[str, TensorSpec], linear: str) -> BitsAndBytes4BitFormat:
-    """The format of a linear by the tensors beside its weights, by their names. Raises ModelError where it has none."""
+    """Raises ModelError for missing tensors."""
     quant_type = next(
         (name.removeprefix(_QUANT_STATE_PREFIX) for name in headers if name.startswith(_QUANT_STATE_PREFIX)), None
     )

@@ -1,5 +1,3 @@
-"""The format of each linear of a checkpoint: what quantization_config says, and what the tensors' headers add to it."""
-
 from __future__ import annotations
 
 from bisect import bisect_left
@@ -45,9 +43,9 @@ def make_format_lookup(
     *,
     is_extra_layer: bool = False,
 ) -> Callable[[str], LinearFormat | None]:
-    """The format of a linear by its name; None: it is not quantized. headers: of all the checkpoint's tensors; stored:
-    what config.json calls a linear. beside: they are of a layer beside the model's, of which config.json may not say
-    that it is not quantized, as it may not of a head."""
+    """None: unquantized. `headers`: of all tensors. `is_extra_layer`: like a head, an MTP layer may be unquantized
+    though config.json does not say so.
+    """
     names = sorted(headers)
 
     def read_tensor_specs(linear: str) -> dict[str, TensorSpec]:
@@ -102,7 +100,6 @@ def _make_format(weight_format: WeightFormat, specs: dict[str, TensorSpec], line
 
 
 def _is_stored_unquantized(specs: dict[str, TensorSpec]) -> bool:
-    """Whether these are the tensors of a linear in floating point: heads mostly are, and few files say it of them. A
-    tied head has none."""
+    """True without tensors: a tied head has none."""
     weight = specs.get("weight")
     return not specs or (weight is not None and weight.dtype.is_floating_point and weight.dtype.itemsize > 1)

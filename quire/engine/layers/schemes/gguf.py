@@ -1,7 +1,5 @@
-"""GGUF's blocks of quantized numbers as grouped weights, with exactly the values that they stand for.
-
-A type's functions below take the rows of a matrix as bytes. Sources: the structs of ggml-common.h and the
-dequantization in ggml-quants.c, https://github.com/ggml-org/ggml.
+"""GGUF blocks as grouped weights with exactly the same values. Functions take rows as bytes. Source: ggml-common.h and
+ggml-quants.c, https://github.com/ggml-org/ggml.
 """
 
 from __future__ import annotations
@@ -24,11 +22,8 @@ _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 
 
 @dataclass(frozen=True, slots=True)
 class GGUFFormat(LinearFormat):
-    """Rows of blocks."""
-
     tensor_type: GGMLType
     input_order: Tensor | None = field(default=None, compare=False)
-    """As GroupedWeight has it."""
 
     def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:
         shape = (out_features, in_features // self.tensor_type.block_size * self.tensor_type.type_size)
@@ -39,8 +34,7 @@ class GGUFFormat(LinearFormat):
 
 
 def blocks_to_grouped_weight(rows: Tensor, kind: str) -> GroupedWeight:
-    """Rows of blocks, [out, bytes] uint8, as a grouped weight. kind: the type's name, one of
-    `SUPPORTED_QUANT_TYPES`."""
+    """`rows` [out, bytes] uint8."""
     size, unpack = _CONVERTERS_BY_TYPE[kind]
     return unpack(rows.view(rows.shape[0], -1, size))
 
@@ -83,7 +77,7 @@ def _q3_k_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
     steps = torch.cat((packed[..., :8] & 15, packed[..., :8] >> 4), -1)
     steps |= torch.cat([packed[..., 8:] >> shift & 3 for shift in (0, 2, 4, 6)], -1) << 4
     scales = _read_float16(blocks[..., 108:110], 1) * (steps.to(torch.int8) - 32)
-    # low - 4 where the high bit is not set: as a code that stands for code - 8
+    # low - 4 if the high bit is unset, stored as code - 8
     return GroupedWeight(_pack_nibbles(low + 4 + (high << 2)), scales.flatten(1))
 
 
@@ -144,28 +138,28 @@ _CONVERTERS_BY_TYPE: dict[str, tuple[int, Callable[[Tensor], GroupedWeight]]] = 
     "IQ4_XS": (136, _iq4_xs_to_grouped_weight),
     "MXFP4": (17, _mxfp4_to_grouped_weight),
 }
-"""By a type's name: the bytes of its blocks, and what makes [out, blocks, bytes] a weight."""
+"""Bytes per block, and converter of [out, blocks, bytes]."""
 SUPPORTED_QUANT_TYPES = frozenset(_CONVERTERS_BY_TYPE)
 
 
 def _read_float16(data: Tensor, wider: int = 0) -> Tensor:
-    """[..., blocks, 2] bytes as float16 numbers in float32: [..., blocks], or with `wider` one axis more of size 1."""
+    """[..., blocks, 2] bytes to float32 [..., blocks], with `wider` [..., blocks, 1]."""
     numbers = data.contiguous().view(torch.float16).float()
     return numbers if wider else numbers.squeeze(-1)
 
 
 def _unpack_nibbles(data: Tensor) -> Tensor:
-    """The codes of blocks whose first half of numbers is in the low half of their bytes: [out, in] uint8."""
+    """[out, in] uint8; low nibbles hold a block's first half."""
     return torch.cat((data & 15, data >> 4), -1).flatten(1)
 
 
 def _unpack_single_bits(data: Tensor) -> Tensor:
-    """[out, blocks, bytes] as single bits, the lowest of each byte first: [out, in] uint8."""
+    """[out, blocks, bytes] to [out, in] uint8, lowest bit first."""
     return (data.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=data.device) & 1).flatten(1)
 
 
 def _unpack_code_planes(data: Tensor, shifts: range | tuple[int, ...], mask: int, width: int = 32) -> Tensor:
-    """[out, blocks, bytes] as codes of which `width` bytes hold one plane after another: [out, in] uint8."""
+    """[out, blocks, bytes] to [out, in] uint8; `width` bytes hold a plane after another."""
     lines = data.unflatten(-1, (-1, 1, width)) >> torch.tensor(
         tuple(shifts), dtype=torch.uint8, device=data.device
     ).view(-1, 1)
@@ -173,7 +167,7 @@ def _unpack_code_planes(data: Tensor, shifts: range | tuple[int, ...], mask: int
 
 
 def _decode_k_scales_and_offsets(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of Q4_K and Q5_K: eight groups share two float16 numbers, of which they have 6-bit multiples each."""
+    """6-bit multiples of two float16 numbers shared by eight groups."""
     d, least = _read_float16(blocks[..., :2], 1), _read_float16(blocks[..., 2:4], 1)
     first, second, last = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
     steps = torch.cat((first & 63, last & 15 | first >> 2 & 48), -1)
@@ -182,7 +176,7 @@ def _decode_k_scales_and_offsets(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pack_nibbles(codes: Tensor) -> Tensor:
-    """[out, in] uint8 codes below 16 as [out, in / 2]."""
+    """[out, in] to [out, in / 2]."""
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 

@@ -1,7 +1,7 @@
-"""Integers of 2 to 8 bits in words of 32 as grouped weights: GPTQ, AWQ and compressed-tensors.
+"""Integers of 2 to 8 bits as grouped weights: GPTQ, AWQ, compressed-tensors.
 
-All stand for scale * (code - zero), where both are of a group of inputs. A form keeps scale and an offset, in which the
-difference is as exact as the scale's 11 bits and the code's 8 in a float32.
+All mean scale * (code - zero). Grouped weights store scale and offset; float32 holds 11 bits of scale times 8 of code
+exactly.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from quire.engine.layers.schemes.mixed import LinearFormat
 from quire.kernels.quantized_tensors import GroupedWeight
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""In which half byte of a word each of eight neighbouring outputs is."""
+"""Nibble of a word for each of eight consecutive outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class GPTQFormat(LinearFormat):
-    """Words along the inputs; zeros, in words along the outputs."""
+    """Words along inputs; for zero points, along outputs."""
 
     weight_format: WeightFormat
     has_group_index: bool
-    """There is a g_idx, which says the group of each input."""
 
     def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:
         bits, groups = self.weight_format.bits, _num_groups(in_features, self.weight_format.group_size)
@@ -53,7 +52,7 @@ class GPTQFormat(LinearFormat):
 
 @dataclass(frozen=True, slots=True)
 class AWQFormat(LinearFormat):
-    """Words along the outputs, each of eight in an order of its own."""
+    """Words along outputs."""
 
     weight_format: WeightFormat
 
@@ -75,13 +74,11 @@ class AWQFormat(LinearFormat):
 
 @dataclass(frozen=True, slots=True)
 class PackQuantizedFormat(LinearFormat):
-    """compressed-tensors' pack-quantized: words along the inputs, of codes with half their number added; zeros
-    likewise, in words along the outputs."""
+    """pack-quantized: codes + 2 ** (bits - 1) in words along inputs; zero points likewise, along outputs."""
 
     weight_format: WeightFormat
     scale_spec: TensorSpec
     shape_dtype: torch.dtype
-    """Of weight_shape."""
     has_group_index: bool
 
     def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:
@@ -115,7 +112,7 @@ class PackQuantizedFormat(LinearFormat):
 
 @dataclass(frozen=True, slots=True)
 class Int8Format(LinearFormat):
-    """Plain int8 with a scale for the tensor, each output or each group, and perhaps zeros."""
+    """int8 with scales per tensor, output or group, and optional zero points."""
 
     weight_format: WeightFormat
     scale_spec: TensorSpec
@@ -140,9 +137,9 @@ class Int8Format(LinearFormat):
 def make_grouped_weight(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int, order: Tensor | None
 ) -> GroupedWeight:
-    """scales * (codes - zeros), for codes [out, in] from 0 to 2 ** bits - 1 in the order of the inputs, scales and
-    zeros [out, groups]; zeros None: half the codes' number. Inputs that are no multiple of a group make smaller
-    groups."""
+    """scales * (codes - zeros) for codes [out, in] from 0 to 2 ** bits - 1, scales and zeros [out, groups]; zeros None:
+    2 ** (bits - 1). Groups shrink if inputs are no multiple.
+    """
     inner = codes.shape[1]
     middle, scales = 2 ** (bits - 1), scales.float()
     offsets = None
@@ -165,8 +162,7 @@ def make_grouped_weight(
 
 
 def unpack_bits(words: Tensor, bits: int) -> Tensor:
-    """Rows of 32-bit words [rows, n] as one stream of codes each, which may go on in the next word: [rows, codes]
-    uint8, as many as there is room for."""
+    """[rows, n] 32-bit words to [rows, codes] uint8; a code may cross words."""
     rows = words.contiguous().view(torch.uint8).view(words.shape[0], -1)  # little-endian
     if bits == 8:
         return rows
@@ -181,7 +177,7 @@ def unpack_bits(words: Tensor, bits: int) -> Tensor:
 
 
 def act_order_permutation(group_of: Tensor | None, group: int, where: str) -> Tensor | None:
-    """The inputs sorted by their group; None where they are. Raises ModelError for groups of other sizes."""
+    """Inputs by group; None: already sorted. Raises ModelError for unequal groups."""
     if group_of is None:
         return None
     order = torch.argsort(group_of, stable=True)
@@ -192,7 +188,7 @@ def act_order_permutation(group_of: Tensor | None, group: int, where: str) -> Te
 
 
 def broadcast_to_groups(numbers: Tensor, shape: torch.Size, group: int, where: str) -> Tensor:
-    """A number for all, one for each output or one for each group of it: [out, groups]."""
+    """Return [out, groups]."""
     outs, groups = shape[0], _num_groups(shape[1], group)
     if numbers.numel() == 1:
         return numbers.reshape(1, 1).expand(outs, groups)

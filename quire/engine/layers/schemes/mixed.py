@@ -1,5 +1,3 @@
-"""Linears that a checkpoint stores in different formats, each turned into a form that backends compute with."""
-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -15,20 +13,17 @@ from quire.kernels.quantized_tensors import QuantizedWeight
 
 
 class LinearFormat(ABC):
-    """How one linear's weights are stored."""
-
     @abstractmethod
     def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:
-        """What of a checkpoint makes the weights, by the name that follows the linear's own."""
+        """By name below the linear."""
 
     @abstractmethod
     def to_backend_weight(self, tensors: dict[str, Tensor], linear: str) -> QuantizedWeight | Tensor:
-        """The weights of these tensors; [out, in] numbers where no form has them. `linear`: its name, for errors.
-        Raises ModelError for tensors that contradict themselves."""
+        """Dense [out, in] if no format fits. Raises ModelError."""
 
 
 class MixedScheme(UnquantizedScheme):
-    """Quantized linears and others, as `format_of` says it of each by its name; None: of floating-point numbers."""
+    """Each linear has its own format; None: unquantized."""
 
     def __init__(
         self,
@@ -37,7 +32,6 @@ class MixedScheme(UnquantizedScheme):
         format_of: Callable[[str], LinearFormat | None],
         embedding_format: LinearFormat | None = None,
     ) -> None:
-        """`embedding_format`: of the embedding; None: it is of floating-point numbers."""
         super().__init__(backend, dtype)
         self._embedding_format = embedding_format
         self._format_of = format_of
@@ -58,7 +52,7 @@ class MixedScheme(UnquantizedScheme):
         quantized = [each for each in weights.values() if not isinstance(each, Tensor)]
         if len(quantized) == len(weights):
             return self._backend.pack_quantized(quantized, concat_present_biases(linears), dtype=self._dtype, wide=wide)
-        # Beside a part in full precision the others are computed in it too.
+        # With an unquantized part, the others are dequantized.
         dense_linears = {name: tensors | {"weight": self._to_dense(weights[name])} for name, tensors in linears.items()}
         return super().pack_linears(dense_linears, cuts, wide=wide)
 

@@ -1,4 +1,4 @@
-"""Weights of 8 or 4 bits made of floating-point ones while they are loaded (--quantization)."""
+"""Implements --quantization at load."""
 
 from __future__ import annotations
 
@@ -24,18 +24,17 @@ from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, Quantiz
 Quantization = Literal["int8", "int4", "fp8"]
 
 _CHUNK_WEIGHTS = 1 << 20
-"""Weights that are quantized at once, or one output's: a float32 copy of all would be twice the tensor."""
+"""At once, or one output: a float32 copy of all would be twice the tensor."""
 _MAX_FLOAT8 = 448.0
 _MIN_SCALE = 2.0**-100
-"""The smallest scale."""
 
 
 class OnlineQuantizedScheme(UnquantizedScheme):
-    """Linears in 8 bits, integers or floats, with a scale for each output, or in 4 bits with a scale and an offset for
-    each 32 inputs. `dense_weight` has all bits: nothing would be saved by few that are expanded at once."""
+    """8 bits with a scale per output, or 4 bits with scale and offset per 32 inputs. `dense_weight` is not quantized:
+    it would be expanded at once.
+    """
 
     def __init__(self, backend: Backend, dtype: torch.dtype, quantization: Quantization) -> None:
-        """dtype: of activations, and of what is not quantized."""
         super().__init__(backend, dtype)
         self._quantization = quantization
 
@@ -43,7 +42,7 @@ class OnlineQuantizedScheme(UnquantizedScheme):
         self, linear: str, in_features: int, out_features: int, *, bias: bool
     ) -> dict[str, TensorSpec]:
         stored = super().linear_tensor_specs(linear, in_features, out_features, bias=bias)
-        # Scales are those of all of an output's weights: so they are the same on any number of ranks.
+        # Scales cover all inputs, so that they are equal for any number of ranks.
         return stored | {"weight": replace(stored["weight"], early_slice_axes="outputs")}
 
     def pack_linears(
@@ -66,9 +65,6 @@ class OnlineQuantizedScheme(UnquantizedScheme):
 
 
 class Int8EmbeddingAndHeadScheme(WrappedScheme):
-    """Another scheme, but for the embedding and the head, which are made 8-bit integers where they are
-    floating-point numbers."""
-
     def __init__(self, scheme: QuantizationScheme, backend: Backend, dtype: torch.dtype) -> None:
         super().__init__(scheme)
         self._backend = backend
@@ -87,7 +83,7 @@ class Int8EmbeddingAndHeadScheme(WrappedScheme):
 
 
 def quantize_int8(weight: Tensor) -> GroupedWeight:
-    """[out, in] in 8 bits, with one scale for each output: its largest weight is 127 steps."""
+    """[out, in] with a scale per output."""
     scales = _compute_scales(weight, 127)
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     for chunk in _row_chunks(weight):
@@ -96,7 +92,7 @@ def quantize_int8(weight: Tensor) -> GroupedWeight:
 
 
 def quantize_float8(weight: Tensor) -> Float8Weight:
-    """[out, in] in 8-bit floats, with one scale for each output: its largest weight is the largest of them."""
+    """[out, in] to e4m3 with a scale per output."""
     scales = _compute_scales(weight, _MAX_FLOAT8)
     codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     for chunk in _row_chunks(weight):
@@ -106,8 +102,7 @@ def quantize_float8(weight: Tensor) -> Float8Weight:
 
 
 def quantize_int4(weight: Tensor, backend: Backend) -> GroupedWeight:
-    """[out, in] in 4 bits, with a scale and an offset for each group of 32 inputs; in 8 bits where inputs cannot be
-    grouped so. kernels/int4_fit.py says how they are found."""
+    """[out, in] with scale and offset per 32 inputs (kernels/int4_fit.py); otherwise int8."""
     outs, inner = weight.shape
     if inner % GROUP_SIZE:
         return quantize_int8(weight)
@@ -116,8 +111,7 @@ def quantize_int4(weight: Tensor, backend: Backend) -> GroupedWeight:
 
 
 def _compute_scales(weight: Tensor, steps: float) -> Tensor:
-    """[out, 1]: the largest weight of each output is so many steps. They have the 8 bits of bfloat16, as in a
-    checkpoint."""
+    """[out, 1], rounded to bfloat16 as in checkpoints."""
     low, high = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
     peak = torch.maximum(-low, high).float()
     return (peak / steps).bfloat16().float().clamp_min(_MIN_SCALE)

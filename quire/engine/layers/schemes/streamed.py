@@ -1,5 +1,3 @@
-"""A scheme whose linears are told to what streams their layer."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

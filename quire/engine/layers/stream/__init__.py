@@ -1,1 +1,1 @@
-"""Parts of layers beside attention and MLPs, of families whose residual stream is more than a sum (Gemma 4)."""
+"""Sublayers that do more to the residual stream than add to it."""

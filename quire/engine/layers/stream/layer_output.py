@@ -1,5 +1,3 @@
-"""A norm of what parts have given together, and a factor of the residual stream at a layer's end."""
-
 from __future__ import annotations
 
 from functools import cached_property
@@ -41,7 +39,7 @@ class LayerScalar(Sublayer):
 
     @cached_property
     def _scalar(self) -> float:
-        """Once its weight is there."""
+        """Needs loaded weights."""
         return self._weights[self._scalar_name].item()
 
     def forward(

@@ -1,5 +1,6 @@
-"""Embeddings of each layer (Gemma 3n, 2025; Gemma 4): a token has some numbers for every layer beside its embedding,
-from a table of its own and from a projection of the embedding, which a gate lets into the residual stream."""
+"""Per-layer embeddings (Gemma 3n, 2025; Gemma 4), from a table and a projection of the embedding, gated into the
+residual stream.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +26,6 @@ _GELU = Activation("gelu_tanh")
 
 
 class PerLayerInputs:
-    """Makes a token's numbers for all layers. Fill it by way of `parameters()` before use."""
-
     def __init__(self, spec: PerLayerInputsSpec, build_context: BuildContext) -> None:
         self._spec = spec
         self._backend = build_context.backend
@@ -35,7 +34,7 @@ class PerLayerInputs:
         shapes = SublayerShapes(spec.parameter_shapes(hidden), build_context)
         self._table_spec = build_context.scheme.embedding_tensor_spec(*shapes.rows_and_columns(EMBED_TOKENS_PER_LAYER))
         self._table: dict[str, QuantizedEmbedding] = {}
-        # The factors of the model's own embeddings are rounded to its type too.
+        # Rounded like the scale of Embedding.
         self._scale = torch.tensor(spec.size_per_layer**0.5, dtype=build_context.dtype).item()
         self._projection_scale = hidden**-0.5
         self._projection = shapes.make_linear([PER_LAYER_MODEL_PROJECTION])
@@ -51,8 +50,7 @@ class PerLayerInputs:
         return table | merge_parameters(self._projection, self._norm)
 
     def compute_inputs(self, token_ids: Tensor, x: Tensor, image_rows: Tensor | None, context: LinearContext) -> Tensor:
-        """[T, layers * size] for tokens [T] and their embeddings x [T, hidden]; `image_rows`: the places of those that
-        stand for a part of an image."""
+        """[T, layers * size] for x [T, hidden]. `image_rows`: indices of image tokens."""
         if image_rows is not None:
             token_ids = token_ids.clone().index_fill_(0, image_rows, self._spec.image_token_id)
         embedded = self._table[EMBED_TOKENS_PER_LAYER].embed_tokens(token_ids) * self._scale
@@ -64,7 +62,7 @@ class PerLayerInputs:
 
 
 class PerLayerInputGate(Sublayer):
-    """Each rank has all of it: it is small."""
+    """Replicated: it is small."""
 
     def __init__(self, spec: PerLayerInputGateSpec, build_context: BuildContext, layer: str) -> None:
         self._first_column = spec.size_per_layer * spec.layer_index

@@ -1,6 +1,6 @@
-"""Attention and an MLP whose weights several layers share (Zamba 2: Glorioso et al., 2024): they read the stream and
-the tokens' embeddings side by side, each use adds low-rank linears of its own, and what they give goes through another
-linear to what the layer's state space reads."""
+"""Attention and MLP whose weights layers share (Zamba 2: Glorioso et al., 2024). They read the residual stream and the
+embeddings; each use has low-rank adapters and an output linear, whose result Mamba 2 reads.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class SharedTransformer(Sublayer):
     def forward(
         self, ops: Operations, x: Tensor, residual: Tensor | None, step: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """What it gives is not to be added to the stream: see Mamba2LayerSpec.joins_input_only."""
+        """The output is not added to the stream: see Mamba2LayerSpec.joins_input_only."""
         residual = x if residual is None else ops.add_residual(x, residual)
         assert step.per_layer_inputs is not None
         joined = self._norms.apply_norm(ops, self._norm, ops.concat_columns(residual, step.per_layer_inputs))
@@ -94,8 +94,6 @@ class SharedTransformer(Sublayer):
         adapters: AdapterManager | None,
         cuts: Mapping[str, LinearSlice],
     ) -> Projection:
-        """One of attention's, as BuildContext.make_linear has it."""
-
         def share(names: list[str]) -> Projection:
             sizes, slices = {name: parts[name] for name in names}, {name: cuts[name] for name in names}
             make_linear = partial(FusedLinear, scheme, in_features, sizes, bias=bias, adapters=adapters, cuts=slices)
@@ -113,7 +111,6 @@ class SharedTransformer(Sublayer):
         return _ConcatenatedOutputProjections(low_rank)
 
     def _share_linear(self, names: tuple[str, ...], make_linear: Callable[[], FusedLinear]) -> Projection:
-        """The linear of weights that all uses have: the first use makes it."""
         shared_linears = self._build_context.shared_linears
         if self._weights_prefix == self._use_prefix:
             shared_linears[names[0]] = linear = make_linear()
@@ -125,8 +122,6 @@ class SharedTransformer(Sublayer):
 
 @dataclass(frozen=True, slots=True)
 class _LoRAProjection:
-    """A linear, to which two small ones in a row are added."""
-
     linear: Projection
     lora_down: FusedLinear
     lora_up: FusedLinear
@@ -140,8 +135,6 @@ class _LoRAProjection:
 
 @dataclass(frozen=True, slots=True)
 class _ConcatenatedOutputProjections:
-    """Some of one input, what they give side by side."""
-
     projections: list[_LoRAProjection]
 
     def parameters(self) -> ParameterTable:

@@ -1,1 +1,1 @@
-"""Small networks that guess tokens from a decoder's hidden states."""
+"""Draft heads."""

@@ -1,7 +1,5 @@
-"""What guesses tokens from hidden states: the interface of all heads.
-
-A head keeps a state for every place in a sequence, made of the served model's hidden states there; from the state of a
-place it guesses the token after next, and goes on from its own guesses.
+"""A draft head keeps a state per position, made of the model's hidden states, and predicts the token after next from
+it.
 """
 
 from __future__ import annotations
@@ -18,28 +16,26 @@ from quire.kernels.backend import AttentionMetadata, LayerCache
 
 
 class DraftHead(ABC):
-    """Fill it by way of `parameters()` before use. Shapes: T tokens, hidden states and states [T, hidden]."""
+    """Hidden states and states are [T, hidden]."""
 
     device: torch.device
     aux_layers: tuple[int, ...] = ()
-    """The layers of the decoder whose inputs it reads beside the last hidden states, ascending."""
+    """It reads inputs of these layers (ascending) and the last hidden states."""
     max_draft_tokens: int | None = None
-    """Tokens that it can guess in a row; None: any number."""
+    """None: unlimited."""
     block_bytes_formula: str = "0"
-    """The bytes of a page of all its layers, as a sum of products."""
 
     @property
     def reads_all_tokens(self) -> bool:
-        """Whether it reads the hidden states of all tokens, and not only of those before picks."""
+        """False: only those before a sampled token."""
         return bool(self.block_tensor_specs(1))
 
     def block_tensor_specs(self, num_blocks: int) -> list[tuple[CacheTensorSpec, ...]]:
-        """Per layer, the tensors that hold so many pages."""
         return []
 
     @abstractmethod
     def parameters(self) -> ParameterTable:
-        """Every tensor it takes, by its name in the checkpoint."""
+        """By checkpoint name."""
 
     @abstractmethod
     def compute_states(
@@ -50,15 +46,14 @@ class DraftHead(ABC):
         metadata: AttentionMetadata | None,
         kv_cache: Sequence[LayerCache],
     ) -> Tensor:
-        """The states at T tokens, each with the token that `follows` it, the decoder's last hidden state, and what
-        `aux_layers` gave. `metadata` is the decoder's own; None where it does not read all tokens."""
+        """At T tokens. `metadata` is None unless `reads_all_tokens`."""
 
     @abstractmethod
     def advance_states(
         self, next_tokens: Tensor, states: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[LayerCache]
     ) -> Tensor:
-        """The states one place further, where the guess `next_tokens` [T] stands, from those before it."""
+        """`next_tokens` [T]: drafts after `states`."""
 
     @abstractmethod
     def compute_logits(self, states: Tensor, num_drafted: int) -> Tensor:
-        """[T, vocab] float32 of the token after next. `num_drafted`: how many tokens were guessed before it."""
+        """[T, vocab] float32."""

@@ -1,8 +1,5 @@
-"""EAGLE's heads (Li et al., 2024 and 2025): a layer or a few that read the decoder's hidden state at a place together
-with the token that follows it, and say the hidden state, and so the token, that comes next. They attend to all places
-before, so they have keys and values of their own. Chains only: the likeliest guess each time, no tree of several.
-
-EAGLE-3 reads three layers of the decoder, where EAGLE reads the last hidden state, and has its own, smaller vocabulary.
+"""EAGLE heads (Li et al., 2024 and 2025): layers with KV cache predict the next hidden state from the last one and the
+next token. EAGLE-3 reads three decoder layers and has a smaller vocabulary. No draft trees.
 """
 
 from __future__ import annotations
@@ -26,34 +23,30 @@ from quire.engine.models.heads.transformer_head import TransformerHead
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, LayerCache
 
 _IMPOSSIBLE_LOGIT = -1e30
-"""The logit of a token that the head cannot say."""
+"""For tokens outside the draft vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class EagleSpec:
-    """Its layers, and how the hidden states come in."""
-
     layers: tuple[LayerSpec, ...]
-    """What goes into the first of them is normed already, if it is to be."""
+    """The first layer's input is normed already."""
     hidden_size: int
     norm: NormSpec
     fc_bias: bool
-    """Of the linear that makes one hidden state of what is read."""
     aux_layers: tuple[int, ...] = ()
-    """EAGLE-3's: the layers of the decoder whose inputs are read."""
+    """EAGLE-3 only."""
     norm_before_residual: bool = False
-    """EAGLE-3's: the hidden state is normed before it begins the residual stream."""
+    """EAGLE-3 only."""
     draft_vocab_size: int | None = None
-    """Tokens that EAGLE-3's own head can say; None: the decoder's head says them, as in EAGLE."""
+    """None: the decoder's head is used."""
     has_token_map: bool = False
-    """Whether the tokens that it can say have other ids than the decoder's."""
+    """Draft ids differ from the decoder's."""
 
 
 class EagleHead(TransformerHead):
-    """The first EAGLE. Its first layer has no norm before attention, and nothing is normed at the end."""
+    """No norm before the first attention or at the end."""
 
     def __init__(self, spec: EagleSpec, scheme: QuantizationScheme, decoder: Decoder, backend: Backend) -> None:
-        """It takes embedding and head of the decoder."""
         layers = {f"layers.{index}": layer for index, layer in enumerate(spec.layers)}
         super().__init__(layers, scheme, decoder, backend)
         self._spec, self.aux_layers = spec, spec.aux_layers
@@ -74,14 +67,13 @@ class EagleHead(TransformerHead):
 
 class Eagle3Head(EagleHead):
     def __init__(self, spec: EagleSpec, scheme: QuantizationScheme, decoder: Decoder, backend: Backend) -> None:
-        """It takes the embedding of the decoder."""
         super().__init__(spec, scheme, decoder, backend)
         assert spec.draft_vocab_size is not None
         names, size = ("layers.0.input_layernorm", "layers.0.hidden_norm", "norm"), spec.hidden_size
         self._norms = NormWeights(dict.fromkeys(names, size), decoder.dtype, spec.norm)
         self._head = FusedLinear(scheme, size, {"lm_head": spec.draft_vocab_size}, bias=False, wide=True)
         self._token_ids: Tensor | None = None
-        """[draft vocabulary] int64: the decoder's ids of what it can say; None: the same."""
+        """[draft vocabulary] int64 decoder ids; None: the same ids."""
 
     def parameters(self) -> ParameterTable:
         table = super().parameters() | self._norms.parameters() | self._head.parameters()
@@ -107,12 +99,12 @@ class Eagle3Head(EagleHead):
         draft_logits = self._head.packed_linear(normed, NO_ADAPTERS)
         if self._token_ids is None:
             return draft_logits
-        # A request may allow none of them, and then something must be drawn all the same.
+        # Finite: a request may allow no draft token, but something must be sampled.
         logits = draft_logits.new_full((len(draft_logits), self._decoder.spec.vocab_size), _IMPOSSIBLE_LOGIT)
         return logits.index_copy_(1, self._token_ids, draft_logits)
 
     def _load_token_offsets(self, offsets: Tensor) -> None:
-        """Of each id from the decoder's."""
+        """d2t holds decoder id minus draft id."""
         tokens = offsets + torch.arange(len(offsets), device=offsets.device)
         vocab = self._decoder.spec.vocab_size
         if not bool(((tokens >= 0) & (tokens < vocab)).all()):

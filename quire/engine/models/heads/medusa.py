@@ -1,5 +1,4 @@
-"""Medusa's heads (Cai et al., 2024): each guesses the token of one more place from the same hidden state. Chains only:
-each head's likeliest guess, no tree of several."""
+"""Medusa heads (Cai et al., 2024): each predicts one position from the same hidden state. No draft trees."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LayerCache
 
 class MedusaHead(DraftHead):
     def __init__(self, scheme: QuantizationScheme, decoder: Decoder, heads: int, blocks: int) -> None:
-        """`blocks`: linears of a head before its last one."""
+        """`blocks`: linears before a head's last one."""
         hidden_size, vocab_size = decoder.spec.hidden_size, decoder.spec.vocab_size
         self.device = decoder.device
         self.max_draft_tokens = heads

@@ -1,12 +1,10 @@
-"""The layer that a model was trained with to predict one token more (multi-token prediction; DeepSeek-V3, 2024, and
-Qwen's and GLM's after it). From the model's last hidden state h at a place, normed as for its head, and the token t
-that follows,
+"""Multi-token prediction layers (DeepSeek-V3, 2024; Qwen, GLM). From the model's normed last hidden state h at a
+position and the following token t,
 
     s = norm(layer(W [norm(embedding of t); norm(h)]))
 
-is what the model's own head makes the token after next of. For tokens further ahead s takes the place of h, so one
-layer guesses any number of them. It attends to all places before, with keys and values of its own. Nemotron 3's are
-two layers, attention and experts.
+is the input of the model's head for the token after next. For further tokens s replaces h. Nemotron 3 has two layers,
+attention and experts.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ class MTPHead(TransformerHead):
     def __init__(
         self, specs: Sequence[LayerSpec], scheme: QuantizationScheme, decoder: Decoder, backend: Backend
     ) -> None:
-        """`specs`: of its layers. It takes embedding and head of the decoder, and norms like the decoder's last one."""
         named = {f"model.layers.{number}": spec for number, spec in enumerate(specs)}
         super().__init__(named, scheme, decoder, backend)
         size, names = decoder.spec.hidden_size, (EMBEDDING_NORM, HIDDEN_NORM, OUTPUT_NORM)

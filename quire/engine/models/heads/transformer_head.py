@@ -1,5 +1,3 @@
-"""A head with layers of its own, which keep keys and values."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -21,13 +19,12 @@ from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Layer
 
 
 class TransformerHead(DraftHead):
-    """It says its tokens by the decoder's own head, unless a subclass has another."""
+    """Uses the decoder's LM head by default."""
 
     def __init__(
         self, specs: Mapping[str, LayerSpec], scheme: QuantizationScheme, decoder: Decoder, backend: Backend
     ) -> None:
-        """`specs`: of each layer, by its name in the checkpoint. They read and write what the decoder's layers do, in
-        its types, whole on every rank."""
+        """`specs`: by checkpoint name. Ranks have whole heads."""
         self.device = decoder.device
         shape = (decoder.spec.hidden_size, decoder.dtype, decoder.kv_dtype, decoder.device, decoder.max_model_len)
         build_context = BuildContext(backend, scheme, *shape, kv_scales={})
@@ -63,7 +60,6 @@ class TransformerHead(DraftHead):
         return self.advance_states(next_tokens, self.initial_states(hidden, aux_hidden_states), metadata, kv_cache)
 
     def initial_states(self, hidden: Tensor, aux_hidden_states: Sequence[Tensor]) -> Tensor:
-        """What `advance_states` begins with, of what the decoder gives."""
         return hidden
 
     def compute_logits(self, states: Tensor, num_drafted: int) -> Tensor:
@@ -72,8 +68,9 @@ class TransformerHead(DraftHead):
     def _run_layers(
         self, x: Tensor, residual: Tensor | None, metadata: AttentionMetadata, kv_cache: Sequence[LayerCache]
     ) -> tuple[Tensor, Tensor]:
-        """(output, residual stream) behind all of them, not yet added, for x [T, hidden] and the stream to add it to
-        (None: there is none yet). Stores all T tokens' keys and values. Adapters are the decoder's alone."""
+        """Return (output, residual stream), not yet added, for x [T, hidden]. Stores all T tokens' keys and values.
+        Adapters are the decoder's alone.
+        """
         metadata = replace(metadata, linear_context=NO_ADAPTERS)
         if (
             residual is None
@@ -101,7 +98,7 @@ class TransformerHead(DraftHead):
         return x, residual
 
     def _get_recorded_layers_call(self, kv_cache: Sequence[LayerCache]) -> RecordedLayers | None:
-        """Those that begin the stream as one call on these pages, where the backend can."""
+        """None if the backend cannot record."""
         if self._recorded_layers[0] is not kv_cache:
             layers = [partial(self._run_layer, index, kv_cache) for index in range(len(self._layers))]
             shape = self._decoder.spec.hidden_size, self._decoder.dtype

@@ -1,6 +1,6 @@
-"""Models by transformers' own classes, where no file of ours serves a family: the class computes, and its attention
-goes to our pages.
+"""Runs transformers' model classes on Quire's KV blocks, like vLLM's `--model-impl transformers`
+(vllm/model_executor/models/transformers).
 
-A class is built without weights and run once on tensors that have shapes alone (probe.py): so it says itself what its
-layers keep. Its linears, norms, rotations and experts become ours where that is the same function. vLLM's
-`--model-impl transformers` does the same (vllm/model_executor/models/transformers)."""
+A class is run once on meta tensors (probe.py) to find what its layers keep. Linears, norms, RoPE and experts are
+replaced where Quire's are the same function.
+"""

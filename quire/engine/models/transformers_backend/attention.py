@@ -1,6 +1,3 @@
-"""Attention of transformers' classes on our pages: the tokens of a step are one row of the class's, ragged over
-sequences in ours."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -17,8 +14,9 @@ from quire.kernels.backend import AttentionMetadata, Backend, LayerCache
 
 
 class PagedAttentionFunction:
-    """Attends by way of pages. A class calls its attention in the order in which it did when it was probed, so the
-    n-th call of a step is the n-th layer's."""
+    """A class calls attention in the order seen by the probe: the n-th call is the n-th layer's. A step is one row of
+    tokens.
+    """
 
     def __init__(
         self,
@@ -37,7 +35,7 @@ class PagedAttentionFunction:
         self._num_calls = 0
 
     def bind_step(self, metadata: AttentionMetadata, kv_cache: Sequence[LayerCache]) -> None:
-        """Before each step; `kv_cache`: by place."""
+        """Call before each step."""
         self._metadata = metadata
         self._kv_cache = kv_cache
         self._num_calls = 0
@@ -51,7 +49,7 @@ class PagedAttentionFunction:
 
     @property
     def positions(self) -> Tensor:
-        """[T], of the tokens of the step."""
+        """[T]."""
         assert self._metadata is not None
         return self._metadata.positions
 
@@ -77,6 +75,6 @@ class PagedAttentionFunction:
 
 
 def _to_padded_token_rows(x: Tensor, width: int) -> Tensor:
-    """[1, heads, T, D] to [T, heads, width], zeros behind D."""
+    """[1, heads, T, D] to [T, heads, width], zero-padded."""
     rows = x[0].transpose(0, 1)
     return (F.pad(rows, (0, width - x.shape[3])) if x.shape[3] < width else rows).contiguous()

@@ -1,8 +1,7 @@
-"""Functions of single numbers, as a class calls them, so that a row's bits do not depend on the rows beside it.
+"""Makes elementwise functions independent of other rows.
 
-On a CPU PyTorch computes whole vectors of numbers by other instructions than those behind the last one, whose last bits
-differ; and it cuts many numbers into a part for each thread, wherever that is. So here each row ends where a vector
-does, and many rows are computed in blocks that are not cut. What our backend has a kernel for is that kernel's.
+On CPUs PyTorch computes a tail shorter than a vector with other instructions, which round differently, and splits large
+tensors among threads anywhere. So rows are padded to whole vectors, in chunks for one thread.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from quire.kernels.backend import Backend
 from quire.kernels.parameters.activation import GELU, Activation
 
 _VECTOR_SIZE = 64
-"""Numbers that are whole vectors of every type on every CPU."""
+"""Whole vectors of every dtype on every CPU."""
 _SINGLE_THREAD_SIZE = 1 << 15
-"""Numbers up to which PyTorch uses one thread (at::internal::GRAIN_SIZE)."""
+"""Up to this size PyTorch uses one thread (at::internal::GRAIN_SIZE)."""
 _ELEMENTWISE = {
     torch.sigmoid,
     torch.Tensor.sigmoid,
@@ -69,7 +68,7 @@ class BatchInvariantOps(TorchFunctionMode):
 
     @staticmethod
     def _padded_softmax(func: Any, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Over the last axis, of few numbers: among as many as a vector has, the rest of which weigh nothing."""
+        """Pads the last axis with -inf."""
         dim = kwargs.get("dim", args[0] if args else None)
         num_padding = -x.shape[-1] % _VECTOR_SIZE
         if dim not in (-1, x.ndim - 1) or not num_padding or not x.is_floating_point():
@@ -77,7 +76,7 @@ class BatchInvariantOps(TorchFunctionMode):
         return func(F.pad(x, (0, num_padding), value=-torch.inf), *args, **kwargs)[..., : x.shape[-1]].contiguous()
 
     def _run_kernel(self, func: Any, rows: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-        """By the backend, in which no row sees another; None: it has no kernel for it."""
+        """None if the backend has no kernel."""
         if self._backend.unsupported_reason(rows.device, rows.dtype, 2) is not None or rows.shape[1] % _VECTOR_SIZE:
             return None
         if func is F.silu:

@@ -1,5 +1,3 @@
-"""A model that transformers' class computes, behind the interface of our Decoder: pages, hidden states, logits."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -50,7 +48,7 @@ from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext
 
 
 class _BodyOutput(BaseModelOutputWithPast):
-    """What a body returns: the hidden states, and None of whatever else a class's body may return."""
+    """Other fields are None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):
@@ -58,7 +56,7 @@ class _BodyOutput(BaseModelOutputWithPast):
 
 
 class _BodyStub(nn.Module):
-    """In the place of the body while the head is computed: it gives the hidden states that it was given."""
+    """Replaces the body while the head computes logits."""
 
     hidden: Tensor | None = None
 
@@ -67,13 +65,11 @@ class _BodyStub(nn.Module):
 
 
 class TransformersDecoder(Decoder):
-    """Fill it by way of `parameters()` before use, then call `ready`."""
-
     reduces_results = True
-    """Whether ranks add up their parts of a result. False while one rank computes alone, whose numbers mean nothing."""
+    """False while one rank computes alone, with meaningless results."""
 
     def build_modules(self, build_context: BuildContext) -> None:
-        """It has all layers: see check_transformers_settings."""
+        """Builds all layers: check_transformers_settings excludes pipeline stages."""
         spec, backend = self.spec, build_context.backend
         assert isinstance(spec, TransformersSpec)
         self._spec = spec
@@ -90,7 +86,7 @@ class TransformersDecoder(Decoder):
         )
         self._conversion = WeightConversion(model)
         self._paged_attention = PagedAttentionFunction(backend, attention, self.groups, self.report_progress)
-        # A GPU computes each number alike, wherever it stands.
+        # GPUs compute every element alike.
         on_cpu = build_context.device.type == "cpu"
         self._batch_invariant_ops: AbstractContextManager[object] = (
             BatchInvariantOps(backend) if on_cpu else nullcontext()
@@ -110,8 +106,7 @@ class TransformersDecoder(Decoder):
         return dict(self._table)
 
     def convert_weights(self, stream: Iterable[tuple[str, Tensor]]) -> TensorStream:
-        """Buffers, which not all checkpoints hold, go to their
-        modules."""
+        """Sets buffers, which not all checkpoints hold."""
         for name, tensor in self._conversion.convert_weights(stream):
             own = name.rpartition(".")[2]
             if (module := self._buffer_modules.get(name)) is not None:
@@ -142,7 +137,7 @@ class TransformersDecoder(Decoder):
     def compute_logits(self, hidden: Tensor, context: LinearContext = NO_ADAPTERS) -> Tensor:
         self.report_progress()
         self._body_stub.hidden, self._linear_context = hidden[None], context
-        with self._batch_invariant_ops:  # embeddings are not asked for, so that nothing looks ids up
+        with self._batch_invariant_ops:  # with inputs_embeds, nothing looks up ids
             logits: Tensor = self._model(inputs_embeds=hidden[None], use_cache=False).logits[0]
         self._body_stub.hidden = None
         return logits.float()
@@ -150,13 +145,13 @@ class TransformersDecoder(Decoder):
     def greedy_tokens_and_finite_flags(
         self, hidden: Tensor, context: LinearContext = NO_ADAPTERS
     ) -> tuple[Tensor, Tensor]:
-        """Of logits that the class itself puts together, where there are ranks."""
+        """The class gathers logits itself."""
         logits = self.compute_logits(hidden, context)
         best, group = self.argmax(logits), self.shard.group
         return best if group is None else group.broadcast(best), has_finite_logits(hidden, logits)
 
     def _replace_modules_and_list_parameters(self) -> ParameterTable:
-        """Put our modules in the place of the class's where they are the same function; the tensors of all."""
+        """Replace modules where Quire's are the same function."""
         model, table = self._model, ParameterTable()
         head, replaced = model.get_output_embeddings(), dict[int, nn.Module]()
         positions, context = self.max_model_len, self._spec.rope_context or self.max_model_len
@@ -201,7 +196,7 @@ class TransformersDecoder(Decoder):
         return table
 
     def _merge_parameters(self, table: ParameterTable, parameters: ParameterTable) -> None:
-        """Add to a table, under the names that are the parameters' own; what is there goes to both."""
+        """A tied tensor loads into all its parameters."""
         for name, parameter in parameters.items():
             canonical_name = self._conversion.first_name_of_tied_parameter(name)
             table[canonical_name] = (
@@ -218,7 +213,7 @@ class TransformersDecoder(Decoder):
         if name.endswith(ROUTERS) and weight_spec is not None and weight_spec.dtype == self.dtype:
             scheme = UnquantizedScheme(
                 self._module_context.backend, self.dtype
-            )  # no router gets few bits: its choices would change
+            )  # routers are never quantized: their choices would change
         adapters = self.adapters if name in (self._spec.lora_target_sizes or ()) else None
         cut = self._tensor_parallel_plan.linear_slice(name, module, self.shard)
         fused = FusedLinear(
@@ -243,7 +238,7 @@ class TransformersDecoder(Decoder):
         return self.shard.all_reduce(x) if self.reduces_results else x
 
     def _make_buffers(self) -> None:
-        """Buffers that no checkpoint holds, as the class makes them. Raises ModelError where it makes none."""
+        """Raises ModelError if the class does not initialize a buffer."""
         makers = {name: each for name, each in self._model.named_modules() if isinstance(each, PreTrainedModel)}
         for path, module in self._model.named_modules():
             missing = [(name, each) for name, each in module.named_buffers(recurse=False) if each.is_meta]
@@ -253,12 +248,11 @@ class TransformersDecoder(Decoder):
                 nearest = max((name for name in makers if f"{path}.".startswith(f"{name}." if name else "")), key=len)
                 try:
                     makers[nearest]._init_weights(module)
-                except Exception as error:  # whatever it makes of config.json's numbers
+                except Exception as error:
                     what = f"transformers' {type(self._model).__name__} does not make {path}.{missing[0][0]}"
                     raise ModelError(f"model: {what}: {describe_exception(error)}") from error
 
     def _remaining_parameters(self) -> ParameterTable:
-        """The parameters that stay in modules of the class."""
         table: ParameterTable = {}
         for name, module in self._model.named_modules():
             for own, each in module.named_parameters(recurse=False):

@@ -1,5 +1,6 @@
-"""Experts of transformers' classes by our linears: each expert's rows are computed by themselves, and a token's
-experts are summed in their order, so that nothing depends on the tokens beside it."""
+"""Each expert computes its rows alone, and a token's experts are summed in order, so that results do not depend on
+other tokens.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from quire.kernels.backend import NO_ADAPTERS, Linear
 
 
 class QuireExperts:
-    """A module's experts, which its checkpoint stacks: gate_up_proj (or up_proj) and down_proj, [experts, out, in]."""
+    """Takes gate_up_proj (or up_proj) and down_proj, [experts, out, in]."""
 
     def __init__(
         self,
@@ -27,7 +28,7 @@ class QuireExperts:
         shard: ModelShard = UNSHARDED,
         reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """`shard`: whose part of each expert; `reduce`: what adds up the ranks' results, where these are parts."""
+        """`reduce`: adds up the ranks' results."""
         self._module: Any = module
         self._shard, self._reduce = shard, reduce
         self._name = name
@@ -39,16 +40,14 @@ class QuireExperts:
 
     @staticmethod
     def is_experts_module(module: nn.Module) -> bool:
-        """Whether a module has experts in this form."""
         return all(hasattr(module, name) for name in ("has_gate", "is_transposed", "has_bias", "_apply_gate"))
 
     @staticmethod
     def intermediate_size_of_module(module: Any) -> int:
-        """Numbers between the two matrices of an expert."""
         return int(module.down_proj.shape[1 if module.is_transposed else 2])
 
     def take_parameters_from_module(self) -> ParameterTable:
-        """Takes them out of the module."""
+        """Deletes them from the module."""
         table: ParameterTable = {}
         for linear in (self._input_linear, "down_proj"):
             names = [linear, *([f"{linear}_bias"] if self._module.has_bias else [])]
@@ -81,7 +80,7 @@ class QuireExperts:
         return self._scheme.pack_linears({name: contiguous}, {name: FULL_LINEAR}, wide=False)
 
     def _slice_expert(self, tensor: Tensor, kind: str, name: str) -> Tensor:
-        """A rank's: of gate and up some outputs of each, of down the inputs that these are."""
+        """Slices outputs of gate and up, inputs of down."""
         if name.endswith("down_proj"):
             cut = self._shard.input_slice(tensor.shape[-1])
             return cut.slice_bias(tensor) if kind == "bias" else cut.slice_tensor_on_read(tensor, "all")

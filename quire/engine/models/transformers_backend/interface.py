@@ -1,7 +1,6 @@
-"""Our names among transformers' interfaces: what a class calls for attention, for masks and for experts.
-
-Each calls what the module carries that asks: `AttentionFunction` on every module of a model, `ExpertsFunction` on those
-with experts. So nothing is kept outside of models."""
+"""Registers Quire in transformers' attention, mask and experts interfaces. Modules carry the functions, so no state
+lies outside of models.
+"""
 
 from __future__ import annotations
 
@@ -20,50 +19,45 @@ _EXPERTS_KEY = "quire_mixing"
 _MASK_KEY = "quire_allowed"
 
 MaskFunction = Callable[[int, int, Tensor, Tensor], Tensor]
-"""(batch, head, positions of queries, positions of keys) to whether these see those."""
+"""(batch, head, query positions, key positions) to a mask."""
 
 
 class AttentionCall(NamedTuple):
-    """What a class gives its attention."""
-
     module: nn.Module
     query: Tensor
-    """[1, H, T, D];"""
+    """[1, H, T, D]."""
     key: Tensor
-    """[1, K, T, D],"""
+    """[1, K, T, D]."""
     value: Tensor
-    """and so, maybe of another D."""
+    """[1, K, T, D of the value]."""
     mask: Tensor | None
     kwargs: Mapping[str, Any]
-    """What else the class says of it, by transformers' names."""
 
 
 AttentionFunction = Callable[[AttentionCall], Tensor]
-"""To [1, T, H, D of the value]."""
+"""Returns [1, T, H, D of the value]."""
 ExpertsFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(x [T, hidden], the experts chosen for each token [T, k], their weights [T, k]) to [T, hidden]."""
+"""(x [T, hidden], expert ids [T, k], weights [T, k]) to [T, hidden]."""
 
 
 def register_interfaces() -> None:
-    """Make them known to transformers; once or often."""
+    """Idempotent."""
     ALL_ATTENTION_FUNCTIONS.register(INTERFACE_NAME, _run_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(INTERFACE_NAME, _make_probe_mask)
     ALL_EXPERTS_FUNCTIONS.register(INTERFACE_NAME, _run_experts)
 
 
 def set_attention_function(model: nn.Module, function: AttentionFunction) -> None:
-    """Let it compute all attention of a model."""
     for module in model.modules():
         module.__dict__[_ATTENTION_KEY] = function
 
 
 def set_experts_function(module: nn.Module, function: ExpertsFunction) -> None:
-    """Let it compute the experts of a module."""
     module.__dict__[_EXPERTS_KEY] = function
 
 
 def mask_function_of(mask: Tensor) -> MaskFunction | None:
-    """What a mask that a class has made allows; None: it is not as it was made."""
+    """None if the class changed the mask."""
     function: MaskFunction | None = mask.__dict__.get(_MASK_KEY)
     return function
 
@@ -76,7 +70,7 @@ def _run_attention(
 
 
 def _make_probe_mask(*, device: torch.device, mask_function: MaskFunction, **kwargs: Any) -> Tensor | None:
-    """No mask: the pages know what is seen. On the meta device one that tells what it allows."""
+    """Only on meta devices, with its function: paged attention needs no mask."""
     if torch.device(device).type != "meta":
         return None
     mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device="meta")

@@ -1,5 +1,3 @@
-"""Makes a model by transformers' class for its config.json, without weights."""
-
 from __future__ import annotations
 
 import sys
@@ -18,8 +16,7 @@ from quire.engine.models.transformers_backend.interface import INTERFACE_NAME, r
 
 
 def build_model(config_fields: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
-    """The model of a config.json on the meta device, in whose attention and experts ours are called. Raises ModelError,
-    with what transformers says, where it makes none."""
+    """On the meta device. Raises ModelError with transformers' reason."""
     register_interfaces()
     kind = str(config_fields.get("model_type"))
     if kind not in CONFIG_MAPPING:
@@ -29,9 +26,9 @@ def build_model(config_fields: Mapping[str, Any], dtype: torch.dtype) -> PreTrai
         raise make_stateful_model_error(model_class)
     try:
         config = CONFIG_MAPPING[kind].from_dict({**config_fields})
-    except Exception as error:  # whatever its check of a hostile file raises
+    except Exception as error:  # a hostile file may raise anything
         raise ModelError(f"model: config.json: transformers reads none of it: {describe_exception(error)}") from error
-    if model_class.config_class is config.sub_configs.get("text_config"):  # the class of a text part alone
+    if model_class.config_class is config.sub_configs.get("text_config"):
         config = config.get_text_config()
     try:
         with torch.device("meta"):
@@ -50,7 +47,7 @@ def build_model(config_fields: Mapping[str, Any], dtype: torch.dtype) -> PreTrai
 
 
 def _find_model_class(config_fields: Mapping[str, Any]) -> type[PreTrainedModel]:
-    """The causal language model of a config.json: by its model_type, of a text part alone also by its architecture."""
+    """A text part is found by architecture."""
     kind, architectures = str(config_fields["model_type"]), config_fields.get("architectures") or ()
     config = CONFIG_MAPPING[kind]
     if config in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -63,7 +60,7 @@ def _find_model_class(config_fields: Mapping[str, Any]) -> type[PreTrainedModel]
 
 
 def find_body_and_name(model: PreTrainedModel) -> tuple[str, nn.Module]:
-    """What computes hidden states, without the head, and its name. Raises ModelError where the class does not tell."""
+    """Raises ModelError if there is no body."""
     candidates = (model.get_decoder(), getattr(model, model.base_model_prefix, None), getattr(model, "model", None))
     names = {id(module): name for name, module in model.named_modules()}
     for body in candidates:
@@ -73,7 +70,6 @@ def find_body_and_name(model: PreTrainedModel) -> tuple[str, nn.Module]:
 
 
 def make_stateful_model_error(model_class: type) -> ModelError:
-    """Why such a class is not served."""
     state = "keeps a state that is no keys and values (a recurrence, a convolution)"
     return ModelError(f"model: transformers' {model_class.__name__} {state}")
 
@@ -85,5 +81,5 @@ def _make_attention_interface_error(model_class: type) -> ModelError:
 
 
 def describe_exception(error: Exception) -> str:
-    """What transformers says, whose reason is often not in the first line."""
+    """The first line often lacks the reason."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

@@ -1,6 +1,5 @@
-"""Modules of ours in the place of a class's, where they are the same function: linears and norms.
-
-That a norm is the same is tried, not believed: families have norms of one name and other arithmetic.
+"""Quire's linears and norms in place of a class's. Norms are compared by numbers, because families use one name for
+different arithmetic.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ _TRIAL_ROWS, _TOLERANCE = 3, 1e-5
 
 
 class QuireLinear(nn.Module):
-    """An nn.Linear whose weights a scheme packs."""
-
     def __init__(
         self,
         linear: FusedLinear,
@@ -41,15 +38,14 @@ class QuireLinear(nn.Module):
         cut: LinearSlice = FULL_LINEAR,
         reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """`context`: of the tokens of a step, which are its rows where it has adapters. `cut`: what of it a rank has;
-        `reduce`: what adds up the ranks' results, where these are parts."""
+        """`context`: of the step's tokens, which are the rows if there are adapters."""
         super().__init__()
         self._packed = linear
         self._context = context
         self._reduce = reduce
         self.out_features, self.in_features = cut.sliced_sizes(module.out_features, module.in_features)
         self.weight = torch.empty(0, dtype=dtype, device=device)
-        """None of it: classes ask a weight for its type and its device."""
+        """Empty: classes read a weight's dtype and device."""
         self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,8 +56,6 @@ class QuireLinear(nn.Module):
 
 
 class QuireNorm(nn.Module):
-    """A norm over the last axis."""
-
     def __init__(self, name: str, size: int, build_context: BuildContext, spec: NormSpec) -> None:
         super().__init__()
         self._name = name
@@ -69,7 +63,7 @@ class QuireNorm(nn.Module):
         self._backend = build_context.backend
         self.weights = NormWeights({name: size}, build_context.dtype, spec)
         self.weight = torch.empty(0, dtype=build_context.dtype, device=build_context.device)
-        """As QuireLinear's."""
+        """As in QuireLinear."""
         self.variance_epsilon = self.eps = spec.eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,7 +72,7 @@ class QuireNorm(nn.Module):
 
 
 def make_quire_norm(name: str, module: nn.Module, build_context: BuildContext) -> QuireNorm | None:
-    """Ours in the place of a norm on the meta device; None where it is not the same function."""
+    """None if it is not the same function."""
     if type(module) is nn.LayerNorm:
         if not module.elementwise_affine or len(module.normalized_shape) != 1:
             return None
@@ -97,7 +91,7 @@ def make_quire_norm(name: str, module: nn.Module, build_context: BuildContext) -
 
 
 def _is_numerically_rms_norm(module: nn.Module, size: int, eps: float, offset: float) -> bool:
-    """Whether a norm computes x / sqrt(mean(x^2) + eps) * (weight + offset), by numbers."""
+    """Test x / sqrt(mean(x^2) + eps) * (weight + offset)."""
     generator = torch.Generator().manual_seed(1)
     weight, x = torch.randn(size, generator=generator), torch.randn((_TRIAL_ROWS, size), generator=generator) * eps**0.5
     trial: Any = copy.deepcopy(module)
@@ -113,13 +107,12 @@ def _is_numerically_rms_norm(module: nn.Module, size: int, eps: float, offset: f
 
 
 def meta_linear_of_conv1d(module: Conv1D) -> nn.Linear:
-    """The linear that GPT-2's Conv1D is, on the meta device; its weight is stored [in, out]."""
+    """GPT-2's Conv1D has a weight [in, out]."""
     inner, outs = module.weight.shape
     return nn.Linear(inner, outs, device="meta")
 
 
 def transpose_parameter(parameter: LoadableParameter) -> LoadableParameter:
-    """Of a matrix that a checkpoint has transposed."""
     if len(parameter.shape) != 2:
         return parameter
     return replace(
@@ -130,8 +123,7 @@ def transpose_parameter(parameter: LoadableParameter) -> LoadableParameter:
 
 
 class BatchInvariantModule(ModuleProxy):
-    """A module of a class that multiplies by its own matrices, as routers do: by our linears, so that no row's bits
-    depend on the others."""
+    """A module with its own matrix, such as a router; rows become independent."""
 
     def __init__(self, module: nn.Module, backend: Backend) -> None:
         super().__init__(module)
@@ -143,20 +135,17 @@ class BatchInvariantModule(ModuleProxy):
 
 
 def has_custom_matmul(module: nn.Module) -> bool:
-    """Whether it has a matrix of its own, and is neither a linear nor a table."""
     parameters = dict(module.named_parameters(recurse=False))
     known = type(module) is nn.Linear or isinstance(module, nn.Embedding | QuireLinear)
     return not known and "weight" in parameters and parameters["weight"].ndim == 2
 
 
 class _PackedMatmulMode(TorchFunctionMode):
-    """In its context F.linear with a module's own matrix, in any type, is ours."""
-
     def __init__(self, module: nn.Module, backend: Backend) -> None:
         super().__init__()
         self._module, self._backend = module, backend
         self._packed: dict[torch.dtype, tuple[Tensor, Linear]] = {}
-        """By type, with the parameter that it was made of."""
+        """With the parameter that was packed."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if func is not F.linear or kwargs or (linear := self._packed_linear_or_none(*args[:2])) is None:
@@ -166,7 +155,7 @@ class _PackedMatmulMode(TorchFunctionMode):
         return rows if bias is None else rows + bias
 
     def _packed_linear_or_none(self, x: Tensor, weight: Tensor) -> Linear | None:
-        """None where it is another matrix, or of a type that the backend does not take."""
+        """None for other matrices or unsupported dtypes."""
         parameter = self._module.get_parameter("weight")
         if parameter.shape != weight.shape or self._backend.unsupported_reason(x.device, x.dtype, 2) is not None:
             return None
@@ -179,8 +168,7 @@ class _PackedMatmulMode(TorchFunctionMode):
 
 
 def find_unreplaced_matmuls(model: nn.Module, called: frozenset[str]) -> list[str]:
-    """The matrices that a class multiplies by itself, once ours have taken the place of others: PyTorch's products, in
-    which a row's bits may depend on the others. `called`: the modules that the class calls at all."""
+    """Matrices that PyTorch still multiplies, where rows may depend on others."""
     names = []
     for name, module in model.named_modules():
         parent = name.rpartition(".")[0]

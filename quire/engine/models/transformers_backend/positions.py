@@ -1,6 +1,3 @@
-"""Positions in transformers' classes: those of the step's tokens in the place of what a class would count, and tables
-of what it computes of them."""
-
 from __future__ import annotations
 
 import inspect
@@ -12,8 +9,6 @@ from torch import Tensor, nn
 
 
 class ModuleProxy(nn.Module):
-    """In the place of a class's module, with whatever that has."""
-
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._module = module
@@ -26,11 +21,12 @@ class ModuleProxy(nn.Module):
 
 
 class CachedRotary(ModuleProxy):
-    """What a class computes of positions for rotations, once for all of them: so a token's numbers do not depend on
-    the tokens beside it, and scalings that a context's length chooses are those of one context."""
+    """Computes all positions once: a token's values must not depend on its neighbors, and scaling must assume one
+    context length.
+    """
 
     def __init__(self, module: nn.Module, num_positions: int, context: int) -> None:
-        """`num_positions`: as many as may be asked for. `context`: the tokens of that context, at least as many."""
+        """`context`: the length that scaling assumes."""
         super().__init__(module)
         self._positions, self._context = num_positions, context
         self._tables: dict[str, tuple[Tensor, ...] | None] = {}
@@ -47,9 +43,9 @@ class CachedRotary(ModuleProxy):
         return rotations if len(rotations) > 1 else rotations[0]
 
     def _compute_table(self, x: Tensor, args: Any, kwargs: Any) -> tuple[Tensor, ...] | None:
-        """For all positions; None where what it gives is not by position."""
+        """None if the output is not per position."""
         position_ids = torch.arange(self._positions, device=x.device)[None]
-        if self._context > self._positions:  # the class takes its last position for the context's end
+        if self._context > self._positions:  # the class reads the context length off the last position
             position_ids = torch.cat((position_ids, position_ids.new_tensor([[self._context - 1]])), dim=1)
         output = self._module(x, position_ids, *args, **kwargs)
         parts = output if isinstance(output, tuple) else (output,)
@@ -58,14 +54,12 @@ class CachedRotary(ModuleProxy):
 
 
 def is_rotary(module: nn.Module) -> bool:
-    """Whether it gives rotations for (x, position_ids)."""
     names = list(inspect.signature(module.forward).parameters)
     return "Rotary" in type(module).__name__ and names[:2] == ["x", "position_ids"]
 
 
 class StepPositionInjector(nn.Module):
-    """A table of positions that a class looks up by counting from the length of what is cached: it gets those of the
-    step's tokens in their place."""
+    """For an embedding that counts from the cache length."""
 
     def __init__(self, module: nn.Module, positions: Callable[[], Tensor]) -> None:
         super().__init__()
@@ -76,7 +70,6 @@ class StepPositionInjector(nn.Module):
 
 
 def has_positions_from_cache_length(module: nn.Module) -> bool:
-    """Whether it looks up positions by a length."""
     names = inspect.signature(module.forward).parameters
-    lengths = {"cache_length", "past_key_values_length"}  # the second up to transformers 5.23
+    lengths = {"cache_length", "past_key_values_length"}  # the latter up to transformers 5.23
     return "Positional" in type(module).__name__ and "position_ids" in names and not lengths.isdisjoint(names)

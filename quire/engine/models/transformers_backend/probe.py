@@ -1,5 +1,4 @@
-"""What a class keeps of a sequence: it is run once on tensors that are shapes alone, and each call of its attention
-says what it is. Whatever our pages do not compute is refused, in a sentence that names it."""
+"""Runs a class once on meta tensors to find its attention. Refuses, with a reason, what paged attention cannot do."""
 
 from __future__ import annotations
 
@@ -34,12 +33,11 @@ from quire.engine.models.transformers_backend.model_builder import find_body_and
 from quire.kernels.backend import Operations
 
 NO_NORM = NormSpec(0.0)
-"""Norms are the class's."""
+"""The class applies norms."""
 _PROBE_TOKENS = 7
 _MAX_MASK_LEN = 1 << 20
-"""Positions up to which masks are tried: longer ones would take memory, and windows are shorter."""
+"""Windows are shorter, and longer masks would take memory."""
 _KNOWN_KWARGS = {"scaling", "softcap", "sliding_window", "s_aux", "sinks", "is_causal", "dropout"}
-"""What is understood of what a class passes to its attention."""
 _IGNORED_KWARGS = {
     "position_ids",
     "cache_position",
@@ -66,20 +64,17 @@ _IGNORED_KWARGS = {
     "head_mask",
     "token_type_ids",
 }
-"""What may be passed on and says nothing of attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransformersAttentionSpec(AttentionLayerSpec):
-    """One call of attention by the class. Its pages and softmax are as in ours; what is around it is the class's."""
+    """One attention call of a class."""
 
     value_dim: int = 0
-    """Numbers of a head's value; the rest of `head_dim` is zeros."""
+    """Values are zero-padded to `head_dim`."""
 
 
 class _TransformersAttention(PagedKVSublayer):
-    """What it keeps in pages; all else is the class's."""
-
     def parameters(self) -> ParameterTable:
         return {}
 
@@ -98,8 +93,6 @@ def build_transformers_attention(
 
 @dataclass(slots=True)
 class AttentionProbe:
-    """Attends to nothing and notes what is asked of it."""
-
     max_len: int
     attention_specs: list[TransformersAttentionSpec] = field(default_factory=list)
 
@@ -156,7 +149,7 @@ class AttentionProbe:
 
 
 def window_from_mask(allowed: MaskFunction, max_len: int) -> int | None:
-    """Tokens that a token sees by this mask, itself included; None: all. Raises ModelError for any other mask."""
+    """Including the token itself; None: all tokens. Raises ModelError for any other mask."""
     max_len = min(max_len, _MAX_MASK_LEN)
     positions = torch.arange(max_len)
 
@@ -172,15 +165,14 @@ def window_from_mask(allowed: MaskFunction, max_len: int) -> int | None:
             expected = (positions <= position) & (positions > position - window)
             if position < max_len and not torch.equal(visible_keys(position), expected):
                 raise mask_error
-    except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:  # it reads what has no numbers yet
+    except (RuntimeError, NotImplementedError, TypeError, IndexError) as error:  # reads meta tensors
         raise mask_error from error
     return None if window >= max_len else window
 
 
 @torch.inference_mode()
 def probe_attention(model: PreTrainedModel, max_len: int) -> list[TransformersAttentionSpec]:
-    """By call of attention, in their order, what it is. Raises ModelError for what pages do not compute; `max_len`:
-    tokens of contexts."""
+    """In call order. Raises ModelError if unsupported."""
     attention_probe, name = AttentionProbe(max_len), type(model).__name__
     if _is_recurrent(model):
         raise make_stateful_model_error(type(model))
@@ -205,7 +197,7 @@ def probe_attention(model: PreTrainedModel, max_len: int) -> list[TransformersAt
 
 @contextmanager
 def called_modules_recorder(model: PreTrainedModel) -> Iterator[dict[str, bool]]:
-    """The names of the modules that are called in its context; of each whether its rows are always the tokens."""
+    """By name: whether its rows are always the tokens."""
     calls = dict[str, bool]()
 
     def record_call(module: nn.Module, args: Sequence[Any], output: Any, name: str) -> None:
@@ -219,8 +211,7 @@ def called_modules_recorder(model: PreTrainedModel) -> Iterator[dict[str, bool]]
 
 
 class _EmptyNonzero(TorchFunctionMode):
-    """In its context a class that looks for what is not zero, as for the experts that tokens chose, finds nothing: what
-    it then computes of it is none of attention's."""
+    """Makes nonzero find nothing on meta tensors, such as experts of tokens; attention does not depend on it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         x, kwargs = args[0] if args else None, kwargs or {}
@@ -233,7 +224,7 @@ class _EmptyNonzero(TorchFunctionMode):
 
 
 def _assume_all_nonzero() -> AbstractContextManager[object]:
-    """In its context a mask as an index, which is no function's, finds all."""
+    """For boolean indexing, which no torch function handles."""
     patch: AbstractContextManager[object] = fx_config.patch(  # type: ignore[attr-defined]
         meta_nonzero_assume_all_nonzero=True
     )
@@ -241,8 +232,7 @@ def _assume_all_nonzero() -> AbstractContextManager[object]:
 
 
 class _ZeroMetaInputs(TorchFunctionMode):
-    """In its context what a mask reads beside positions is zero: of padding, of images, of other sequences there is
-    none."""
+    """Zeros replace other inputs of a mask: padding, images, packed sequences."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         def zeros_for_meta(each: Any) -> Any:
@@ -252,19 +242,18 @@ class _ZeroMetaInputs(TorchFunctionMode):
 
 
 def body_forward_kwargs(body: nn.Module, token_ids: Tensor, positions: Tensor) -> dict[str, Any]:
-    """What a body's forward takes for these tokens, [1, T]."""
+    """For tokens [1, T]."""
     parameters = inspect.signature(body.forward).parameters
     anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     inputs: dict[str, Any] = {"input_ids": token_ids}
     more = {"position_ids": positions, "use_cache": False, "cache_position": positions[0]}
-    # Gemma 4 leaves out tokens, and masks of its own for the others, where a number says which are wanted.
+    # Gemma 4 drops tokens and builds its own masks if logits_to_keep is a number.
     more["logits_to_keep"] = torch.arange(token_ids.shape[1], device=token_ids.device)
     takes_any = {"position_ids", "use_cache"} if anything else set()
     return inputs | {name: value for name, value in more.items() if name in parameters or name in takes_any}
 
 
 def _is_recurrent(model: PreTrainedModel) -> bool:
-    """Whether a config.json's layer_types name layers that keep no keys and values."""
     config = model.config.get_text_config()
     kinds = (getattr(config, "layer_types", None) or ()) or (getattr(config, "layers_block_type", None) or ())
     return any(re.search("linear|mamba|conv|recurrent|ssm|delta|kda|gla", str(kind)) for kind in kinds)
@@ -272,7 +261,7 @@ def _is_recurrent(model: PreTrainedModel) -> bool:
 
 @torch.inference_mode()
 def check_lm_head(model: PreTrainedModel, vocab_size: int, hidden_size: int) -> None:
-    """Raise ModelError where the class makes other things than one row of logits for each hidden state."""
+    """Raise ModelError unless each hidden state gives one row of logits."""
     (_, body), name = find_body_and_name(model), type(model).__name__
     hidden_states: list[Tensor] = []
     hook = body.register_forward_hook(lambda module, args, output: hidden_states.append(output[0]))

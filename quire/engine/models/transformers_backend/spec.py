@@ -1,5 +1,3 @@
-"""A DecoderSpec of a model that transformers' class computes: what its layers keep, as the class itself says it."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -26,29 +24,24 @@ from quire.engine.models.transformers_backend.probe import (
 from quire.engine.models.transformers_backend.tensor_parallel import probe_sharded_attention
 
 ROUTERS = (".gate", ".router", ".shared_expert_gate")
-"""What the names of linears end with that choose experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransformersSpec(DecoderSpec):
     config_fields: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """config.json, of which much means nothing here."""
     transformers_class: str = ""
-    """The class's name."""
     rope_context: int | None = None
-    """As the model's config has it."""
     max_len: int = 0
-    """Tokens of contexts."""
+    """Context length in tokens."""
     called_modules: frozenset[str] = frozenset()
-    """The names of modules that it calls; of others it may use the weights in other ways."""
+    """The class may use weights of other modules without calling them."""
 
     @property
     def attention_specs(self) -> list[TransformersAttentionSpec]:
-        """By call."""
         return self.sublayers_of_kind(TransformersAttentionSpec)
 
     def rank_attention_specs(self, shard: ModelShard) -> list[TransformersAttentionSpec]:
-        """The same of a rank's part. Raises ModelError where the class's plan cannot divide it."""
+        """Raises ModelError if it cannot be sharded."""
         if shard.world_size == 1:
             return self.attention_specs
         return probe_sharded_attention(self.config_fields, self.max_len, shard)
@@ -65,7 +58,7 @@ class TransformersSpec(DecoderSpec):
 
 
 def transformers_spec(config: ModelConfig) -> TransformersSpec:
-    """Builds the class without weights. Raises ModelError where pages do not serve it."""
+    """Raises ModelError if the class cannot be served."""
     assert config.transformers_config is not None
     model = build_model(config.transformers_config, torch.float32)
     with called_modules_recorder(model) as names:
@@ -87,8 +80,7 @@ def transformers_spec(config: ModelConfig) -> TransformersSpec:
 
 
 def _lora_target_sizes(model: PreTrainedModel, called: Mapping[str, bool]) -> dict[str, tuple[int, int]]:
-    """(in, out) of those that may have adapters, which PEFT knows by these names: what multiplies each token of a step
-    once, and chooses no experts."""
+    """(in, out) of linears that multiply each token once, without routers."""
     sizes = {}
     for name, module in model.named_modules():
         if called.get(name) and not name.endswith(ROUTERS):

@@ -1,7 +1,5 @@
-"""How ranks divide a model that transformers' class computes: by the plan that the class has for transformers' own
-tensor parallelism (base_model_tp_plan), as far as it is one of linears, experts and numbers of heads.
-
-What a plan leaves whole is whole on every rank, and so is what it divides and gathers again at once.
+"""Tensor parallelism by a class's own plan (base_model_tp_plan) for linears, experts and per-head parameters.
+Everything else, and what is gathered at once, is replicated.
 """
 
 from __future__ import annotations
@@ -33,23 +31,18 @@ _REPLICATED_KINDS = {
     "all_reduce",
     "local_params",
 }
-"""Kinds whose results are whole on every rank in any case."""
 _EXPERT_KINDS = {"moe_tp_experts", "packed_colwise", "rowwise"}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelPlan:
-    """What each rank has a part of, by name."""
-
     linear_kinds: Mapping[str, Literal["outs", "ins"]]
-    """Some outputs, or some inputs, whose results are summed."""
+    """Sharded by outputs, or by inputs with summed results."""
     expert_modules: frozenset[str] = frozenset()
-    """Modules each of whose experts is divided."""
     per_head_parameters: frozenset[str] = frozenset()
-    """Parameters that have a number for each head."""
+    """They have one number per head."""
 
     def linear_slice(self, name: str, linear: nn.Linear, shard: ModelShard) -> LinearSlice:
-        """What of a linear this rank has."""
         which = self.linear_kinds.get(name)
         if which is None:
             return FULL_LINEAR
@@ -60,7 +53,7 @@ REPLICATED_PLAN = TensorParallelPlan({})
 
 
 def make_tensor_parallel_plan(model: PreTrainedModel, ranks: int) -> TensorParallelPlan:
-    """Of a class's model as it is made. Raises ModelError, with the reason, for one that so many cannot divide."""
+    """Raises ModelError with the reason if the model cannot be sharded."""
     body_name, body = find_body_and_name(model)
     plan_fields = getattr(body.config, "base_model_tp_plan", None) or {}
     plan = {f"{_replace_indices_with_wildcard(body_name)}.{name}": str(kind) for name, kind in plan_fields.items()}
@@ -115,8 +108,7 @@ def make_tensor_parallel_plan(model: PreTrainedModel, ranks: int) -> TensorParal
 def probe_sharded_attention(
     config_fields: Mapping[str, object], max_len: int, shard: ModelShard
 ) -> list[TransformersAttentionSpec]:
-    """What a rank's attention keeps, by call, as its part of the class says when it is run without numbers. Raises
-    ModelError for a class that does not run so."""
+    """Raises ModelError if the sharded class does not run."""
     model = build_model(config_fields, torch.float32)
     unsharded = probe_attention(build_model(config_fields, torch.float32), max_len)
     plan = make_tensor_parallel_plan(model, shard.world_size)

@@ -1,5 +1,6 @@
-"""A checkpoint's tensors under the names, and in the form, that a class of transformers has them, by transformers' own
-rules: some join a layer's experts, or take joined linears apart. What belongs together is held until all is there."""
+"""Converts tensors by transformers' rules, which may join experts or split linears. Parts are held until all have
+arrived.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +21,20 @@ from quire.engine.common.errors import ModelError
 from quire.engine.models.transformers_backend.model_builder import build_model
 
 _NON_TEXT = re.compile(r"(^|[._])(vision|visual|image|img|audio|speech|multi_modal|mm)(_|\.|$)")
-"""In the names of what is for other things than text."""
 TensorStream = Iterator[tuple[str, Tensor]]
 
 
 @dataclass(slots=True)
 class _PendingConversion:
-    """What makes some of the class's tensors, as it comes."""
-
     converter: Any
     num_elements: int
-    """Numbers of all of it."""
+    """In all parts."""
     parts: list[tuple[str, str, Tensor]] = field(default_factory=list)
-    """Stored name, the rule's pattern for it, tensor."""
+    """Stored name, matched pattern, tensor."""
 
 
 class _OriginalModel:
-    """A class's model for its rules, which ask it for parameters: as they were before modules of it were replaced."""
+    """Looks up parameters as before modules were replaced."""
 
     def __init__(self, model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
         self._model, self._state = model, state
@@ -49,7 +47,7 @@ class _OriginalModel:
 
 
 class WeightConversion:
-    """Of a class's model on the meta device, made before any module of it is replaced."""
+    """Create it before modules are replaced."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         rules = get_model_conversion_mapping(model)
@@ -65,11 +63,10 @@ class WeightConversion:
         self._unexpected = [re.compile(pattern) for pattern in unexpected]
 
     def first_name_of_tied_parameter(self, name: str) -> str:
-        """The one name of a parameter that the class has under several."""
         return self._canonical.get(name, name)
 
     def convert_weights(self, stream: Iterable[tuple[str, Tensor]]) -> TensorStream:
-        """Raises ModelError for tensors that the rules do not fit."""
+        """Raises ModelError for tensors that do not fit."""
         yielded, waiting = set[str](), dict[str, _PendingConversion]()
         for stored, tensor in stream:
             for name, weight in self._convert_tensor(stored, tensor, waiting):
@@ -86,7 +83,7 @@ class WeightConversion:
         self, stored: str, tensor: Tensor, waiting: dict[str, _PendingConversion]
     ) -> Iterator[tuple[str, Tensor]]:
         name, pattern = self._rename_and_match_converter(stored)
-        if name not in self._state_dict:  # it may be of a model that has more than text
+        if name not in self._state_dict:  # maybe of a multimodal model
             if (text := text_tensor_name(stored)) is None or _NON_TEXT.search(stored):
                 return
             name, pattern = self._rename_and_match_converter(text)
@@ -104,7 +101,6 @@ class WeightConversion:
             yield from self._run_converter(name, waiting.pop(name))
 
     def _rename_and_match_converter(self, stored: str) -> tuple[str, str | None]:
-        """The class's name for it, and the pattern of the rule that converts it, if one does."""
         name, pattern = rename_source_key(stored, self._renamings, self._converters, self._prefix, self._state_dict)
         return (stored, None) if name not in self._state_dict and stored in self._state_dict else (name, pattern)
 
@@ -120,15 +116,13 @@ class WeightConversion:
 
 
 def convert_meta_tensors(config_fields: Mapping[str, Any], stream: Iterable[tuple[str, Tensor]]) -> TensorStream:
-    """The tensors of another checkpoint of a class's model, on the meta device, without its buffers. Raises
-    ModelError."""
+    """Drops buffers. Raises ModelError."""
     model = build_model(config_fields, torch.float32)
     buffers = {name for name, _ in model.named_buffers()}
     return ((name, tensor) for name, tensor in WeightConversion(model).convert_weights(stream) if name not in buffers)
 
 
 def _first_names_of_tied_parameters(model: PreTrainedModel) -> dict[str, str]:
-    """By name, the first name of the same parameter."""
     first: dict[int, str] = {}
     canonical = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,6 +1,7 @@
-"""`python -m quire.engine.worker.checkpoint_writer.quantize_checkpoint MODEL OUT FORMAT [STRENGTH]`: writes a model's
-folder anew, its linears in few bits; with STRENGTH smoothed first (engine/worker/checkpoint_writer/smoothquant.py) by
-the samples that stdin has, a JSON list of lists of token ids. `quire quantize` starts it, because it needs torch."""
+"""`python -m quire.engine.worker.checkpoint_writer.quantize_checkpoint MODEL OUT FORMAT [STRENGTH]`: writes a quantized
+checkpoint, with STRENGTH after SmoothQuant. Samples come from stdin, a JSON list of lists of token ids. `quire
+quantize` starts it, because it needs torch.
+"""
 
 from __future__ import annotations
 
@@ -29,23 +30,18 @@ from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.reference import ReferenceBackend
 
 _LINEAR_NAME = re.compile(r"(?:^|\.)layers\.\d+\..*\.weight$")
-"""Weights of a decoder's layers; those of two axes are linears."""
+"""Weights of layers; those with two axes are linears."""
 _ROUTER_NAME = re.compile(r"\.(?:gate|router)\.weight$")
-"""Those that choose experts, which stay as they are."""
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 _COPIED_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*")
 _VISION_LINEARS = ("re:.*vision_tower.*", "re:.*multi_modal_projector.*")
-"""Linears that Quire does not serve, and which stay as they are."""
 
 
 def quantize_folder(
     model: Path, out: Path, name: str, backend: Backend, make_smoothing: Callable[[], Smoothing] | None = None
 ) -> str:
-    """Write the checkpoint of folder `model` to the new folder `out`, its linears in the format of this name. No more
-    than one tensor is held, and what it becomes. Returns what was done, for people to read. `backend` searches for 4
-    bits; `make_smoothing` is called once it is known that the files can be written.
-
-    Raises ModelError for files that cannot be read; OSError goes through. What was begun is removed, then.
+    """Holds one tensor and its result at a time. Returns a summary for people. `make_smoothing` is called once files
+    are known to be writable. Raises ModelError and OSError; `out` is then removed.
     """
     partial_folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.absolute().parent))
     try:
@@ -74,7 +70,7 @@ def _write_quantized_checkpoint(
         raise ModelError(
             f"model: checkpoints of {kind} models are not written in few bits; serve it with --quantization"
         )
-    layouts = {  # what becomes of each tensor of a file, by whole names; one tensor stays as it is
+    layouts = {  # result tensors by full name; a single one is copied
         shard: {name: _tensor_layout(name, *header, target_format) for name, header in by_name.items()}
         for shard, by_name in headers.items()
     }
@@ -118,7 +114,7 @@ def _tensor_layout(name: str, dtype: str, shape: tuple[int, ...], target_format:
 
 
 def _list_unquantized(layouts: Mapping[str, TensorLayout]) -> list[str]:
-    """The linears that stay as they are. The head is named where it is tied as well: other programs have it."""
+    """Names the head even if tied: other programs have it."""
     linears = ["lm_head"]
     for name, layout in layouts.items():
         linear = _strip_weight_suffix(name)
@@ -133,7 +129,6 @@ def _strip_weight_suffix(name: str) -> str:
 
 
 def _copy_other_files(model: Path, out: Path) -> None:
-    """The files beside the weights, and the folders of a model that makes vectors."""
     for pattern in _COPIED_PATTERNS:
         for file in model.glob(pattern):
             if file.is_file() and file.name != "config.json" and not file.name.endswith(".index.json"):

@@ -1,5 +1,4 @@
-"""What `quire quantize` makes of a linear's weights, as compressed-tensors stores it
-(https://github.com/vllm-project/compressed-tensors), and what config.json says of it."""
+"""compressed-tensors formats (https://github.com/vllm-project/compressed-tensors)."""
 
 from __future__ import annotations
 
@@ -15,27 +14,25 @@ from quire.kernels.backend import Backend
 from quire.kernels.int4_fit import GROUP_SIZE
 
 TensorLayout = dict[str, tuple[str, tuple[int, ...]]]
-"""Type, as safetensors names it, and shape of tensors, by the name that follows a linear's own."""
+"""safetensors dtype and shape."""
 
 
 class QuantizedFormat(ABC):
     format_name: str
-    """The format's name in config.json."""
     weights_config: dict[str, Any]
-    """What config.json says of the weights."""
     activations_config: dict[str, Any] | None = None
-    """The same of what other programs round activations to."""
+    """For other programs."""
 
     @abstractmethod
     def tensor_layout(self, outs: int, inner: int) -> TensorLayout | None:
-        """The tensors of a linear; None where it cannot be stored so."""
+        """None if the linear cannot be stored so."""
 
     @abstractmethod
     def quantize_weight(self, weight: Tensor) -> dict[str, Tensor]:
-        """These of a weight [out, in], whose layout is not None."""
+        """`weight` [out, in]."""
 
     def quantization_config(self, unquantized: Sequence[str]) -> dict[str, Any]:
-        """quantization_config. `unquantized`: linears that are not quantized, as names or expressions."""
+        """`unquantized`: names or expressions."""
         group = {"targets": ["Linear"], "weights": self.weights_config, "input_activations": self.activations_config}
         return {
             "quant_method": "compressed-tensors",
@@ -48,10 +45,10 @@ class QuantizedFormat(ABC):
 
 
 class ChannelFormat(QuantizedFormat):
-    """8 bits with a scale for each output, as --quantization makes them."""
+    """8 bits with a scale per output."""
 
     def __init__(self, kind: str) -> None:
-        """kind: int or float."""
+        """`kind`: int or float."""
         self._kind = kind
         self.format_name = f"{kind}-quantized"
         common = {"num_bits": 8, "type": kind, "symmetric": True}
@@ -68,13 +65,13 @@ class ChannelFormat(QuantizedFormat):
 
 
 class Int4GroupFormat(QuantizedFormat):
-    """4 bits with a scale and a zero point for each 32 inputs. At load there are offsets instead, which fit better, but
-    which compressed-tensors does not have."""
+    """4 bits with scale and zero point per 32 inputs. Offsets, as in --quantization, fit better but do not exist in
+    compressed-tensors.
+    """
 
     format_name = "pack-quantized"
 
     def __init__(self, backend: Backend) -> None:
-        """backend: searches."""
         self._backend = backend
         self.weights_config = {
             "num_bits": 4,
@@ -109,5 +106,4 @@ class Int4GroupFormat(QuantizedFormat):
 
 
 def make_quantized_format(name: str, backend: Backend) -> QuantizedFormat:
-    """By the name that --format takes: int8, fp8 or int4."""
     return Int4GroupFormat(backend) if name == "int4" else ChannelFormat("int" if name == "int8" else "float")

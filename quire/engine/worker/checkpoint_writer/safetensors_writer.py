@@ -1,5 +1,3 @@
-"""Writes a safetensors file, tensor by tensor in any order: their types and shapes are known before."""
-
 from __future__ import annotations
 
 import json
@@ -16,18 +14,17 @@ DTYPE_BYTES = {
     **{"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2},
     **{"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1},
 }
-"""Of a number of each type that safetensors names."""
 
 
 class SafetensorsFileWriter:
-    """A new file of these tensors. Use it in a `with` statement. OSError goes through."""
+    """A context manager. Tensors may come in any order. Raises OSError."""
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-        """tensors: type, as safetensors names it, and shape by name."""
+        """`tensors`: safetensors dtype and shape."""
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         at = 0
         self._unwritten: dict[str, tuple[int, int]] = {}
-        # The widest first: so each begins at a multiple of its width, as readers that map the file need it.
+        # Widest dtype first: mapped tensors must be aligned to it.
         for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -DTYPE_BYTES[item[1][0]]):
             size = math.prod(shape) * DTYPE_BYTES[dtype]
             header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
@@ -48,7 +45,6 @@ class SafetensorsFileWriter:
         assert error is not None or not self._unwritten, f"never written: {', '.join(self._unwritten)}"
 
     def write_tensor(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor, each once."""
         at, size = self._unwritten.pop(name)
         data = tensor.contiguous().flatten().view(torch.uint8).numpy().data
         assert data.nbytes == size, name
@@ -56,6 +52,6 @@ class SafetensorsFileWriter:
 
     def _write_at(self, data: bytes | memoryview, at: int) -> None:
         remaining = memoryview(data)
-        while remaining:  # one call writes 2 GiB at most
+        while remaining:  # a call writes at most 2 GiB
             written = os.pwrite(self._file.fileno(), remaining, at)
             remaining, at = remaining[written:], at + written

@@ -1,9 +1,7 @@
-"""SmoothQuant (Xiao et al., 2023): what a linear reads has a few inputs that are many times the others, so that 8 bits
-for a token leave little for these. Each input that a norm gives is divided by a factor, which the norm's weights take
-in, and the weights that read it are multiplied by the same: the model computes the same numbers, and its activations
-fit 8 bits better.
+"""SmoothQuant (Xiao et al., 2023): a few inputs of a linear are many times larger than the others and use up 8 bits.
+Divide each by a factor, folded into the norm, and multiply the weights by it.
 
-The factor of an input is (its largest number)^a / (the largest weight that reads it)^(1 - a).
+The factor is max|input|^a / max|weight|^(1 - a).
 """
 
 from __future__ import annotations
@@ -29,20 +27,19 @@ from quire.engine.worker.loading.weight_mapper import WeightMapper
 
 @dataclass(frozen=True, slots=True)
 class ActivationRange:
-    """A norm whose result nothing but linears read."""
+    """A norm that only linears read."""
 
     norm: str
-    """By the name that parts of layers give it, as the linears."""
     offset: float
-    """Added to its weights."""
+    """Added to the norm's weights."""
     linears: tuple[str, ...]
     max_abs: Tensor
-    """[in] float32: of each of their inputs the largest absolute number in the samples."""
+    """[in] float32: largest absolute inputs."""
 
 
 @torch.inference_mode()
 def record_activation_ranges(path: Path, samples: Sequence[Sequence[int]]) -> list[ActivationRange]:
-    """What the norms of the model at `path` give for these token ids, each list by itself. Raises ConfigError."""
+    """Raises ConfigError."""
     model_config = read_model_config(path)
     longest = min(max(map(len, samples)), model_config.max_position)
     config = EngineConfig(model=str(path), device="cpu", max_model_len=longest)
@@ -71,7 +68,7 @@ def record_activation_ranges(path: Path, samples: Sequence[Sequence[int]]) -> li
 
 
 def _smoothable_norms(layer: Sequence[Sublayer]) -> list[SmoothableNorm]:
-    """The norms of a layer of which every part that has them says which linears read them."""
+    """Skips norms with readers other than linears."""
     norms = dict[str, SmoothableNorm]()
     for part in layer:
         for each in part.smoothable_norms():
@@ -86,11 +83,8 @@ def _smoothable_norms(layer: Sequence[Sublayer]) -> list[SmoothableNorm]:
 
 
 class Smoothing:
-    """What becomes of a checkpoint's tensors."""
-
     def __init__(self, config: ModelConfig, factors: dict[str, Tensor], norms: dict[str, Tensor]) -> None:
-        """`factors`: of the inputs of linears, [in] float32, and of norms, whose biases are divided by them; `norms`:
-        their new weights, in float32. By the names that parts of layers give them."""
+        """`factors` [in] float32 of linears, and of norms, whose biases are divided; `norms`: new float32 weights."""
         self._weight_mapper = WeightMapper(config)
         self._factors = factors
         self._norm_weights = norms
@@ -98,8 +92,7 @@ class Smoothing:
     @classmethod
     @torch.inference_mode()
     def from_ranges(cls, path: Path, ranges: Iterable[ActivationRange], strength: float) -> Smoothing:
-        """For the checkpoint at `path`. strength: a above; from 0, where weights alone decide, to 1. Raises
-        ModelError."""
+        """`strength`: a, from 0 (weights alone) to 1. Raises ModelError."""
         config = read_model_config(path)
         factors = dict[str, Tensor]()
         norms = dict[str, Tensor]()
@@ -107,13 +100,13 @@ class Smoothing:
         for each in ranges:
             weights = [widest[name] for name in each.linears if name in widest]
             if each.norm not in norm_weights or len(weights) != len(each.linears):
-                continue  # a norm without weights, or linears that the files have in a form of their own
+                continue  # no weights, or already quantized
             heaviest = torch.stack(weights).amax(0)
             factor_wanted = each.max_abs**strength / heaviest ** (1 - strength)
             usable = (each.max_abs > 0) & (heaviest > 0) & factor_wanted.isfinite() & (factor_wanted > 0)
             norm_gain = norm_weights[each.norm] + each.offset
-            # Rounded as every type of weights holds it; the factor is then what the division has come to, so that
-            # norm and linears agree to the last bit.
+            # Rounded to bfloat16, which every dtype holds. The factor is recomputed from the result, so that norm and
+            # linears agree to the last bit.
             divided = (norm_gain / torch.where(usable, factor_wanted, 1.0) - each.offset).bfloat16().float()
             factor = norm_gain / (divided + each.offset)
             usable &= factor.isfinite() & (factor > 0)
@@ -123,11 +116,10 @@ class Smoothing:
 
     @property
     def num_norms(self) -> int:
-        """How many norms take factors in."""
         return len(self._norm_weights)
 
     def smooth_tensor(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor that takes the place of this one, by its stored name: of linears in float32."""
+        """Linears become float32."""
         module, _, kind = (text_tensor_name(name) or "").rpartition(".")
         module_name = self._weight_mapper.map_module_name(module)[0] if module else ""
         if module_name not in self._factors:
@@ -140,8 +132,7 @@ class Smoothing:
 
 
 def _read_norms_and_column_maxima(path: Path, arrangement: WeightMapper) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(weights of norms, and of whatever else is [n], in float32; of each matrix's columns the largest absolute
-    number), by the names that parts of layers give them."""
+    """float32 vectors [n], and column maxima of absolute weights."""
     vectors, columns = dict[str, Tensor](), dict[str, Tensor]()
     for name, tensor in _iter_module_weights(path):
         for own in arrangement.map_module_name(name):
@@ -153,7 +144,7 @@ def _read_norms_and_column_maxima(path: Path, arrangement: WeightMapper) -> tupl
 
 
 def _iter_module_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """By module, those of text. Raises ModelError."""
+    """Raises ModelError."""
     for name, tensor in checkpoint_stream(path):
         module, _, kind = name.rpartition(".")
         if kind == "weight" and tensor.is_floating_point():
@@ -161,8 +152,7 @@ def _iter_module_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def fit_smoothing(path: Path, samples: Sequence[Sequence[int]], strength: float) -> Smoothing:
-    """Raises ModelError for a model in which no norm is read by linears alone, ConfigError for what
-    `record_activation_ranges` refuses."""
+    """Raises ConfigError, and ModelError if no norm is read by linears alone."""
     smoother = Smoothing.from_ranges(path, record_activation_ranges(path, samples), strength)
     if not smoother.num_norms:
         raise ModelError("model: none of its norms is read by linears alone, so nothing can be smoothed")

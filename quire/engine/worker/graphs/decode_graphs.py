@@ -1,14 +1,10 @@
-"""CUDA graphs for decode steps: a step's few hundred kernels started by one call, so that the GPU waits for no Python.
+"""CUDA graphs of decode steps: one launch for a few hundred kernels, so that the GPU never waits for Python.
 
-A graph is a recording of kernels with the addresses they read and write. So a decode step is written as a function of
-one static tensor, slots and positions; all else it needs (token ids, page tables, keys and values, weights) lives on
-the device at addresses that never change. Graphs come in a few sizes; the rows that fill one up belong to a scratch
-slot, whose only page no sequence has. Where adapters are served there are graphs without, for steps of which no row has
-one, and with them: their tensor has the slots of the rows' adapters too.
+A graph records addresses, so a decode step is a function of one static tensor (slots, positions); all else has fixed
+device addresses. Padding rows use a scratch slot. With LoRA, some graphs have adapter slots in their rows.
 
-All graphs of a size read their rows in one place and leave hidden states in one place. There a second kind of graph
-finds both, which has the head and the pick of steps whose picks are nothing but the largest logit. Behind the picks,
-whoever made them, a third kind computes what reads them and the hidden states: the layers of heads that guess tokens.
+All graphs of a size share buffers. A second kind of graph samples greedily; a third runs draft heads once tokens are
+stored.
 """
 
 from __future__ import annotations
@@ -30,54 +26,48 @@ from quire.kernels.gpu.host_transfer import copy_into
 from quire.kernels.probes.backend_probe import GraphCapture
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-"""Rows; those up to max_num_seqs are captured."""
+"""Rows; captured up to max_num_seqs."""
 FIRST_GRAPH_CONTEXT = 2048
-"""Tokens. Kernels split the work of a step by the longest context that its graph allows for, so one graph for all
-contexts would be slow for short ones: there are graphs up to this length, and for each four times longer."""
+"""Tokens; each further graph allows four times more. Kernels split work by a graph's longest context, so a single one
+would be slow for short contexts.
+"""
 
 DecodeFunction = Callable[[Tensor, int], Tensor]
-"""(rows [2 or 3, B] int64, as InputBatch.graph_decode_inputs takes them; pages that the longest context may have) to
-hidden states [B, width]. Neither may make the host wait, nor read from the host anything that changes."""
+"""(rows [2 or 3, B] int64, max blocks) to hidden states [B, width]. Must neither wait for the host nor read changing
+host data.
+"""
 SampleFunction = Callable[[Tensor, Tensor], Tensor]
-"""(The same rows, hidden states) to the picks behind them, [B] int64, which it also writes to the slots; or to what
-else is to be known of these, [..., B]."""
+"""(rows, hidden states) to tokens [B] int64, also stored in slots, or to [..., B]."""
 HeadFunction = Callable[[Tensor, Tensor, int], Tensor]
-"""(The same rows, hidden states and pages) to what is computed once the picks are written, [B, ...]."""
+"""(rows, hidden states, max blocks) to [B, ...], once tokens are stored."""
 MAX_SAMPLE_ROWS = 64
-"""Rows. The logits of more take much memory, and their time is not that of starting kernels."""
+"""More logits take much memory, and launching no longer dominates."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepFunctions:
-    """What graphs hold."""
-
     decode: DecodeFunction
     sample: SampleFunction | None = None
-    """Of rows whose picks are the largest logit; None: no graph has it."""
+    """Greedy."""
     run_draft_heads: HeadFunction | None = None
-    """What reads the picks, if something does."""
 
 
 _GraphKey = tuple[int, int | None, int]
-"""Rows, pages and parts; None in the place of pages: the head and the pick."""
+"""Rows, max blocks (None: sampling), row parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class _StaticBuffers:
-    """What graphs of a size read and leave."""
-
     rows: Tensor  # [2 or 3, B] int64
     hidden: Tensor  # [B, width]
 
 
 def graph_sizes(slots: InputBatch) -> list[int]:
-    """Rows of graphs for as many sequences as there are slots."""
     largest = next((size for size in GRAPH_SIZES if size >= len(slots.slot_requests)), GRAPH_SIZES[-1])
     return [size for size in GRAPH_SIZES if size <= largest]
 
 
 def graph_block_counts(slots: InputBatch) -> list[int]:
-    """Of the longest context that a graph allows for."""
     counts = [-(-FIRST_GRAPH_CONTEXT // slots.block_size)]
     while counts[-1] < slots.max_blocks:
         counts.append(counts[-1] * 4)
@@ -96,26 +86,25 @@ class DecodeGraphs:
         adapters: bool = False,
         group: Collective | None = None,
     ) -> None:
-        """Captures nothing yet: a graph is captured when a step first needs it, or earlier by `capture_next`. width,
-        dtype: of hidden states. `adapters`: whether rows may have some. `group`: see Captured."""
+        """Captures lazily."""
         self._functions = functions
         self._width, self._dtype = width, dtype
         self.graph_set: GraphSet[_GraphKey] = GraphSet(capture, slots.device, group)
         self.draft_head_graphs: GraphSet[tuple[int, int]] = GraphSet(capture, slots.device, group)
-        """By rows and pages, captured with the first graph that has as many."""
         self._input_batch = slots
         self._sizes = graph_sizes(slots)
         self._block_counts = graph_block_counts(slots)
         self._row_parts = (2, 3) if adapters else (2,)
-        """Rows of the static tensors: slots and positions, and the slots of adapters."""
+        """3 with adapter slots."""
         self._sample_sizes = (
             [] if functions.sample is None else [size for size in self._sizes if size <= MAX_SAMPLE_ROWS]
         )
         self._buffers: dict[int, _StaticBuffers] = {}
 
     def can_run(self, scheduler_output: SchedulerOutput) -> bool:
-        """Whether a graph can compute the batch: every token is followed by a pick. Drafts are rows of their own: every
-        layer stores all keys and values before it attends, so a row finds those of the drafts before it."""
+        """True if every token is sampled. Draft tokens are rows: every layer stores all keys and values before it
+        attends.
+        """
         return (
             sum(row.num_tokens for row in scheduler_output.scheduled_requests) <= self.max_rows
             and not scheduler_output.has_prefill
@@ -123,12 +112,10 @@ class DecodeGraphs:
 
     @property
     def max_rows(self) -> int:
-        """Rows of a step that a graph computes."""
         return self._sizes[-1]
 
     def run_decode(self, slots: np.ndarray, contexts: np.ndarray, *, all_greedy: bool = False) -> GraphOutputs:
-        """Of rows' slots, and tokens up to and including theirs, both [R] int64. Where all picks are the `all_greedy`
-        logit and a graph has them, that graph makes them too."""
+        """`slots`, `contexts` [R] int64; a context includes the row's token."""
         count, max_blocks = len(slots), -(-int(contexts.max()) // self._input_batch.block_size)
         size = next(size for size in self._sizes if size >= count)
         max_blocks = next(width for width in self._block_counts if width >= max_blocks)
@@ -153,17 +140,13 @@ class DecodeGraphs:
         head_graph = self.draft_head_graphs.graphs.get((size, max_blocks))
         if sample_graph is not None:
             sample_graph.replay()
-            sampled = sample_graph.output[..., :count].clone()  # the next step may be computed before it arrives
+            sampled = sample_graph.output[..., :count].clone()  # the next step may overwrite it before it is downloaded
         return GraphOutputs(
             hidden, hidden, True, sampled, None if head_graph is None else partial(head_graph.replay_rows, count)
         )
 
     def capture_next(self) -> bool:
-        """Capture one more graph; False when there is none left.
-
-        Those for short contexts come first, and of these those with most rows: smaller ones find room in the memory
-        that larger ones left in the pool.
-        """
+        """False if none is left. Large sizes come first: smaller ones reuse their pool memory."""
         for key in self._graph_keys():
             if key not in self.graph_set:
                 self._get_or_capture_graph(key)
@@ -181,8 +164,7 @@ class DecodeGraphs:
         return f"{len(self.graph_set.graphs)} of {len(list(self._graph_keys()))}"
 
     def _get_or_capture_graph(self, key: _GraphKey) -> CapturedGraph | None:
-        """The graph of that kind, captured on first use; capturing computes scratch rows alone. None where that
-        failed."""
+        """None if capturing failed. Capturing computes scratch rows only."""
         size, max_blocks, row_parts = key
         if size not in self._buffers:
             self._buffers[size] = self._make_buffers(size)
@@ -201,7 +183,6 @@ class DecodeGraphs:
         return self.graph_set.graphs.get(key)
 
     def _capture_draft_head_graph(self, key: _GraphKey, buffers: _StaticBuffers) -> None:
-        """Of a step whose graph is there, and that may be the first of so many rows and pages."""
         size, max_blocks, _ = key
         if (
             self._functions.run_draft_heads is None

@@ -1,8 +1,5 @@
-"""CUDA graphs for what heads compute between two steps, one guess of some sequences after the other.
-
-A guess is two graphs behind one copy of its rows: one picks the token behind each row's state and writes it to the
-row's slot; another computes from that token the state one place further. States stay on the device, by slots, so a
-guess finds what the one before it left, whatever rows go on. Where tokens are drawn, the pick runs without a graph.
+"""CUDA graphs of drafting. A draft token is one upload and two graphs: one samples and stores the token, the other
+advances the state. States stay on the device by slot. Non-greedy sampling is eager.
 """
 
 from __future__ import annotations
@@ -23,21 +20,19 @@ from quire.kernels.gpu.host_transfer import copy_into
 from quire.kernels.probes.backend_probe import GraphCapture
 
 DraftSampleFunction = Callable[[Tensor, int], Tensor]
-"""(Rows [4, B] int64: slots; positions of the last tokens that are known or guessed; how many pages the slot's table
-has of its sequence; where the slot keeps the state before that token. Which guess of a sequence it is) to the tokens
-behind them [B] int64, which it also writes. Neither this nor the next may make the host wait, nor read from the host
-anything that changes."""
+"""(rows [4, B] int64: slots, positions, blocks in the table, state indices; draft index) to tokens [B] int64, also
+stored. Must neither wait for the host nor read changing host data.
+"""
 AdvanceFunction = Callable[[Tensor, int], Tensor]
-"""(The same rows; pages that the longest context may have) to the states at these positions [B, hidden], which it also
-keeps."""
+"""(rows, max blocks) to states [B, hidden], also stored."""
 
 
 class _GraphKey(NamedTuple):
     size: int
     max_blocks: int | None
-    """None: a pick,"""
+    """None: sampling."""
     draft_index: int = 0
-    """and of which guess, where these differ."""
+    """0 unless samplers differ."""
 
 
 class DraftHeadGraphs:
@@ -49,8 +44,9 @@ class DraftHeadGraphs:
         slots: InputBatch,
         num_samplers: int = 1,
     ) -> None:
-        """Captures nothing yet. `advance`: None where all guesses come from one state. `num_samplers`: how many guesses
-        of a sequence are picked each in its own way; 1: all are in the same."""
+        """Captures lazily. `advance` None: all drafts come from one state. `num_samplers`: draft indices with samplers
+        of their own.
+        """
         self._sample = sample
         self._advance = advance
         self._input_batch = slots
@@ -61,11 +57,10 @@ class DraftHeadGraphs:
 
     @property
     def max_rows(self) -> int:
-        """Rows of a guess that a graph computes."""
         return self._sizes[-1]
 
     def upload_rows(self, rows: np.ndarray) -> Tensor:
-        """Give these rows [4, B] int64 to the next graphs. Returns them on the device."""
+        """[4, B] int64, for the next graphs."""
         count = rows.shape[1]
         size = self._graph_size(count)
         padded_rows = np.zeros((4, size), dtype=np.int64)
@@ -74,7 +69,7 @@ class DraftHeadGraphs:
         return self._row_buffers[size][:, :count]
 
     def sample_drafts(self, count: int, draft_index: int) -> Tensor | None:
-        """The largest logit behind so many rows that were put, [B] int64; None where no graph has it."""
+        """[B] int64 for uploaded rows; None without a graph."""
         size = self._graph_size(count)
         graph = (
             self._get_or_capture_graph(_GraphKey(size, None, min(draft_index, self._num_samplers - 1)))
@@ -83,10 +78,10 @@ class DraftHeadGraphs:
         )
         return (
             None if graph is None else graph.replay_rows(count).clone()
-        )  # the next guess may be made before it arrives
+        )  # the next draft may overwrite it before it is downloaded
 
     def advance_states_one_token(self, count: int, context: int) -> None:
-        """Compute the states at so many positions that were put, of contexts of up to so many tokens."""
+        """For uploaded rows."""
         size, max_blocks = self._graph_size(count), -(-context // self._input_batch.block_size)
         key = _GraphKey(size, next(width for width in self._block_counts if width >= max_blocks))
         if (graph := self._get_or_capture_graph(key)) is not None:
@@ -95,7 +90,7 @@ class DraftHeadGraphs:
             self._run_graph_function(key, self._row_buffers[size][:, :count])
 
     def capture_next(self) -> bool:
-        """Capture one more graph; False when there is none left."""
+        """False if none is left."""
         missing = next((kind for kind in self._graph_keys() if kind not in self.graph_set), None)
         if missing is not None:
             self._get_or_capture_graph(missing)
@@ -114,7 +109,7 @@ class DraftHeadGraphs:
                 yield _GraphKey(size, None, draft_index)
 
     def _get_or_capture_graph(self, key: _GraphKey) -> CapturedGraph | None:
-        """The graph of that kind, captured on first use, which computes scratch rows alone. None where that failed."""
+        """None if capturing failed. Capturing computes scratch rows only."""
         if key not in self.graph_set:
             rows = self._row_buffer_of_size(key.size)
             saved_rows = rows.clone()

@@ -1,5 +1,3 @@
-"""How something becomes a CUDA graph; graphs by their kinds, and what could not be captured."""
-
 from __future__ import annotations
 
 import logging
@@ -27,50 +25,47 @@ class CapturedGraph:
     output: Tensor
 
     def replay_rows(self, count: int) -> Tensor:
-        """Run it. Returns so many rows of its result, which the next graph may overwrite."""
+        """The next graph may overwrite the result."""
         self.replay()
         return self.output[:count]
 
 
 @dataclass(frozen=True, slots=True)
 class GraphOutputs:
-    """What graphs leave of a step, which the next step overwrites."""
+    """The next step overwrites them."""
 
     sample_hidden: Tensor  # [R, width]
-    all_hidden: Tensor | None  # [T, width], of all tokens in the order of the batch; None: nobody reads them
+    all_hidden: Tensor | None  # [T, width] in batch order; None if not needed
     used_cuda_graph: bool
-    """Whether a graph did compute it, and not its kernels one by one."""
-    sampled_tokens: Tensor | None = None  # what a graph that makes the picks gave
+    sampled_tokens: Tensor | None = None  # from a sampling graph
     run_draft_head_graph: Callable[[], Tensor] | None = None
-    """Runs the graph of what reads the picks, once these are written: what that gives before each, [R, width]."""
+    """Returns [R, width]. Call it once sampled tokens are stored."""
 
 
 class GraphSet(Generic[GraphKey]):
-    """Graphs that are there, each captured once. Ranks capture the same ones in the same order, and after each attempt
-    they ask each other: what one of them could not capture runs without a graph on all. One that replayed a graph while
-    another computed the same step otherwise might wait for what the other does in another order, or by another way."""
+    """Ranks capture in the same order, and a graph that fails on one is used by none: a rank that replays and one that
+    runs eagerly might wait for each other's collectives.
+    """
 
     def __init__(self, capture: GraphCapture, device: torch.device, group: Collective | None = None) -> None:
-        """`group`: the ranks that capture the same graphs; None: this one alone."""
         self._capture = capture
         self._device = device
         self._group = group
         self.graphs: dict[GraphKey, CapturedGraph] = {}
         self._unused_graphs: list[object] = []
-        """Kept, for with a pool's last graph PyTorch gives up the pool, into which others are to be captured."""
+        """PyTorch would free the pool with its last graph."""
         self.eager_reasons: dict[GraphKey, str] = {}
-        """The kinds that could not be captured, and why: such steps run without a graph."""
+        """Why keys could not be captured."""
         self._num_rows: dict[GraphKey, int] = {}
-        """Of these kinds."""
 
     def __contains__(self, kind: GraphKey) -> bool:
-        """Whether it was captured, or that failed."""
+        """True also after a failure."""
         return kind in self.graphs or kind in self.eager_reasons
 
     def capture_graph(self, key: GraphKey, rows: int, function: Callable[[], Tensor]) -> None:
-        """Capture the function, which computes so many rows. Where that fails it is not tried again: memory that was
-        short then is short later, and an attempt costs a step's time. Raises ConfigError where other ranks may wait in
-        what this one has left."""
+        """Failures are not retried: memory stays short, and an attempt costs a step's time. Raises ConfigError if other
+        ranks may hang.
+        """
         assert key not in self
         captured = None
         why = ""
@@ -86,9 +81,9 @@ class GraphSet(Generic[GraphKey]):
             captured = self._capture(count_runs)
         except RankEnded:
             raise
-        except Exception as error:  # out of memory, what CUDA says of a capture, what Triton says of a kernel
+        except Exception as error:  # out of memory, CUDA capture or Triton errors
             why = describe_kernel_error(error)
-            if self._group is not None and not runs:  # of its first run, which is a step like any other, some is left
+            if self._group is not None and not runs:  # failed in the first, eager run
                 wrong = f"a step of {rows} rows failed on one of several ranks, before a graph recorded it: {why}"
                 advice = "use --enforce-eager, or lower --gpu-memory-utilization or --max-num-seqs"
                 raise ConfigError(f"enforce_eager: {wrong}; {advice}", param="enforce_eager") from error
@@ -97,13 +92,13 @@ class GraphSet(Generic[GraphKey]):
             captured, why = None, why or "another rank cannot capture it"
         if captured is None:
             self.eager_reasons[key], self._num_rows[key] = why, rows
-            if self._group is not None and self._group.rank > 0:  # whose notes nobody reads
+            if self._group is not None and self._group.rank > 0:  # follower notes are not shown
                 log.warning("steps of %d rows run without a graph: %s", rows, why)
         else:
             self.graphs[key] = CapturedGraph(*captured)
 
     def failure_notes(self, template: str) -> list[str]:
-        """On those that failed. `template`: is computed, with a place for how many rows it may have."""
+        """`template` has a place for row counts."""
         failure_texts = []
         for reason in dict.fromkeys(self.eager_reasons.values()):
             sizes = sorted({self._num_rows[kind] for kind, why in self.eager_reasons.items() if why == reason})
@@ -112,19 +107,19 @@ class GraphSet(Generic[GraphKey]):
 
 
 class CudaGraphCapture:
-    """Captures into CUDA graphs, which share one pool of memory: no two of them run at once."""
+    """Graphs share a pool: no two run at once."""
 
     failed_graphs: ClassVar[list[torch.cuda.CUDAGraph]] = []
-    """Kept for good: PyTorch's allocators ask them, where their captures did not end well, to whom memory belongs."""
+    """Kept: PyTorch's allocator still asks them about memory."""
 
     def __init__(self, device: torch.device, allocator: Any = torch._C) -> None:
-        """allocator: PyTorch's, of which Python has no public functions for pools that are left as captured into."""
+        """`allocator`: PyTorch's private functions."""
         self._allocator = allocator
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
     def __call__(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        # Once without recording: libraries set themselves up and Triton compiles, neither of which a graph can hold.
+        # First run eagerly: libraries initialize and Triton compiles.
         before = torch.cuda.current_stream()
         self._stream.wait_stream(before)
         graph = torch.cuda.CUDAGraph()
@@ -132,22 +127,22 @@ class CudaGraphCapture:
             with torch.cuda.stream(self._stream):
                 function()
             before.wait_stream(self._stream)
-            # Other threads copy KV pages meanwhile (pages.py): by default what they do would end the capture.
+            # By default, other threads' copies of KV blocks (block_movers.py) would end the capture.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 result = function()
         except BaseException:
-            torch.cuda.set_stream(before)  # torch.cuda.graph leaves its own behind where ending the capture fails
+            torch.cuda.set_stream(before)  # torch.cuda.graph leaves its own stream set if ending fails
             before.wait_stream(self._stream)
             self._abandon_graph(graph)
             raise
         return graph.replay, result
 
     def _abandon_graph(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Where ending a capture fails, PyTorch (ATen/cuda/CUDAGraph.cpp, `capture_end`) leaves its pool as one that is
-        captured into. As long as there is such a one, memory that several streams have used is never free again, as
-        that of each download; and nothing else can be captured into that pool."""
+        """A failed end leaves the pool in capture mode (ATen/cuda/CUDAGraph.cpp, `capture_end`). Then memory used by
+        several streams is never freed, and nothing else can be captured into the pool.
+        """
         device = self._stream.device_index
-        with suppress(Exception):  # it ended as it should, or had not begun
+        with suppress(Exception):  # ended properly or never began
             self._allocator._cuda_endAllocateToPool(device, self._pool)
             self._allocator._cuda_releasePool(device, self._pool)
         self.failed_graphs.append(graph)

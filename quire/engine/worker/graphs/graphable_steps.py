@@ -1,5 +1,3 @@
-"""Steps in forms that a graph can hold."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -13,11 +11,11 @@ from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext
 from quire.kernels.gpu.prefill_decode_split import join_metadata
 
 ComputeHeadStates = Callable[[Tensor, AttentionMetadata, Tensor, Sequence[Tensor]], Tensor]
-"""As Heads.observe."""
+"""See DraftHeadRunner.compute_states."""
 
 
 class GraphableSteps:
-    """What heads read beside the hidden states stands right of these."""
+    """Appends aux hidden states to hidden states."""
 
     def __init__(
         self,
@@ -27,7 +25,6 @@ class GraphableSteps:
         aux_layers: Sequence[int] = (),
         compute_head_states: ComputeHeadStates | None = None,
     ) -> None:
-        """taps: the layers that heads read. observe: what such heads make of a step, behind its picks."""
         self._model = model
         self._kv_cache = kv_cache
         self._input_batch = slots
@@ -39,15 +36,13 @@ class GraphableSteps:
         return self._model.spec.hidden_size * (1 + len(self._aux_layers))
 
     def compute_decode_hidden(self, rows: Tensor, max_blocks: int) -> Tensor:
-        """One token per row: see InputBatch.graph_decode_inputs."""
         return self._compute_hidden_with_aux(*self._input_batch.graph_decode_inputs(rows, max_blocks))
 
     def compute_mixed_batch_hidden(self, rows: Tensor, chunks: Tensor, num_decodes: int, max_blocks: int) -> Tensor:
-        """The same of so many rows, and of parts of prompts behind them: see InputBatch.graph_prefill_inputs."""
+        """`num_decodes` rows, then chunks."""
         return self._compute_hidden_with_aux(*self._make_mixed_inputs(rows, chunks, num_decodes, max_blocks))
 
     def compute_head_states_after_decode(self, rows: Tensor, hidden: Tensor, max_blocks: int) -> Tensor:
-        """What heads make of such a step, which has left `hidden`."""
         _, metadata = self._input_batch.graph_decode_inputs(rows, max_blocks, updates_states=False)
         return self._compute_draft_head_states(rows, metadata, hidden)
 
@@ -81,6 +76,6 @@ class GraphableSteps:
         return self._compute_head_states(rows[0], metadata, hidden, aux_hidden)
 
     def split_hidden(self, side_by_side: Tensor) -> list[Tensor]:
-        """The hidden states, and what heads read."""
+        """Hidden states, then aux hidden states."""
         count = 1 + len(self._aux_layers)
         return [side_by_side] if count == 1 else [each.contiguous() for each in side_by_side.chunk(count, dim=1)]

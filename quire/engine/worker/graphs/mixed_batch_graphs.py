@@ -1,18 +1,14 @@
-"""CUDA graphs for small steps with prompts: some decodes, and behind them parts of a few prompts.
+"""CUDA graphs of small mixed batches: decodes, then chunks of a few prompts.
 
-A graph has so many rows for decodes, so many tokens of prompts, and so many sequences of these, whatever a step has of
-them. What a step lacks is filled up so that nothing is new to a kernel: rows for decodes as in every decode graph, by
-the scratch slot, and the prompts by more sequences of that slot, each of at least one token, which have all tokens that
-are left. So no sequence is empty, and no token is of none, which not all libraries take
-(https://github.com/sgl-project/sgl-flash-attn/pull/47). Decodes go to the kernel for one query each, prompts to the
-ragged one, which is told the longest they could be (kernels/gpu/prefill_decode_split.py).
+Decode rows, prefill tokens and prefill sequences are fixed numbers. Padding is valid: decodes of the scratch slot, and
+sequences of it that take all remaining tokens. So no sequence is empty and every token has one, which some libraries
+require (https://github.com/sgl-project/sgl-flash-attn/pull/47). Prefills use the ragged kernel with the maximal length
+(kernels/gpu/prefill_decode_split.py).
 
-vLLM keeps one graph for each number of tokens and runs attention between its pieces, but where a kernel serves both
-kinds of rows. That needs fewer graphs, but each layer starts its attention from the host: of what a small step costs
-there, that would leave the larger part.
+vLLM keeps a graph per number of tokens and runs attention between pieces. That needs fewer graphs, but launching
+attention from the host is most of a small step's cost.
 
-There are too many kinds to capture all: one is captured in an idle moment after a step asked for it, or when the second
-step does, and there are at most MOST_GRAPHS of them. Until then, and beyond, such steps run without.
+A key is captured in an idle moment after the first request, or at the second, up to MAX_MIXED_GRAPHS.
 """
 
 from __future__ import annotations
@@ -36,15 +32,15 @@ from quire.kernels.gpu.host_transfer import copy_into, upload_arrays
 from quire.kernels.probes.backend_probe import GraphCapture
 
 NUM_PREFILL_ROWS = 8
-"""Of prompts, at least one of which fills up."""
+"""At least one is padding."""
 
 MixedStepFunction = Callable[[Tensor, Tensor, int, int], Tensor]
-"""(rows [2 or 3, T] int64 and pieces [5, SEQUENCES] int64, as InputBatch.graph_decode_inputs and graph_prefill_inputs
-take them; how many of the rows are decodes; pages that the longest context may have) to hidden states [T, width].
-Neither may make the host wait, nor read from the host anything that changes."""
+"""(rows [2 or 3, T] int64, chunks [5, NUM_PREFILL_ROWS] int64, number of decodes, max blocks) to hidden states [T,
+width]. Must neither wait for the host nor read changing host data.
+"""
 
 MixedHeadFunction = Callable[[Tensor, Tensor, int, int, Tensor], Tensor]
-"""(The same, and hidden states) to what is computed once the picks are written, [T, ...]."""
+"""(the same, hidden states) to [T, ...]."""
 
 
 class MixedGraphKey(NamedTuple):
@@ -52,7 +48,7 @@ class MixedGraphKey(NamedTuple):
     num_prefill_tokens: int
     max_blocks: int
     row_parts: int
-    """2, or 3 where rows have adapters."""
+    """3 with adapters, otherwise 2."""
 
     @property
     def num_total_rows(self) -> int:
@@ -61,19 +57,15 @@ class MixedGraphKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
-    """A batch that a graph computes."""
-
     scheduler_output: SchedulerOutput
     key: MixedGraphKey
     is_decode: np.ndarray
-    """[rows of the batch] bool: whether each is one, with its guesses."""
+    """[rows] bool; drafts count as decodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _StaticBuffers:
-    """What graphs of as many rows and tokens read and leave."""
-
-    inputs: Tensor  # [3 * T + 5 * SEQUENCES] int64: the rows, then the pieces
+    inputs: Tensor  # [3 * T + 5 * NUM_PREFILL_ROWS] int64: rows, then chunks
     hidden: Tensor  # [T, width]
 
 
@@ -89,9 +81,7 @@ class MixedBatchGraphs:
         run_draft_heads: MixedHeadFunction | None = None,
         group: Collective | None = None,
     ) -> None:
-        """Captures nothing yet. width, dtype: of hidden states. behind: what reads the picks, if something does. group:
-        see Captured. What is captured follows from the batches alone, and from which captures failed, so that ranks
-        which get the same batches do the same."""
+        """Captures lazily. Captures follow from batches and failures alone, so that all ranks agree."""
         self._run_batch, self._run_draft_heads = run_batch, run_draft_heads
         self._input_batch = slots
         self._width, self._dtype = width, dtype
@@ -103,20 +93,17 @@ class MixedBatchGraphs:
             for size in reversed(self._token_sizes)
         ]
         self._wanted_keys = dict.fromkeys(first)
-        """Those of a prompt alone come first; then what steps asked for."""
         self._requested_once: set[MixedGraphKey] = set()
         self.graph_set: GraphSet[MixedGraphKey] = GraphSet(capture, slots.device, group)
         self.draft_head_graphs: GraphSet[MixedGraphKey] = GraphSet(capture, slots.device, group)
 
     def plan_batch(self, scheduler_output: SchedulerOutput) -> GraphPlan | None:
-        """What computes the batch; None where it runs without a graph."""
+        """None to run eagerly."""
         rows = scheduler_output.scheduled_requests
         if len(rows) > MIXED_GRAPH_DECODE_SIZES[-1] + NUM_PREFILL_ROWS - 1:
             return None
         is_decode = np.array([row.should_sample and row.num_tokens == 1 + len(row.draft_token_ids) for row in rows])
-        if (
-            self._input_batch.tracks_recurrent_state_lengths
-        ):  # of a new owner's matrices the host says what they have seen, as of prompts'
+        if self._input_batch.tracks_recurrent_state_lengths:  # a new owner's state length comes from the host
             is_decode &= self._input_batch.known_state_mask(np.array([row.slot for row in rows]))
         num_chunks = len(rows) - int(is_decode.sum())
         if not 0 < num_chunks < NUM_PREFILL_ROWS:
@@ -145,7 +132,6 @@ class MixedBatchGraphs:
         return MixedGraphKey(rows, size, max_blocks, row_parts)
 
     def _should_use_or_request_graph(self, key: MixedGraphKey) -> bool:
-        """Whether steps of the kind are a graph's from now on. Notes that one asked for it."""
         if key in self.graph_set:
             return key in self.graph_set.graphs
         if self._is_full:
@@ -160,7 +146,6 @@ class MixedBatchGraphs:
         return len(self.graph_set.graphs) >= MAX_MIXED_GRAPHS
 
     def run_planned(self, graph_plan: GraphPlan, *, needs_all_hidden: bool) -> GraphOutputs:
-        """every: whether somebody reads the hidden states of all tokens."""
         key = graph_plan.key
         if key not in self.graph_set:
             self._capture_graph(key)
@@ -185,7 +170,7 @@ class MixedBatchGraphs:
         )
 
     def capture_next(self) -> bool:
-        """Capture one more graph; False when there is none that somebody may want."""
+        """False if none is wanted."""
         for key in self._wanted_keys:
             if key not in self.graph_set and not self._is_full:
                 self._capture_graph(key)
@@ -193,7 +178,7 @@ class MixedBatchGraphs:
         return False
 
     def _capture_graph(self, key: MixedGraphKey) -> None:
-        """It computes scratch rows alone."""
+        """Computes scratch rows only."""
         buffers = self._get_buffers(key)
         copy_into(self._blank_inputs(key, 0, 0), buffers.inputs)
         self.graph_set.capture_graph(
@@ -217,7 +202,7 @@ class MixedBatchGraphs:
         return self._buffers[size]
 
     def _blank_inputs(self, key: MixedGraphKey, num_chunks: int, num_tokens: int) -> np.ndarray:
-        """What _Places.given is to hold, but for so many pieces of so many tokens together."""
+        """`num_chunks` chunks have `num_tokens` tokens in total."""
         inputs = np.zeros(3 * key.num_total_rows + 5 * NUM_PREFILL_ROWS, dtype=np.int64)
         rows, sequences = (
             inputs[: 3 * key.num_total_rows].reshape(3, -1),
@@ -232,8 +217,7 @@ class MixedBatchGraphs:
         return inputs
 
     def _build_inputs_and_output_indices(self, graph_plan: GraphPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What _Places.given is to hold; and the places there of the tokens before the picks, and of all tokens in the
-        order of the batch."""
+        """Inputs, indices of samples, indices of all tokens in batch order."""
         key = graph_plan.key
         rows = graph_plan.scheduler_output.scheduled_requests
         is_chunk = ~graph_plan.is_decode
@@ -271,12 +255,10 @@ class MixedBatchGraphs:
 
 
 def _step_arguments(key: MixedGraphKey, buffers: _StaticBuffers) -> tuple[Tensor, Tensor, int, int]:
-    """As Step takes it."""
     rows, chunks = buffers.inputs.split((3 * key.num_total_rows, 5 * NUM_PREFILL_ROWS))
     return rows.view(3, -1)[: key.row_parts], chunks.view(5, -1), key.num_decode_rows, key.max_blocks
 
 
 def _replay_and_select(graph: CapturedGraph, indices: Tensor) -> Tensor:
-    """Run it. Returns these rows of its result."""
     graph.replay()
     return graph.output.index_select(0, indices)

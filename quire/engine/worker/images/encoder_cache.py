@@ -1,5 +1,3 @@
-"""The features of the images that a step's tokens stand for, kept by content within a bound."""
-
 from __future__ import annotations
 
 from collections import OrderedDict
@@ -19,13 +17,10 @@ from quire.engine.worker.images.image_positions import ImagePositions
 from quire.kernels.gpu.host_transfer import upload_arrays
 
 CacheKey = tuple[str, bytes]
-"""Salt and content. Salts are apart, so that nobody can tell by the time that it takes whether another tenant has shown
-an image."""
+"""Salt and digest: tenants with other salts cannot tell by timing that an image is cached."""
 
 
 class _PartialEncoding:
-    """An image whose reading is not over."""
-
     def __init__(self, key: CacheKey, reading: ChunkedEncoding, work: int) -> None:
         self.key = key
         self._encoding = reading
@@ -33,7 +28,7 @@ class _PartialEncoding:
         self._work_done = 0.0
 
     def advance_and_get_features(self, chunk: EncoderChunk) -> Tensor | None:
-        """Read up to there. Returns the features, where that is the end."""
+        """None until done."""
         try:
             while chunk.is_last or self._work_done * chunk.total_cost < chunk.end_progress * self._total_work:
                 self._work_done += next(self._encoding)
@@ -48,27 +43,24 @@ class ImageEncoderCache:
     def __init__(
         self, tower: Tower | None, vision: VisionSpec, max_bytes: int = ENCODER_CACHE_BYTES, *, one_by_one: bool = False
     ) -> None:
-        """tower: None where another stage of a pipeline has it. apart: no image is read beside others, whose number
-        would change its bits."""
+        """`tower`: None in later pipeline stages. `one_by_one`: a batch would change an image's bits."""
         self._tower = tower
         self._vision = vision
         self._one_by_one = one_by_one
         self.positions = ImagePositions(vision)
         self.max_bytes = max_bytes
-        """Of features that are kept; those of the image that was read last are in any case."""
+        """The last image is always kept."""
         self._cache: OrderedDict[CacheKey, Tensor] = OrderedDict()
-        """The one that was used last at the end."""
+        """Least recently used first."""
         self._cached_bytes = 0
         self._partial: dict[int, _PartialEncoding] = {}
-        """By slot; several may have the same."""
+        """By slot; slots may share one."""
         self.num_encoded = 0
-        """Images, or parts of them, that the tower has read."""
 
     def run_scheduled_encoder_chunks(
         self, scheduler_output: SchedulerOutput, get_new_request: Callable[[ScheduledRequest], NewRequestData]
     ) -> None:
-        """Read what the step's rows say. Those that it reads from their beginning to their end, of one height and
-        width, are read together."""
+        """Whole images of one size are encoded together."""
         if self._tower is None:
             return
         for slot in (*scheduler_output.freed_slots, *(each.slot for each in scheduler_output.new_requests)):
@@ -94,7 +86,7 @@ class ImageEncoderCache:
     def gather_features(
         self, rows: Iterable[ScheduledRequest], get_new_request: Callable[[ScheduledRequest], NewRequestData]
     ) -> MediaEmbeddings | None:
-        """For the tokens of these rows, in their order, that stand for a part of an image; None where none does."""
+        """None without image tokens."""
         token_indices: list[np.ndarray] = []
         values: list[Tensor] = []
         begin = 0
@@ -114,14 +106,13 @@ class ImageEncoderCache:
         return MediaEmbeddings(device_indices, torch.cat(values))
 
     def warm_up_tower(self) -> None:
-        """Read an image that nobody has shown."""
         if self._tower is not None:
             self._tower.encode_images([make_dummy_image(self._vision, 256)])
 
     def image_request_vectors(
         self, rows: Sequence[ScheduledRequest], get_new_request: Callable[[ScheduledRequest], NewRequestData]
     ) -> Tensor:
-        """Of rows each of which is one image, whose features are its vector: [rows, size]."""
+        """[rows, size]."""
         features = self.gather_features(rows, get_new_request)
         assert features is not None
         return features.embeddings
@@ -140,7 +131,7 @@ class ImageEncoderCache:
 
     def _get_features(self, new_request: NewRequestData, span: MediaSpan) -> Tensor:
         key = new_request.cache_salt, span.digest
-        if key not in self._cache:  # it was let go of since it was read
+        if key not in self._cache:  # evicted since
             self._encode_images({key: _find_image_by_digest(new_request, span.digest)})
         self._cache.move_to_end(key)
         features = self._cache[key]
@@ -148,7 +139,7 @@ class ImageEncoderCache:
         return features
 
     def _store_features(self, key: CacheKey, features: Tensor) -> None:
-        """All of it, and what else there is room for."""
+        """Evicts other images only."""
         self.num_encoded += 1
         self._cache[key] = features
         self._cached_bytes += features.nbytes
@@ -158,8 +149,7 @@ class ImageEncoderCache:
 
 
 def make_dummy_image(vision: VisionSpec, side: int) -> Image:
-    """What has most patches of what a square of so many black pixels becomes."""
-    from PIL import Image as Pillow  # no start but a GPU's needs it
+    from PIL import Image as Pillow  # only GPU starts need it
 
     image = Pillow.new("RGB", (side, side))
     return max(vision.make_layout(side, side).iter_resized_images(image), key=vision.num_patches)

@@ -1,5 +1,3 @@
-"""Where the tokens of images stand: rotations by row and column, and tokens that see each other."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -14,19 +12,16 @@ from quire.kernels.gpu.host_transfer import upload_arrays
 
 
 class ImagePositions:
-    """What images change of a step's metadata, beside the features in the place of embeddings."""
+    """Adds images to a step's attention metadata."""
 
     def __init__(self, vision: VisionSpec) -> None:
         self._vision = vision
         self.uses_mrope = vision.uses_mrope
-        """Whether positions behind an image are rotated by others than their own."""
         self._coordinates_by_slot: dict[int, tuple[NewRequestData, np.ndarray]] = {}
-        """By slot: the last owner's admission, and `mrope_coordinates` of it."""
 
     def has_rows_before_last_image_end(
         self, rows: Sequence[ScheduledRequest], get_new_request: Callable[[ScheduledRequest], NewRequestData]
     ) -> bool:
-        """Whether some of these rows' tokens do not stand behind all images of their prompt."""
         ends = ((row.start, get_new_request(row).spans) for row in rows)
         return any(spans and start < spans[-1].start + spans[-1].count for start, spans in ends)
 
@@ -36,7 +31,6 @@ class ImagePositions:
         rows: Sequence[ScheduledRequest],
         get_new_request: Callable[[ScheduledRequest], NewRequestData],
     ) -> AttentionMetadata:
-        """The metadata of these rows with what their images change of it; itself where none has some."""
         new_requests = [get_new_request(row) for row in rows]
         if not any(each.spans for each in new_requests):
             return metadata
@@ -47,7 +41,6 @@ class ImagePositions:
     def _add_mrope_positions(
         self, metadata: AttentionMetadata, rows: Sequence[ScheduledRequest], new_requests: Sequence[NewRequestData]
     ) -> AttentionMetadata:
-        """With a row and a column for each token, where some stand in an image."""
         parts = [self._scheduled_token_coordinates(row, each) for row, each in zip(rows, new_requests, strict=True)]
         if all(part is None for part in parts):
             return metadata
@@ -68,7 +61,7 @@ class ImagePositions:
         )
 
     def rope_offset(self, new_request: NewRequestData) -> int:
-        """What is added to the position of a token behind a prompt's last image for what it is rotated by."""
+        """Added to positions after the last image."""
         table = self._coordinate_table(new_request)
         return int(table[-1].max()) + 1 - len(table) if len(table) else 0
 
@@ -82,7 +75,7 @@ class ImagePositions:
         return cached[1]
 
     def _scheduled_token_coordinates(self, row: ScheduledRequest, new_request: NewRequestData) -> np.ndarray | None:
-        """Of a row's tokens, [count, 3] int64; None where each has its position in all three."""
+        """[count, 3] int64; None if all equal the position."""
         if not new_request.spans:
             return None
         table, end = self._coordinate_table(new_request), row.start + row.num_tokens
@@ -94,8 +87,7 @@ class ImagePositions:
     def _add_bidirectional_spans(
         self, metadata: AttentionMetadata, rows: Sequence[ScheduledRequest], new_requests: Sequence[NewRequestData]
     ) -> AttentionMetadata:
-        """With those tokens that see each other."""
-        image_spans: list[tuple[int, int, int, int]] = []  # number of the row, first token in the step, count, end
+        image_spans: list[tuple[int, int, int, int]] = []  # row, first token in the step, count, end
         begin = 0
         for number, (row, new_request) in enumerate(zip(rows, new_requests, strict=True)):
             for span in new_request.spans if self._vision.is_bidirectional else ():
@@ -131,8 +123,9 @@ class ImagePositions:
 
 
 def mrope_coordinates(new_request: NewRequestData, vision: VisionSpec) -> np.ndarray:
-    """Time, row and column of a prompt's tokens up to the end of its last image, [tokens, 3] int64; [0, 3] where the
-    family counts positions alone. Text goes on behind the largest coordinate before it (Wang et al., 2024)."""
+    """(time, row, column) [tokens, 3] int64 up to the last image's end; [0, 3] without M-RoPE. Text continues after the
+    largest coordinate (Wang et al., 2024).
+    """
     contents = {each.digest: each for each in new_request.images}
     parts = []
     end = 0
@@ -154,5 +147,4 @@ def mrope_coordinates(new_request: NewRequestData, vision: VisionSpec) -> np.nda
 def _map_metadata_groups(
     metadata: AttentionMetadata, change: Callable[[AttentionMetadata], AttentionMetadata]
 ) -> AttentionMetadata:
-    """That of every group of layers."""
     return replace(change(metadata), other_groups=tuple(change(each) for each in metadata.other_groups))

@@ -1,5 +1,3 @@
-"""Loads a model's tower, where requests may bring images."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -29,20 +27,19 @@ from quire.kernels.gpu.libraries.sdpa import SdpaBackend
 from quire.kernels.probes.encoder_probe import EncoderProbe
 
 _MAX_SIDE_PIXELS = 5000
-"""By each side, in pixels: what is decoded has no more in all."""
+"""Decoding allows no larger square."""
 _NUMBERS_PER_PATCH = 20
-"""Numbers of a tower's width that are held for each patch while an image is read: the stream, queries, what attention
-gives, keys and values beside their pages, and in these, of which flash-attn's have room for four windows each."""
+"""Peak of values per patch and hidden dimension: stream, queries, attention output, keys and values, also in KV blocks,
+where flash-attn needs room for four windows.
+"""
 
 
 class LoadedTower(NamedTuple):
-    """What makes features of images, or why there is none."""
-
     encoder_cache: ImageEncoderCache | None
     text_only_reason: str = ""
     weight_bytes: int = 0
     encoding_bytes: int = 0
-    """What reading takes on a GPU, where room must be left for it."""
+    """A GPU's peak."""
 
 
 def load_tower(
@@ -54,9 +51,7 @@ def load_tower(
     *,
     stage: int = 0,
 ) -> LoadedTower:
-    """The tower of the model at `path`, the linears of its layers in as few bits as are asked for; of a pipeline's
-    stages the first alone has it, the others know where images stand. Raises ModelError for weights that are missing or
-    of another shape."""
+    """Later pipeline stages get image positions only. Raises ModelError for missing or misshapen weights."""
     vision = None if model_config.transformers_config is not None else read_vision_spec(path)
     if vision is None:
         return LoadedTower(None, NO_IMAGES_REASON)
@@ -90,8 +85,7 @@ def load_vector_tower(
     device: torch.device,
     progress: Callable[[], None],
 ) -> LoadedTower:
-    """The tower beside an encoder of text at `path`, which makes vectors of so many numbers of images. Raises
-    ModelError."""
+    """For a dual encoder. Raises ModelError."""
     vision = read_vision_spec(path)
     if vision is None:
         return LoadedTower(None, NO_IMAGES_REASON)
@@ -124,7 +118,6 @@ def _make_and_load_tower(
 
 
 def _encoding_bytes(vision: VisionSpec, dtype: torch.dtype) -> int:
-    """Of reading the largest image there may be."""
     shape, max_patches = vision.tower_shape, vision.num_patches(make_dummy_image(vision, _MAX_SIDE_PIXELS))
     pixels = 3 * shape.patch_size**2 * (torch.float32.itemsize + 2 * dtype.itemsize)
     return max_patches * (_NUMBERS_PER_PATCH * shape.hidden_size * dtype.itemsize + pixels)
@@ -133,7 +126,7 @@ def _encoding_bytes(vision: VisionSpec, dtype: torch.dtype) -> int:
 def find_tower_backend_error(
     backend: Backend, vision: VisionSpec, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Why this backend cannot compute a tower on a device that is no CPU, by a trial of what towers are made of."""
+    """For devices other than CPUs."""
     shape, is_windowed = vision.tower_shape, vision.is_bidirectional
     trial = EncoderProbe(device, dtype, shape.num_heads, shape.hidden_size // shape.num_heads, has_window=is_windowed)
     why = trial(backend)
@@ -143,7 +136,7 @@ def find_tower_backend_error(
 def find_text_only_reason(
     config: EngineConfig, chosen: DevicePlan, vision: VisionSpec, model_config: ModelConfig
 ) -> str | None:
-    """Why an engine of this configuration serves the model's text alone; None: it serves images too."""
+    """None: images are served."""
     device = chosen.device
     if (
         device.type != "cpu"

@@ -1,5 +1,6 @@
-"""The process that compiles some kinds of kernels: a line of JSON on standard input says which. Where some do not
-compile, it ends with status 1, and the last line on standard error says why the first does not."""
+"""Process that compiles kernel variants, given as a line of JSON on stdin. On failure it exits with status 1 and the
+first error as stderr's last line.
+"""
 
 from __future__ import annotations
 

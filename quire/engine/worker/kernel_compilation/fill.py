@@ -1,7 +1,7 @@
-"""Fills Triton's folder with the kernels of common models for a GPU that need not be there, as the image ships them:
+"""Fills Triton's cache with kernels of common models, for a GPU that need not be present, as the image ships them:
     TRITON_CACHE_DIR=FOLDER python -P -m quire.engine.worker.kernel_compilation.fill CAPABILITY [CONFIG.JSON ...]
-The capability is a number such as 90, or the name of an AMD GPU's architecture, such as gfx942.
-Weights are those of 16 bits; by default the models are those of common.toml.
+The capability is a number such as 90, or an AMD architecture such as gfx942. Weights are 16-bit. Default models:
+common.toml.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from quire.kernels.gpu.triton_backend import TritonBackend
 
 _COMMON_MODELS = Path(__file__).with_name("common.toml")
 _BLOCK_SIZES = (16, 128, 256)
-"""Tokens: Triton's, flash-attn 4's, and those of the others."""
+"""For Triton, flash-attn 4, and others."""
 _CONTEXT_TOKENS = 8192
-"""Kinds do not follow from longer ones."""
+"""Longer ones add no variants."""
 _LARGE_GPU_BYTES = 40 * 2**30
 _META_DEVICE = torch.device("meta")
 
@@ -47,7 +47,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="Only say how many kinds there are")
     args = parser.parse_args()
     set_compile_target(args.capability)
-    if args.capability.backend == "hip":  # as a PyTorch for it says, by which kernels are launched with other sizes
+    if args.capability.backend == "hip":  # kernels choose sizes by it
         torch.version.hip = torch.version.hip or "none here"
     variants: dict[KernelVariant, None] = {}
     for model in [read_model_config(each.parent) for each in args.configs] or read_common_models():
@@ -64,9 +64,9 @@ def main() -> int:
 
 
 def parse_gpu_target(text: str) -> GPUTarget:
-    """Raises ValueError for what is neither a number nor the name of an AMD GPU's architecture."""
+    """Raises ValueError."""
     if text.startswith("gfx"):
-        return GPUTarget("hip", text, 64 if text.startswith("gfx9") else 32)  # how many threads a wave has
+        return GPUTarget("hip", text, 64 if text.startswith("gfx9") else 32)  # threads per wave
     return GPUTarget("cuda", int(text), 32)
 
 
@@ -80,7 +80,7 @@ def read_common_models() -> list[ModelConfig]:
 
 
 def model_kernel_variants(model: ModelConfig, block_size: int) -> list[KernelVariant]:
-    """Of a model in bfloat16 whose pages have so many tokens; of tensors that are nothing but shapes."""
+    """bfloat16, on meta tensors."""
     backend = TritonBackend()
     dtype = torch.bfloat16
     config = EngineConfig()

@@ -1,5 +1,3 @@
-"""Where a GPU's compiled kernels are kept from one start to the next."""
-
 from __future__ import annotations
 
 import os
@@ -13,18 +11,17 @@ from quire.engine.common.errors import ConfigError
 
 _CACHE_VARIABLE = "TRITON_CACHE_DIR"
 SHIPPED_KERNELS = Path(sys.prefix, "share", "quire-kernels")
-"""What the Dockerfile lets engine/worker/kernel_compilation/fill.py compile."""
+"""From fill.py in the Dockerfile."""
 
 
 _OTHER_CACHE_VARIABLES = ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "QUACK_CACHE_DIR", "CUTE_DSL_CACHE_DIR")
-"""Those of flash-attn 4 and its libraries, which raise where they cannot write; without them they take the temporary
-folder."""
+"""flash-attn 4 and its libraries raise if they cannot write there; unset, they use the temporary folder."""
 
 
 def prepare_kernel_cache(temporary: Path | None = None, uid: int | None = None) -> str | None:
-    """See to it that Triton can keep what it compiles: where its folder cannot be written, in one of this user's in the
-    temporary folder. Returns a note if it came to that. Triton reads the variable when it first compiles. `temporary`,
-    `uid`: by default the system's folder, and this process's user."""
+    """If Triton's cache cannot be written, use the user's own in the temporary folder and return a note. Call it before
+    Triton compiles. Raises ConfigError.
+    """
     for name in _OTHER_CACHE_VARIABLES:
         if (folder := os.environ.get(name)) and _find_write_error(Path(folder)) is not None:
             del os.environ[name]
@@ -46,19 +43,19 @@ def prepare_kernel_cache(temporary: Path | None = None, uid: int | None = None) 
 
 
 def _copy_shipped_kernels(folder: Path) -> None:
-    """Put what the image has of compiled kernels where Triton looks; it cannot look in two places."""
+    """Triton cannot look in two places."""
 
     def copy_new(source: str, target: str) -> None:
         if not os.path.exists(target):
             shutil.copyfile(source, target)
 
-    with suppress(OSError, shutil.Error):  # without them all is compiled
+    with suppress(OSError, shutil.Error):  # otherwise everything is compiled
         if SHIPPED_KERNELS.is_dir():
             shutil.copytree(SHIPPED_KERNELS, folder, copy_function=copy_new, dirs_exist_ok=True)
 
 
 def _find_write_error(folder: Path) -> str | None:
-    """Why files cannot be made in the folder; it is made if it is not there."""
+    """Creates the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryFile(dir=folder):

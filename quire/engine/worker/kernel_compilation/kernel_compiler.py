@@ -1,5 +1,3 @@
-"""Compiles kinds of kernels in several processes, each of which gets a part of them."""
-
 from __future__ import annotations
 
 import json
@@ -19,21 +17,18 @@ if TYPE_CHECKING:
     from quire.kernels.gpu.kernel_variant import KernelVariant
 
 _MAX_PROCESSES = 8
-"""Each takes some 500 MB, for it imports PyTorch."""
+"""Each takes about 500 MB, because it imports PyTorch."""
 _MIN_VARIANTS_PER_PROCESS = 4
-"""Of a process, whose start takes as long as a few of them."""
+"""A start takes as long as a few variants."""
 _POLL_SECONDS = 0.1
 _COMPILE_WORKER = "quire.engine.worker.kernel_compilation.compile_worker"
 
 
 @dataclass(frozen=True, slots=True)
 class CompileResult:
-    """Kinds that were not compiled before: how many are now, and how many are not."""
-
     num_compiled: int = 0
     num_failed: int = 0
     first_error: str = ""
-    """The first error, where some failed."""
 
     @property
     def summary(self) -> str:
@@ -49,8 +44,7 @@ class CompileResult:
 def compile_variants(
     variants: Sequence[KernelVariant], progress: Callable[[], None], worker_module: str = _COMPILE_WORKER
 ) -> CompileResult:
-    """A kind that does not compile is left to its first launch. `progress` is called meanwhile. child: the module that
-    compiles what it reads from its input."""
+    """Failed variants compile at their first launch."""
     missing = [kind for kind in variants if not kind.marker_path.exists()]
     count = min(_MAX_PROCESSES, usable_cpus(), -(-len(missing) // _MIN_VARIANTS_PER_PROCESS))
     children: list[tuple[Child, IO[bytes]]] = []
@@ -70,7 +64,7 @@ def compile_variants(
 
 
 def _failure_reason(child: Child, errors: IO[bytes]) -> str:
-    """The last line that it wrote, which is an exception's message; how it ended, where it wrote none."""
+    """The last line is an exception's message."""
     errors.seek(0)
     lines = errors.read().decode(errors="replace").splitlines()
     assert child.returncode is not None

@@ -1,5 +1,3 @@
-"""Steps that launch every kind of kernel that a model's steps may launch."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -15,15 +13,16 @@ from quire.kernels.backend import LinearContext
 from quire.kernels.recurrent.recurrence import StateAndVerifiedCounts
 
 _QUERY_LENGTHS = (1, 2, 16, 24, 40, 128, 512)
-"""Tokens of a sequence. Tiles are chosen by numbers of rows: of a product up to 16, 32, 64, more; of attention up
-to 16, 64, more, times heads of a group; of experts the same of each expert, which has a part of them."""
+"""Tiles depend on rows: up to 16, 32, 64 or more in products; up to 16, 64 or more times heads per group in attention;
+experts have a share of the rows.
+"""
 _LONG_CONTEXT = 4096
-"""Keys before a step's own: their sums are then split."""
+"""Such contexts are split."""
 _LOGIT_ROW_COUNTS = (1, 24, 40, 256)
 
 
 def dummy_step_shapes(slots: InputBatch, step_tokens: int) -> Iterator[tuple[int, int, int]]:
-    """(sequences, queries of each, keys of each): alone and beside others, with short contexts and with long ones."""
+    """(sequences, queries, keys)."""
     longest = slots.max_blocks * slots.block_size
     max_seqs = len(slots.slot_requests)
     for queries in (*_QUERY_LENGTHS, step_tokens):
@@ -37,7 +36,7 @@ def dummy_step_shapes(slots: InputBatch, step_tokens: int) -> Iterator[tuple[int
 
 @torch.inference_mode()
 def launch_kernel_variants(model: Decoder, kv_cache: KVCache, slots: InputBatch, step_tokens: int) -> None:
-    """On the scratch page. What it computes is nothing, under `recorded`."""
+    """On the scratch block; a dry run computes nothing."""
     hidden = None
     for shape in dummy_step_shapes(slots, step_tokens):
         inputs = dummy_step_inputs(slots, *shape)
@@ -57,7 +56,7 @@ def launch_kernel_variants(model: Decoder, kv_cache: KVCache, slots: InputBatch,
         logits = model.compute_logits(rows_hidden)
         if model.adapters is not None:
             model.compute_logits(rows_hidden, _adapter_context(rows_hidden))
-    if model.shard.rank == 0:  # others hear what it picks
+    if model.shard.rank == 0:  # other ranks receive the tokens
         _launch_sampler_variants(logits, slots)
 
 
@@ -65,8 +64,7 @@ def launch_kernel_variants(model: Decoder, kv_cache: KVCache, slots: InputBatch,
 def launch_draft_head_variants(
     head: DraftHead, size: int, dtype: torch.dtype, kv_cache: KVCache, slots: InputBatch, tokens: int
 ) -> None:
-    """The same of heads beside steps of up to so many `tokens`, which have hidden states of this `size`, and of their
-    guesses."""
+    """`size`: hidden size."""
     states = torch.zeros((1, size), dtype=dtype, device=slots.device)
     for shape in dummy_step_shapes(slots, tokens) if kv_cache else ():
         inputs = dummy_step_inputs(slots, *shape)
@@ -83,7 +81,7 @@ def launch_draft_head_variants(
 
 
 def _input_variants(inputs: ForwardInputs, shape: tuple[int, int, int], slots: InputBatch) -> list[ForwardInputs]:
-    """The same as whole prompts, whose latents are expanded, and with guesses, which matrices keep."""
+    """As full prompts, for MLA, and with drafts, for recurrent states."""
     _, queries, context = shape
     metadata = inputs.metadata
     variants = list[ForwardInputs]()
@@ -100,15 +98,13 @@ def _adapter_context(rows: torch.Tensor) -> LinearContext:
 
 
 def _inputs_with_adapters(inputs: ForwardInputs) -> ForwardInputs:
-    """The same of tokens that all have an adapter."""
     metadata, linear = inputs.metadata, _adapter_context(inputs.token_ids)
     others = tuple(replace(each, linear_context=linear) for each in metadata.other_groups)
     return replace(inputs, metadata=replace(metadata, linear_context=linear, other_groups=others))
 
 
 def _launch_sampler_variants(logits: torch.Tensor, slots: InputBatch) -> None:
-    """As engine/worker/sampling/device_sampler.py launches it: greedy, from all tokens, from the likeliest; penalties,
-    biases, and words that may not come."""
+    """As in device_sampler.py."""
     from quire.kernels.gpu import triton_logits, triton_sampling
 
     rows, table = len(logits), slots.token_ids

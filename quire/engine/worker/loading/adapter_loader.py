@@ -1,8 +1,4 @@
-"""Reads adapters and puts them into the model's slots, in a thread of its own: steps go on meanwhile.
-
-What was read and packed is kept in the host's memory while there is room, least recently used out first, so an adapter
-that comes back to a slot is there at once.
-"""
+"""Loads LoRA adapters in a background thread. Packed ones are cached on the host, least recently used evicted first."""
 
 from __future__ import annotations
 
@@ -32,8 +28,7 @@ log = logging.getLogger("quire.adapters")
 
 
 class ModelAdapterLoader:
-    """An AdapterLoader. `load_adapter`, `install_finished_loads` and `wait_for_any_load` are called by the engine's
-    loop."""
+    """The engine's loop calls all public methods."""
 
     def __init__(
         self,
@@ -44,17 +39,14 @@ class ModelAdapterLoader:
         max_rank: int,
         max_cached: int,
     ) -> None:
-        """`modules`, `weight_mapper`: what adapters may be of, and what that is in the model; None: the same.
-        `max_cached`: adapters that the host's memory keeps, those in slots included."""
+        """`weight_mapper` None: checkpoint names are the model's. `max_cached` includes adapters in slots."""
         self._adapter_slots, self._weight_mapper = adapter_slots, weight_mapper
         self._modules = modules
         self._max_rank = max_rank
         self._max_cached = max_cached
         self._packed_by_digest: OrderedDict[str, PackedAdapter] = OrderedDict()
-        """By digest, the least recently used first."""
         self._thread = ThreadPoolExecutor(1, "adapters")
         self._finished_loads: deque[tuple[int, Adapter, PackedAdapter | str]] = deque()
-        """What the thread has made, or why it could not."""
         self._load_finished = threading.Event()
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
@@ -85,13 +77,13 @@ class ModelAdapterLoader:
             self._packed_by_digest.popitem(last=False)
 
     def _read_pack_and_queue_adapter(self, slot: int, adapter: Adapter) -> None:
-        """In the thread."""
+        """Runs in the thread."""
         result: PackedAdapter | str
         try:
             result = self._adapter_slots.pack_adapter(self._read_lora_weights(adapter))
         except QuireError as error:
             result = f"the adapter {adapter.name} cannot be loaded: {error}"
-        except Exception as error:  # whatever it is, it must end this adapter's requests, and no others
+        except Exception as error:  # must fail this adapter's requests only
             log.exception("the adapter %s cannot be loaded", adapter.name)
             result = f"the adapter {adapter.name} cannot be loaded: {type(error).__name__}"
         self._finished_loads.append((slot, adapter, result))
@@ -124,7 +116,7 @@ def make_adapter_loader(
 def read_lora_weights(
     folder: Path, modules: ModuleShapes, max_rank: int, *, embedding: bool
 ) -> dict[str, LoRALayerWeights]:
-    """The tensors of an adapter by module, float32, with its scale in `up`. Raises AdapterError."""
+    """float32 by module, with the scale in `up`. Raises AdapterError."""
     parts = read_adapter_specs(folder, modules, max_rank, embedding=embedding)
     low_ranks = {}
     with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
@@ -137,7 +129,7 @@ def read_lora_weights(
 def make_adapter_slots(
     config: EngineConfig, backend: Backend, dtype: torch.dtype, device: torch.device
 ) -> AdapterManager | None:
-    """Room for adapters, where they are served. Raises ConfigError where they cannot be."""
+    """None without LoRA. Raises ConfigError."""
     if not config.enable_lora:
         return None
     refuse_setting_if(

@@ -1,5 +1,3 @@
-"""Opens a model's weights: the tensors as they come, and the scheme that makes linears of them."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -34,7 +32,6 @@ class CheckpointWeights:
     scheme: QuantizationScheme
     stream: TensorStream
     quantization: str = ""
-    """How they are stored in few bits, for people to read."""
 
 
 def open_weights(
@@ -46,10 +43,8 @@ def open_weights(
     tensors: NamedTensors | None = None,
     mtp: MTPTensorNames | None = None,
 ) -> CheckpointWeights:
-    """The weights at `path`, as resolve_model gives it, or `tensors` in their place. Dummy ones are quantized at load
-    alone. `mtp`: those of the layer that these are the names of, which `model_config` is then of. Raises ConfigError
-    for a checkpoint that has few bits already and is to be quantized at load, and for tensors in place of a GGUF
-    file's.
+    """`tensors` replace the files' weights. Dummy weights are quantized at load only. `mtp`: for an MTP layer with
+    `model_config`. Raises ConfigError for quantizing a quantized checkpoint, and for `tensors` with a GGUF file.
     """
     quantization_config = model_config.raw.get("quantization_config") or {}
     if tensors is not None and not path.is_dir():
@@ -100,7 +95,7 @@ def open_weights(
 
 
 def _check_quantization(config: EngineConfig, method: str | None) -> None:
-    """Raise ConfigError where another one is asked for than the checkpoint's. method: config.json's quant_method."""
+    """Raise ConfigError unless the method is the checkpoint's."""
     if config.online_quantization is not None and method is not None:
         message = (
             f"quantization: {config.online_quantization} is asked for, "
@@ -115,7 +110,7 @@ def _check_quantization(config: EngineConfig, method: str | None) -> None:
 
 def _open_stream(path: Path, model_config: ModelConfig, mtp: MTPTensorNames | None) -> TensorStream:
     if path.is_dir():
-        by_class = model_config.transformers_config is not None  # which has the names that are stored
+        by_class = model_config.transformers_config is not None  # stored names are the model's
         return checkpoint_stream(
             path, str if by_class else text_tensor_name if mtp is None else mtp.mtp_name_from_checkpoint
         )
@@ -123,7 +118,6 @@ def _open_stream(path: Path, model_config: ModelConfig, mtp: MTPTensorNames | No
 
 
 def _read_filtered_gguf_header(path: Path, mtp: MTPTensorNames | None) -> GGUFHeader:
-    """A GGUF file's, with the tensors that are asked for."""
     header = read_gguf_header(path)
     if mtp is None:
         return header
@@ -134,7 +128,6 @@ def _read_filtered_gguf_header(path: Path, mtp: MTPTensorNames | None) -> GGUFHe
 def _apply_embedding_scheme(
     config: EngineConfig, weights: CheckpointWeights, backend: Backend, dtype: torch.dtype
 ) -> CheckpointWeights:
-    """The weights, embedding and head in 8 bits where they are to be."""
     description, in_8_bits = (
         weights.quantization,
         is_embedding_quantized(config.online_quantization, config.quantize_embedding),

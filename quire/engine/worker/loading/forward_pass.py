@@ -1,4 +1,4 @@
-"""A model's forward pass alone, on pages of its own: the log probabilities of given tokens."""
+"""A forward pass without an engine."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ from quire.engine.worker.loading.weight_loader import NamedTensors
 from quire.kernels.backend import Backend
 
 _MAX_LOGIT_ROWS = 256
-"""How many rows of logits are held at once."""
 Logprobs = Tensor
-"""Natural logarithms, float32: [n - 1] of each token behind those before it, or [n - 1, vocab] of all tokens there."""
+"""float32: [n - 1] of each token given those before it, or [n - 1, vocab]."""
 
 
 def load_standalone_model_and_backend(
     config: EngineConfig, tensors: NamedTensors | None = None
 ) -> tuple[LoadedModel, Backend]:
-    """A model for a forward pass beside no engine, and what computes it. Raises ConfigError."""
+    """Raises ConfigError."""
     configure_cpu(config)
     path = resolve_model_with_overrides(config)
     model_config = read_model_config(path, config.model_impl)
@@ -42,7 +41,7 @@ def load_standalone_model_and_backend(
 
 
 def compute_hidden_states(model: Decoder, block_size: int, tokens: Tensor, num_states: int) -> Tensor:
-    """Hidden states [count, hidden] of the first ones of these tokens [T] int32, on pages of their own."""
+    """[num_states, hidden] for `tokens` [T] int32."""
     metadata = prefill_metadata(1, len(tokens), block_size, model.device, model.groups.num_groups)
     kv_tensors = allocate_kv_blocks(model, metadata.block_table.numel() * model.groups.num_groups)
     cache = kv_cache_by_layer(model, kv_tensors, allocate_slot_states(model, 1, 0))
@@ -55,15 +54,14 @@ class ForwardPass:
 
     @classmethod
     def load_from_config(cls, config: EngineConfig, tensors: NamedTensors | None) -> ForwardPass:
-        """Of a model's files, or with its weights from `tensors`. Raises ConfigError, and InvalidRequest for a model
-        that does not generate."""
+        """Raises ConfigError, and InvalidRequest if the model does not generate."""
         loaded, backend = load_standalone_model_and_backend(config, tensors)
         check_task("generate", loaded.tasks)
         return cls(loaded.model, backend.block_size)
 
     @torch.inference_mode()
     def compute_logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool) -> Logprobs:
-        """Raises InvalidRequest for token ids that are no sequence of the model's."""
+        """Raises InvalidRequest."""
         model, ids = self._model, self._validate_token_ids(token_ids)
         tokens = torch.tensor(ids, dtype=torch.int32, device=model.device)
         hidden = compute_hidden_states(model, self._block_size, tokens, len(ids) - 1)

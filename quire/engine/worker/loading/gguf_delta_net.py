@@ -1,5 +1,4 @@
-"""The tensors of a GGUF file's gated delta nets as a checkpoint has them: its value heads in the order of their key
-heads, and the logarithm of what decays."""
+"""GGUF's gated delta nets in checkpoint form: value heads ordered by key head, and log decay rates."""
 
 from __future__ import annotations
 
@@ -17,18 +16,16 @@ from quire.engine.models import decoder_spec
 
 _LINEAR = ".linear_attn."
 _VALUE_HEAD_TENSORS = ("in_proj_z.weight", "in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias")
-"""Whose rows are those of the value heads, and no others."""
 
 
 def log_decay_rates(name: str, rows: Tensor) -> Tensor:
-    """Of rates that files have as negative numbers. Raises ModelError."""
+    """Files store negative rates. Raises ModelError."""
     if not bool((rows < 0).all()):
         raise ModelError(f"model: {name}: expected numbers below 0")
     return (-rows.float()).log()
 
 
 def gguf_format(config: ModelConfig) -> GGUFFormat:
-    """Of the files of a model's family."""
     family = find_decoder_family(config.model_type)
     gguf = None if family is None else family.gguf
     assert gguf is not None, f"{config.model_type} has no GGUF files"
@@ -36,21 +33,18 @@ def gguf_format(config: ModelConfig) -> GGUFFormat:
 
 
 class GGUFDeltaNetConverter:
-    """Of one model; where it has none, nothing changes."""
-
     def __init__(self, config: ModelConfig) -> None:
         self._is_tiled = gguf_format(config).tiles_value_heads
         nets = decoder_spec(config).sublayers_of_kind(DeltaNetSpec)
         self._net = nets[0] if nets else None
 
     def convert_to_named_tensors(self, name: str, rows: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """A tensor by its name in a checkpoint, or its parts; in few bits a row of it is one of bytes. Raises
-        ModelError."""
+        """Rows of quantized tensors are bytes. Raises ModelError."""
         if self._net is None or _LINEAR not in name:
             yield name, rows
             return
         net, tensor_name = self._net, name.partition(_LINEAR)[2]
-        if tensor_name == "in_proj_ba.weight":  # of each key head side by side
+        if tensor_name == "in_proj_ba.weight":  # interleaved by key head
             grouped = self._unflatten_heads(name, rows, (net.num_key_heads, 2, net.num_heads // net.num_key_heads))
             for letter, part in zip("ba", grouped.unbind(1), strict=True):
                 yield name.replace("in_proj_ba", f"in_proj_{letter}"), part.flatten(0, 1)
@@ -67,7 +61,7 @@ class GGUFDeltaNetConverter:
         yield name, rows.unsqueeze(1) if tensor_name == "conv1d.weight" else rows
 
     def input_order(self, linear: str) -> Tensor | None:
-        """Of a linear in few bits, the inputs that its groups are of, [in]; None: they are as they stand."""
+        """For a quantized linear: [in]; None: unchanged."""
         net = self._net
         if (
             net is None
@@ -80,7 +74,6 @@ class GGUFDeltaNetConverter:
         return every.view(net.num_key_heads, -1, net.value_dim).transpose(0, 1).flatten()
 
     def _group_by_key_head(self, name: str, rows: Tensor) -> Tensor:
-        """The rows of value heads, those of a key head side by side."""
         assert self._net is not None
         keys, each = self._net.num_key_heads, self._net.num_heads // self._net.num_key_heads
         tiles = self._unflatten_heads(name, rows, (each, keys, -1))

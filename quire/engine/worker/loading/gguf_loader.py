@@ -1,5 +1,4 @@
-"""Reads weights from GGUF files, one tensor at a time, as a checkpoint of the same family would have them: its names,
-its order of rows, its norms. What is stored in few bits stays as it is."""
+"""Reads GGUF tensors in the form of the family's checkpoints. Quantized ones stay quantized."""
 
 from __future__ import annotations
 
@@ -23,20 +22,19 @@ from quire.engine.worker.loading.weight_loader import TensorStream
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 _KV_B_HALVES = (".k_b_proj.weight", ".v_b_proj.weight")
-"""What makes keys, and values, of latents, which newer files have apart: [heads, latent, key] and [heads, value,
-latent]. A checkpoint has each head's key above its value: kv_b_proj."""
+"""Newer files split kv_b_proj: [heads, latent, key] and [heads, value, latent]."""
 _SINGLE_ROW_TENSORS = ("mlp.shared_expert_gate.weight", "moe_statics.e_score_correction_bias")
-"""Which files may have as one axis, and a checkpoint has as two."""
+"""Files may drop an axis of size 1."""
 
 
 def _is_draft_layer(stored: str, config: ModelConfig) -> bool:
-    """Whether it is of the layers behind the model's, which guess tokens."""
+    """MTP layers follow the model's."""
     layer = stored.split(".")[1] if stored.startswith("blk.") else ""
     return bool(config.raw.get("num_nextn_predict_layers")) and layer.isdecimal() and int(layer) >= config.num_layers
 
 
 def linear_tensor_types(header: GGUFHeader, config: ModelConfig) -> Mapping[str, GGMLType]:
-    """The types of the weights of linears and the embedding, by their names in a checkpoint."""
+    """By checkpoint name."""
     return {
         name.removesuffix(".weight"): tensor.type
         for stored, tensor in header.tensors.items()
@@ -46,20 +44,20 @@ def linear_tensor_types(header: GGUFHeader, config: ModelConfig) -> Mapping[str,
 
 
 def _split_fused_names(names: list[str]) -> list[str]:
-    """Qwen3-Next's files have two linears in one."""
+    """Qwen3-Next fuses two linears."""
     parts = [[name.replace("in_proj_ba", f"in_proj_{each}") for each in "ba"] for name in names if "in_proj_ba" in name]
     return parts[0] if parts else names
 
 
 def _checkpoint_names(stored: str, tensor: GGUFTensor, config: ModelConfig) -> tuple[list[str], bool]:
-    """What a checkpoint calls the tensor, or each expert's part of it; and whether it has such parts."""
+    """Names of the tensor or, with True, of each expert's part."""
     count = config.raw.get("num_local_experts") or 0
     names = checkpoint_names(stored, gguf_format(config), count)
     if not isinstance(names, list):
         return [] if names is None else [names], False
     if tensor.shape[:1] != (count,):
         raise ModelError(f"model: {stored} has the shape {list(tensor.shape)}, which is not of {count} experts")
-    # Each such tensor, of however few bytes, has many names.
+    # A tiny tensor may have many names.
     if _is_draft_layer(stored, config):
         return [], False
     if int(stored.split(".")[1]) >= config.num_layers or not stored.endswith((".weight", ".bias")):
@@ -68,7 +66,6 @@ def _checkpoint_names(stored: str, tensor: GGUFTensor, config: ModelConfig) -> t
 
 
 def gguf_stream(header: GGUFHeader, config: ModelConfig) -> TensorStream:
-    """All tensors of a model's files."""
     permutes = gguf_format(config).permutes_queries_and_keys
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if permutes else {}
     halves, deltas = dict[str, Tensor](), GGUFDeltaNetConverter(config)
@@ -92,15 +89,14 @@ def gguf_stream(header: GGUFHeader, config: ModelConfig) -> TensorStream:
         elif names[0].endswith("conv.conv.weight"):
             yield names[0], rows.unsqueeze(1)
         elif names[0].endswith("norm.weight"):
-            yield names[0], rows.float() - norm_offset  # files have what multiplies, not its offset from 1
+            yield names[0], rows.float() - norm_offset  # files store the multiplier, not its offset
         else:
             count = heads.get(names[0].split(".")[-2])
             yield names[0], rows if count is None else undo_rope_permutation(names[0], rows, count)
 
 
 def _convert_mamba_tensor(name: str, rows: Tensor) -> Tensor:
-    """A tensor of a state space, or of a selective scan, as a checkpoint has it: rates' logarithms; numbers of heads,
-    and norms of groups of these, on one axis. Raises ModelError."""
+    """Raises ModelError."""
     match name.partition(".mamba.")[2]:
         case "conv1d.weight":
             return rows.unsqueeze(1)
@@ -113,7 +109,7 @@ def _convert_mamba_tensor(name: str, rows: Tensor) -> Tensor:
 
 
 def _join_kv_b(name: str, stored: GGUFTensor, rows: Tensor, halves: dict[str, Tensor]) -> TensorStream:
-    """kv_b_proj of its two halves, once both are there: what came first waits in `halves`."""
+    """Yield kv_b_proj; the first half waits in `halves`."""
     if rows.ndim != 3:
         raise ModelError(f"model: {name} has the shape {list(stored.shape)}, which is not of heads")
     if stored.type.name in SUPPORTED_QUANT_TYPES:
@@ -131,14 +127,14 @@ def _join_kv_b(name: str, stored: GGUFTensor, rows: Tensor, halves: dict[str, Te
 
 
 def undo_rope_permutation(name: str, rows: Tensor, heads: int) -> Tensor:
-    """The rows of queries or keys as rotations of halves need them: files have the two halves of each head in turns."""
+    """Files interleave the halves of each head."""
     if not rows.ndim or rows.shape[0] % (2 * heads):
         raise ModelError(f"model: {name} has the shape {list(rows.shape)}, whose rows are not {heads} heads")
     return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def _read_tensor(name: str, stored: GGUFTensor) -> Tensor:
-    """A tensor of the file's numbers; a quantized one as its bytes, [rows, bytes] uint8."""
+    """A quantized tensor is [rows, bytes] uint8."""
     file = open_if_present(stored.file)
     content = bytearray(stored.nbytes)
     read = 0
@@ -153,7 +149,7 @@ def _read_tensor(name: str, stored: GGUFTensor) -> Tensor:
 
 
 def _read_available_into(descriptor: int, content: bytearray, offset: int) -> int:
-    """Read into all of `content`, as far as the file goes. Returns the bytes read; one call reads 2 GiB at most."""
+    """Return the bytes up to the end of file. One call reads at most 2 GiB."""
     view, read = memoryview(content), 0
     while read < len(content):
         if (num_read := os.preadv(descriptor, [view[read:]], offset + read)) == 0:

@@ -1,5 +1,3 @@
-"""What a loaded model's steps need beside its weights: pages, slots, and what captures steps as graphs."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -19,12 +17,10 @@ from quire.kernels.probes.backend_probe import GraphCapture
 @dataclass(frozen=True, slots=True)
 class RunnerResources:
     capture: GraphCapture | None
-    """None: decodes do not become graphs."""
+    """None: no graphs."""
     kv_tensors: list[Tensor]
-    """As allocate_kv_blocks makes them."""
     input_batch: InputBatch
     eager_prefill_reason: str | None = None
-    """Why steps with prompts do not become graphs, where decodes do."""
 
 
 def allocate_runner_resources(
@@ -35,17 +31,16 @@ def allocate_runner_resources(
     max_model_len: int,
     shares: StateSlotCounts,
 ) -> RunnerResources:
-    """Room for so many pages of single groups of layers, and for these slots. Raises ConfigError where memory is
-    short."""
+    """`num_blocks`: of one KV cache group. Raises ConfigError if memory is short."""
     device = chosen.device
     backend = chosen.backend
     groups = len(loaded.kv_groups.windows)
-    # What a class of transformers does in a step, no graph can be relied on to hold.
+    # A graph may not hold a transformers class.
     graphs = "generate" in loaded.tasks and not loaded.model.transformers_class
     capture = make_graph_capture(config, backend, device, chosen.spec) if graphs else None
     size, shard = backend.block_size, loaded.model.shard
     context_shard = shard.context_shard(size)
-    # A page more is nobody's: of the rows that fill up a graph, and of tokens that other ranks keep.
+    # One more block for graph padding and for other ranks' tokens.
     needs_null_block = context_shard.world_size > 1 and not backend.skips_negative_slots
     kv_tensors = allocate_kv_blocks_checked(loaded.model, num_blocks + (needs_null_block or capture is not None))
     max_drafts = max_draft_tokens_per_step(config)

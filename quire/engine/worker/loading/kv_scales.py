@@ -1,5 +1,4 @@
-"""The calibrated scales of a checkpoint's keys and values, as compressed-tensors and FP8 checkpoints store them: one
-tensor for a layer's keys and one for its values, by which 8-bit floats are multiplied."""
+"""Calibrated KV scales, as in compressed-tensors and FP8 checkpoints."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ _MAX_SCALES = 2**16
 
 
 def read_kv_scales(path: Path) -> dict[str, KVScales]:
-    """By the layer's name; {} where a model directory has none. Where every head has a scale of its own, the largest
-    is the layer's. Raises ModelError, naming the tensor, for what is no scale."""
+    """By layer name. The largest per-head scale is the layer's. Raises ModelError that names an invalid tensor."""
     scales_by_layer: dict[int, dict[str, float]] = {}
     for shard in find_weight_files(path) if path.is_dir() else ():
         for stored, tensor in iter_file_tensors(shard, lambda stored: _match_scale_name(stored) is not None):
@@ -52,7 +50,6 @@ def _check_scale(name: str, scale: float) -> float:
 
 
 def read_fp8_kv_scales(config: EngineConfig, path: Path | None, kv_dtype: torch.dtype) -> Mapping[str, KVScales]:
-    """By layer the scales of pages that hold 8-bit floats, where the checkpoint at `path` has some."""
     if path is None or kv_dtype != torch.float8_e4m3fn or config.load_format != "auto":
         return {}
     return read_kv_scales(path)

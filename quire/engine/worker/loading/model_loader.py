@@ -1,5 +1,3 @@
-"""Makes a model and reads its weights."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -36,7 +34,7 @@ def load_model(
     tensors: NamedTensors | None = None,
     part: ModelPart = WHOLE_MODEL,
 ) -> LoadedModel:
-    """The `part` of the model at `path`, its weights from `tensors` if there are any. Raises ConfigError."""
+    """`tensors` replace the files' weights. Raises ConfigError."""
     stored = resolve_weights(config)
     device = chosen.device
     dtype = chosen.dtype
@@ -44,7 +42,7 @@ def load_model(
     files = stored if tensors is None else None
     layers = split_layers_into_stages(chosen.spec.num_layers, config.pipeline_parallel_size)[part.stage]
     on_disk = disk_tensor_name_pattern(config, chosen.spec)
-    if part.shard.rank == 0 and layers.stop == chosen.spec.num_layers:  # once, in the engine
+    if part.shard.rank == 0 and layers.stop == chosen.spec.num_layers:  # on one rank only
         check_weights_fit(config, device, dtype, files, chosen.spec.num_layers, on_disk)
     pooling, tasks = read_pooling_and_tasks(path, model_config, config)
     length = max_fitting_context_length(config, model_config, chosen)

@@ -1,5 +1,3 @@
-"""What makes vectors of a decoder's hidden states."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
@@ -23,7 +21,7 @@ from quire.kernels.backend import Backend
 
 
 def make_pooler(config: EngineConfig, path: Path, loaded: LoadedModel) -> Pooler | None:
-    """What makes vectors; None where requests may not ask for any."""
+    """None for a generative model."""
     if loaded.tasks == ("generate",):
         return None
     model, pooling = loaded.model, loaded.pooling
@@ -34,8 +32,7 @@ def make_pooler(config: EngineConfig, path: Path, loaded: LoadedModel) -> Pooler
 def choose_pooler_head(
     model: Decoder, pooling: PoolingConfig, head: PoolerHead, tokenizer: Callable[[], Tokenizer]
 ) -> PoolerHeadFunction:
-    """`head`, or the difference of two tokens' logits where the pooling is that. Raises ConfigError for what is not a
-    token."""
+    """The difference of two tokens' logits, if configured. Raises ConfigError for an unknown token."""
     if pooling.classifier_tokens is None:
         return head
     to_id = tokenizer().backend.token_to_id
@@ -73,5 +70,5 @@ def make_decoder_pooler_head(pooling: PoolingConfig, backend: Backend, hidden_si
 
 
 def _score_head_layer_specs(hidden: int, labels: int) -> list[HeadLayerSpec]:
-    """The head of a decoder's ForSequenceClassification."""
+    """As in ForSequenceClassification."""
     return [HeadLayerSpec("score", hidden, labels, bias=False)]

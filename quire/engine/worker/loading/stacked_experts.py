@@ -1,5 +1,4 @@
-"""Experts of families whose checkpoints hold all of a layer in one tensor, gpt-oss and Granite, each as tensors of its
-own, named as in other families. MXFP4 becomes what compressed-tensors calls mxfp4-pack-quantized."""
+"""Splits stacked experts, as in gpt-oss and Granite. MXFP4 becomes compressed-tensors' mxfp4-pack-quantized."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ _NUM_AXES = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
 
 
 def split_stacked_experts(stream: TensorStream, stacked: StackedExperts, hidden_size: int) -> TensorStream:
-    """The tensors of the stream, those of stacked experts as views of them."""
+    """Yields views."""
     for name, tensor in stream:
         if (granite := _GRANITE_NAME.match(name)) is not None and tensor.ndim == 3:
             yield from _split_gate_up_halves(granite[1], tensor, down=bool(granite[2] or granite[3]))
@@ -48,7 +47,6 @@ def split_stacked_experts(stream: TensorStream, stacked: StackedExperts, hidden_
 
 
 def _split_gate_up_halves(prefix: str, tensor: Tensor, *, down: bool) -> TensorStream:
-    """Gate and up are the halves of the outputs."""
     for expert, rows in enumerate(tensor):
         parts = [("down", rows)] if down else zip(("gate", "up"), rows.chunk(2), strict=True)
         for linear, part in parts:
@@ -56,14 +54,14 @@ def _split_gate_up_halves(prefix: str, tensor: Tensor, *, down: bool) -> TensorS
 
 
 def _to_output_rows(tensor: Tensor, kind: str) -> Tensor:
-    """One row for each output. Blocks are [outputs, groups, 16 bytes]; numbers are transposed."""
+    """Blocks are [outputs, groups, 16 bytes]; dense weights are transposed."""
     if kind == "_blocks":
         return tensor.flatten(1)
     return tensor.t() if kind == "" else tensor
 
 
 def _split_interleaved_gate_up(name: str, rows: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The outputs of gate and up are in turns."""
+    """Gate and up rows alternate."""
     if name == "down":
         yield name, rows
     else:
@@ -72,8 +70,7 @@ def _split_interleaved_gate_up(name: str, rows: Tensor) -> Iterator[tuple[str, T
 
 
 def map_checkpoint_tensors(model_config: ModelConfig, stream: TensorStream, *, gguf: bool = False) -> TensorStream:
-    """The tensors of a checkpoint of this family, or of a GGUF file, each that of one linear; what transformers' class
-    computes puts them in order itself."""
+    """The transformers backend maps its own."""
     if find_encoder_family(model_config.model_type) is not None or model_config.transformers_config is not None:
         return stream
     stacked = find_weight_names(model_config.model_type).stacked_experts

@@ -1,6 +1,3 @@
-"""Models by transformers' classes, in the worker: what does not go with them, and whether the batch changes their bits,
-which is tried with their own weights."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -22,14 +19,14 @@ if TYPE_CHECKING:
     from quire.engine.models.transformers_backend.decoder import TransformersDecoder
 
 _TRIAL_LENGTHS = (5, 21, 40, 13)
-"""Tokens of sequences that are computed alone, and in pieces beside each other."""
+"""In tokens."""
 _MAX_DEVIATION = {torch.float32: 0.05}
-"""By type: differences beyond this part of the logits' deviation are no rounding. Else:"""
+"""In standard deviations of logits; more is no rounding."""
 _DEFAULT_MAX_DEVIATION = 0.5
 
 
 def import_transformers_decoder() -> type[TransformersDecoder]:
-    """What computes such a model. Importing transformers takes seconds, so it is done for these alone."""
+    """Importing transformers takes seconds."""
     decoder_type: type[TransformersDecoder] = import_module(
         "quire.engine.models.transformers_backend.decoder"
     ).TransformersDecoder
@@ -37,12 +34,11 @@ def import_transformers_decoder() -> type[TransformersDecoder]:
 
 
 def decoder_class(model: ModelConfig, default: type[Decoder] = Decoder) -> type[Decoder]:
-    """What computes a model; `default`: where transformers' class does not."""
     return default if model.transformers_config is None else import_transformers_decoder()
 
 
 def check_transformers_settings(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise ConfigError for what a model that transformers' class computes is not served with."""
+    """Raise ConfigError for unsupported settings."""
     if model.transformers_config is None:
         return
     speculative = config.speculative_config
@@ -58,23 +54,21 @@ def check_transformers_settings(config: EngineConfig, model: ModelConfig) -> Non
 
 
 def transformers_description_suffix(model: Decoder) -> str:
-    """What is to be added to what computes a model, where a class does: other tokens may come of it; else ""."""
+    """The class may produce other tokens."""
     return f"; {model.transformers_class} of transformers {version('transformers')}" if model.transformers_class else ""
 
 
 def transformers_batch_invariance_and_notes(
     config: EngineConfig, model: Decoder, backend: Backend, batch_invariant: bool
 ) -> tuple[bool, list[str]]:
-    """Whether no token of a loaded model depends on what else runs, where its backend's do not (`batch_invariant`); and
-    what is to be known of one that transformers' class computes. Raises ConfigError where --deterministic cannot be
-    kept."""
+    """Raises ConfigError if --deterministic cannot be kept."""
     if not model.transformers_class:
         return batch_invariant, []
     costs = "slower than by a file of Quire's; without stages, heads that draft, vectors and CUDA graphs"
     notes = [f"transformers' {model.transformers_class} computes it, on Quire's pages: {costs}"]
     assert isinstance(model, import_transformers_decoder())
-    model.reduces_results = False  # of ranks this one tries its part alone: sums depend on no other rows
-    is_invariant = is_batch_invariant(model, backend)  # tried in any case: it finds what does not take positions
+    model.reduces_results = False  # a rank tries its part alone: sums do not mix rows
+    is_invariant = is_batch_invariant(model, backend)  # always tried: finds classes that ignore positions
     model.reduces_results = True
     wrong = None if is_invariant else "tried, it gives a request other bits beside others than alone"
     if foreign := model.unreplaced_matmuls:
@@ -90,8 +84,9 @@ def transformers_batch_invariance_and_notes(
 
 @torch.inference_mode()
 def is_batch_invariant(model: Decoder, backend: Backend) -> bool:
-    """Whether a sequence has the same logits, bit for bit, alone and in pieces beside others, tried once. Raises
-    ModelError where they are others altogether: then the class does not take positions as they are given."""
+    """Compare logits bit for bit, alone and in batched chunks. Raises ModelError if they are entirely different: the
+    class ignores positions.
+    """
     trial = _BatchTrial(model, backend, [min(each, model.max_model_len) for each in _TRIAL_LENGTHS])
     alone = torch.cat([trial.compute_logits([(row, 0, length)])[row] for row, length in enumerate(trial.lengths)])
     logits_by_row = dict[int, list[Tensor]]()
@@ -112,8 +107,6 @@ def is_batch_invariant(model: Decoder, backend: Backend) -> bool:
 
 
 class _BatchTrial:
-    """Some sequences on pages of their own."""
-
     def __init__(self, model: Decoder, backend: Backend, lengths: Sequence[int]) -> None:
         self._model = model
         self._block_size = backend.block_size
@@ -133,8 +126,7 @@ class _BatchTrial:
         ]
 
     def make_chunked_steps(self) -> list[list[tuple[int, int, int]]]:
-        """Steps that compute all sequences: the n-th begins with the n-th step, in thirds; then all get their last
-        token at once."""
+        """Sequence n starts at step n, in thirds; all last tokens come at once."""
         steps: list[list[tuple[int, int, int]]] = [[] for _ in range(len(self.lengths) + 2)]
         for row, length in enumerate(self.lengths):
             cuts = [third * (length - 1) // 3 for third in range(4)]
@@ -144,7 +136,7 @@ class _BatchTrial:
         return [*(step for step in steps if step), last]
 
     def compute_logits(self, rows: Sequence[tuple[int, int, int]]) -> dict[int, Tensor]:
-        """By sequence, of a step's rows, each (sequence, start, count)."""
+        """`rows`: (sequence, start, count)."""
         ids = torch.cat([self._token_ids[row][start : start + count] for row, start, count in rows])
         hidden = self._model.forward(
             ids, self._attention_metadata(rows), self._kv_cache, torch.arange(len(ids), device=ids.device)

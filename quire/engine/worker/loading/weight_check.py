@@ -1,4 +1,4 @@
-"""Checks weights by what their files' headers say, before those that are served are let go for them."""
+"""Checks replacement weights by headers, before the served ones are released."""
 
 from __future__ import annotations
 
@@ -35,28 +35,21 @@ _DTYPES = {
     **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
 }
-"""By their names in safetensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedWeights:
-    """What the weights of a model must hold."""
-
     parameter_table: ParameterTable
     extra_folders: tuple[str, ...] = ()
-    """Those in the model's that hold more of them."""
     optional_prefixes: tuple[str, ...] = ()
-    """What names begin like that it may hold too."""
 
     def merge_stages(self, stage_tables: Iterable[Mapping[str, tuple[tuple[int, ...], str]]]) -> ExpectedWeights:
-        """Of this stage and of the others; by name, the shapes and types of theirs."""
         each = {name: kind for other in stage_tables for name, kind in other.items()}
         types = {name: getattr(torch, kind.removeprefix("torch.")) for name, (_, kind) in each.items()}
         table = {name: LoadableParameter(shape, types[name], _discard_tensor) for name, (shape, _) in each.items()}
         return ExpectedWeights(self.parameter_table | table, self.extra_folders)
 
     def detach_from_model(self) -> ExpectedWeights:
-        """Without the model that the table fills."""
         table = {
             name: LoadableParameter(each.shape, each.dtype, _discard_tensor)
             for name, each in self.parameter_table.items()
@@ -65,8 +58,7 @@ class ExpectedWeights:
 
 
 def check_weights(expected: ExpectedWeights, served: ModelConfig, path: Path, served_path: Path) -> None:
-    """Raise ModelError where the weights at `path` are not of the served model's shape; `served_path`: some that
-    are."""
+    """Raise ModelError unless the weights at `path` fit the served model."""
     check_same_model(served, path, served_path)
     if path.is_file():
         new_shapes, served_shapes = (
@@ -89,8 +81,7 @@ def check_weights(expected: ExpectedWeights, served: ModelConfig, path: Path, se
 
 
 def check_same_model(served: ModelConfig, path: Path, served_path: Path) -> None:
-    """Raise ModelError where the weights at `path` are of another model than the served one, as far as its config says;
-    `served_path`: weights that are the served one's."""
+    """Raise ModelError if configs or file formats differ."""
     if path.is_dir() != served_path.is_dir():
         kinds = "safetensors", "GGUF"
         raise ModelError(
@@ -105,7 +96,7 @@ def check_same_model(served: ModelConfig, path: Path, served_path: Path) -> None
 
 
 def _check_same_config(new_config: ModelConfig, served: ModelConfig, *, quantized: bool) -> None:
-    """`quantized`: they must agree on how weights are stored in few bits, which a GGUF file says of each tensor."""
+    """`quantized`: compare quantization_config too. GGUF files have types per tensor."""
     if new_config.model_type != served.model_type:
         raise ModelError(
             f"weights: config.json: model_type is {new_config.model_type!r}, the model's {served.model_type!r}"
@@ -119,7 +110,7 @@ def _check_same_config(new_config: ModelConfig, served: ModelConfig, *, quantize
 
 
 def _first_difference(name: str, new: Any, served: Any) -> tuple[str, Any, Any] | None:
-    """The first field in which two specs differ, within them at whatever depth: its name and both values."""
+    """Name and both values, recursively."""
     if new == served:
         return None
     pairs: list[tuple[str, Any, Any]] = []
@@ -133,7 +124,6 @@ def _first_difference(name: str, new: Any, served: Any) -> tuple[str, Any, Any] 
 
 
 def _read_meta_tensors(path: Path) -> TensorStream:
-    """The tensors of a folder's safetensors files without their numbers."""
     require_shards(find_weight_files(path))
     for name, header in read_tensor_headers(path).items():
         if header.dtype not in _DTYPES:

@@ -1,5 +1,3 @@
-"""Whether two machines have the same weights, told without reading all of them."""
-
 from __future__ import annotations
 
 import hashlib
@@ -14,8 +12,7 @@ _NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096
 
 
 def compute_weight_digest(config: EngineConfig) -> str:
-    """A digest of the weights that this machine would load: of each file its size, and 16 pieces of 4 KiB from all over
-    it. What trains or rounds all weights changes it; what changes a few tensors may not. Raises ModelError."""
+    """Hash of each file's size and 16 pieces of 4 KiB. It may miss changes to a few tensors. Raises ModelError."""
     if config.load_format == "dummy":
         return ""
     path = resolve_weights(config)

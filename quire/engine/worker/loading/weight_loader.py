@@ -1,5 +1,4 @@
-"""Reads weights from a model's files, one tensor at a time, into a model's parameter table, or makes them up
-(--load-format dummy). Nothing is read twice, and no more than one tensor beyond the model is held."""
+"""Streams tensors into a parameter table. Reads nothing twice, and holds one tensor beyond the model."""
 
 from __future__ import annotations
 
@@ -18,27 +17,26 @@ from quire.engine.layers.parameters import ParameterTable
 
 TensorStream = Iterator[tuple[str, Tensor]]
 NamedTensors = Iterable[tuple[str, Tensor]]
-"""Weights under their names in the checkpoint."""
+"""By checkpoint name."""
 _HEAD_NAME, _EMBEDDING_NAME = "lm_head.weight", "model.embed_tokens.weight"
 _REMAP_BYTES = 32 << 20
 _MAX_NAME_CHARACTERS = 100
 _MAX_NAMES = 8
-"""An error lists this many tensor names and counts the rest."""
+"""In an error; the rest are counted."""
 
 
 def load_weights(
     table: ParameterTable, stream: NamedTensors, *, device: torch.device, require_finite: bool = False
 ) -> int:
-    """Put every tensor of the stream where the table says. Returns the bytes of the model.
-
-    Raises ModelError naming the tensors that are missing, left over, or of another shape or type; with
-    `require_finite`, also one that has a number that is infinite or NaN."""
+    """Return bytes. Raises ModelError for missing, unexpected or misshapen tensors, and with `require_finite` for
+    infinity or NaN.
+    """
     missing = dict(table)
     left_over = []
     size = 0
     for name, tensor in _merge_tied_head(stream, table):
         if name not in missing:
-            if not name.endswith("rotary_emb.inv_freq"):  # a buffer that old exporters saved
+            if not name.endswith("rotary_emb.inv_freq"):  # saved by old exporters
                 left_over.append(name)
             continue
         parameter = missing.pop(name)
@@ -49,7 +47,7 @@ def load_weights(
         ):
             raise ModelError(f"model: {name} is stored as {tensor.dtype}, not as {parameter.dtype}")
         tensor = parameter.slice_tensor(tensor)
-        # A copy: a tensor that stayed a view of the mapped file would keep the whole of it in memory.
+        # Copy: a view would keep the whole mapped file in memory.
         tensor = tensor.to(device=device, dtype=parameter.dtype, copy=True)
         if require_finite and not _is_finite(tensor):
             raise ModelError(f"model: {name} holds numbers that are infinite or NaN")
@@ -64,9 +62,9 @@ def load_weights(
 
 
 def _merge_tied_head(stream: NamedTensors, table: ParameterTable) -> TensorStream:
-    """The tensors of a model whose table has one for embedding and head: a head is the embedding where the stream has
-    no other, and else a copy of it, which is left out (correct_tie_word_embeddings says where it is not). Raises
-    ModelError for a head that differs, as the weights may that take the place of others."""
+    """A head replaces a missing embedding; otherwise the copy is dropped (see correct_tie_word_embeddings). Raises
+    ModelError if they differ, as replacement weights may.
+    """
     if _HEAD_NAME in table or _EMBEDDING_NAME not in table:
         yield from stream
         return
@@ -90,8 +88,7 @@ def _check_head_equals_embedding(one: Tensor, other: Tensor) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """By the least and the greatest, which are NaN where one number is: that takes a tenth of isfinite's time. Integers
-    and the codes of 8-bit floats count as finite; their scales are tensors too."""
+    """By minimum and maximum, in a tenth of isfinite's time. 8-bit floats count as finite; their scales are checked."""
     return (
         not _is_castable_float(tensor.dtype)
         or not tensor.numel()
@@ -100,20 +97,19 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _is_castable_float(dtype: torch.dtype) -> bool:
-    """Whether numbers of this type mean the same in another: 8-bit floats have a scale."""
+    """8-bit floats need a scale."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def checkpoint_stream(path: Path, name_of: Callable[[str], str | None] = text_tensor_name) -> TensorStream:
-    """The tensors of a model directory that have a name by `name_of`, by default all but those for images and of heads,
-    from the files that find_weight_files finds."""
+    """Skips tensors without a name by `name_of`: by default those of images and heads."""
     for shard in require_shards(find_weight_files(path)):
         for stored, tensor in iter_file_tensors(shard, lambda stored: name_of(stored) is not None):
             yield name_of(stored) or stored, tensor
 
 
 def image_weight_stream(path: Path, unused: tuple[str, ...]) -> TensorStream:
-    """The tensors of a model directory that are for images, without those whose names begin like one of `unused`."""
+    """`unused`: prefixes."""
 
     def image_name(stored: str) -> str | None:
         name = vision_tensor_name(stored)
@@ -123,7 +119,7 @@ def image_weight_stream(path: Path, unused: tuple[str, ...]) -> TensorStream:
 
 
 def require_shards(shards: Sequence[Path]) -> Sequence[Path]:
-    """The shards of one folder. Raises ModelError where some are not there."""
+    """Raise ModelError for missing ones."""
     if missing := [shard.name for shard in shards if not shard.is_file()]:
         raise ModelError(f"model: {shards[0].parent.name} lacks {_format_names(missing)}")
     return shards
@@ -132,9 +128,7 @@ def require_shards(shards: Sequence[Path]) -> Sequence[Path]:
 def rename_tensors_to_table_names(
     stream: NamedTensors, table: ParameterTable, unused: tuple[str, ...] = ()
 ) -> TensorStream:
-    """The tensors under the names of the table where they differ from it by a prefix only, as a model's do that was
-    saved alone or as part of another. Those of other names that begin like one of `unused` are left out.
-    """
+    """Add or remove a prefix: models may be saved alone or within another. `unused`: prefixes to skip."""
     for name, tensor in stream:
         names = name, f"model.{name}", name.partition(".")[2]
         known = next((each for each in names if each in table), name)
@@ -143,7 +137,6 @@ def rename_tensors_to_table_names(
 
 
 def prefixed_folders_stream(path: Path, folders: Sequence[str]) -> TensorStream:
-    """The tensors of these folders in a model's, with the folder's name before their own."""
     for folder in folders:
         yield from prefix_names(folder, checkpoint_stream(path / folder))
 
@@ -154,10 +147,8 @@ def prefix_names(folder: str, stream: TensorStream) -> TensorStream:
 
 
 def iter_file_tensors(shard: Path, is_wanted: Callable[[str], bool] = lambda _: True) -> TensorStream:
-    """The tensors of a file whose stored names are wanted, by these. Raises ModelError.
-
-    Maps a safetensors file anew after every _MAPPED_BYTES read, because what was read of a mapped file counts as memory
-    in use until it is unmapped.
+    """Raises ModelError. Remaps a safetensors file every _REMAP_BYTES, because mapped pages that were read count as
+    used memory.
     """
     if is_pickled(shard):
         tensors = read_pickled_tensors(shard)
@@ -178,13 +169,12 @@ def iter_file_tensors(shard: Path, is_wanted: Callable[[str], bool] = lambda _: 
 
 
 def read_pickled_tensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file of PyTorch's own format, of which nothing else is read; mapped, where it is no older than
-    PyTorch 1.6. Raises ModelError."""
+    """Mapped if saved by PyTorch 1.6 or later. Raises ModelError."""
     with open_required(file) as opened:
         can_map = zipfile.is_zipfile(opened)
     try:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=can_map)
-    except Exception as error:  # a broken file raises nearly anything
+    except Exception as error:  # a broken file may raise anything
         raise ModelError(f"model: {file.name} cannot be read: {str(error).partition('.')[0][:200]}") from error
     if not isinstance(content, dict) or not all(isinstance(each, Tensor) for each in content.values()):
         raise ModelError(f"model: {file.name} does not hold tensors by name")
@@ -192,8 +182,7 @@ def read_pickled_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def dummy_stream(table: ParameterTable, seed: int, device: torch.device) -> TensorStream:
-    """Random weights of the right shapes, made on the device: matrices of variance 1 / fan-in, vectors and
-    single numbers near one."""
+    """Matrices have variance 1 / fan-in, vectors are near 1."""
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in table.items():
         noise = torch.empty(parameter.shape, dtype=parameter.dtype, device=device).normal_(generator=generator)

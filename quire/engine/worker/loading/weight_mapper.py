@@ -1,5 +1,4 @@
-"""The tensors of a checkpoint under the names, and with the rows, that parts of layers have: what a family has several
-linears in is taken apart, and the rows of queries and keys are put in the order that rotations of halves need."""
+"""Splits fused linears, and reorders query and key rows for half-rotated RoPE."""
 
 from __future__ import annotations
 
@@ -21,22 +20,20 @@ from quire.engine.models import decoder_spec
 from quire.engine.worker.loading.weight_loader import TensorStream
 
 _COLUMN_TENSORS = ("qweight", "qzeros", "scales")
-"""Of GPTQ and AWQ, whose outputs are columns."""
+"""Outputs are columns in GPTQ and AWQ."""
 _ROTATED_PROJECTIONS = {f"self_attn.{name}_proj" for name in "qk"}
 _HEAD_NORMS = {f"self_attn.{name}_norm" for name in "qk"}
 
 
 @dataclass(frozen=True, slots=True)
 class _OutputSlice:
-    """Some of a stored module's outputs: a linear."""
-
     index: Tensor
-    """Which ones, in its order."""
+    """In the linear's order."""
     num_outputs: int
-    """How many there are."""
+    """The stored module's."""
 
     def slice_tensor(self, tensor: Tensor, axis: int, name: str) -> Tensor:
-        """The part of a tensor whose places along the axis have as many outputs each. Raises ModelError."""
+        """An element may stand for several outputs. Raises ModelError if it would be split."""
         if tensor.ndim <= axis or not tensor.shape[axis] or self.num_outputs % tensor.shape[axis]:
             raise _unsplittable_error(name)
         unit = self.num_outputs // tensor.shape[axis]
@@ -50,8 +47,6 @@ class _OutputSlice:
 
 
 class WeightMapper:
-    """How one model's checkpoint is arranged."""
-
     def __init__(self, config: ModelConfig, *, gguf: bool = False) -> None:
         self._config, self._weight_names = config, find_weight_names(config.model_type, gguf=gguf)
         self._head_order = rope_head_permutation(
@@ -62,13 +57,12 @@ class WeightMapper:
             self._weight_names == WeightNames() and self._head_order is None and not self._has_draft_layers
         )
         self._slices_by_module: dict[str, list[_OutputSlice | None]] = {}
-        """By the stored name of a layer's module, of each linear that it is; None: all of it."""
+        """One per linear; None: all outputs."""
 
     def map_stream(self, stream: TensorStream) -> TensorStream:
         return stream if self._is_identity else (each for item in stream for each in self._map_tensor(*item))
 
     def map_headers(self, headers: Mapping[str, TensorHeader]) -> Mapping[str, TensorHeader]:
-        """What the headers of a checkpoint's files would say of these tensors."""
         if self._is_identity:
             return headers
         return {
@@ -78,15 +72,13 @@ class WeightMapper:
         }
 
     def map_module_name(self, name: str) -> tuple[str, ...]:
-        """What a checkpoint's module is here."""
         return self._weight_names.modules_from_checkpoint(name)
 
     def checkpoint_module_name(self, linear: str) -> str:
-        """What the checkpoint calls a linear of a layer, or what it is part of."""
         return self._weight_names.module_in_checkpoint(linear)
 
     def split_outputs(self, module: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """A tensor whose first axis is a stored module's outputs, by the linears that the module is."""
+        """The first axis of `tensor` is a stored module's outputs."""
         for own, piece in zip(self.map_module_name(module), self._output_slices(module), strict=True):
             yield own, tensor if piece is None else piece.slice_tensor(tensor, 0, module)
 
@@ -97,7 +89,7 @@ class WeightMapper:
             skipped = self._weight_names.position_offset if modules == ("model.embed_positions",) else 0
             yield f"{modules[0]}.{kind}", tensor[skipped:] if skipped else tensor
         elif int(layer_match[1]) >= self._config.num_layers and self._has_draft_layers:
-            return  # those that draft tokens
+            return  # MTP layers
         elif f"{layer_match[2]}.{kind}" not in self._weight_names.unused_tensors:
             if kind == "weight" and layer_match[2] in self._weight_names.transposed_modules:
                 tensor = tensor.t()
@@ -108,7 +100,7 @@ class WeightMapper:
         self, module_name: str, kind: str, output_slice: _OutputSlice | None, tensor: Tensor
     ) -> Tensor:
         size = self._config.head_dim
-        if module_name.endswith(tuple(_HEAD_NORMS)) and tensor.numel() % size == 0:  # of one head, or of each
+        if module_name.endswith(tuple(_HEAD_NORMS)) and tensor.numel() % size == 0:  # one head's or every head's
             heads = tensor.reshape(-1, size)
             return heads.flatten() if self._head_order is None else heads[:, self._head_order].flatten()
         if output_slice is None or kind == "g_idx" or tensor.numel() == 1:
@@ -149,10 +141,10 @@ class WeightMapper:
         ]
 
     def _consecutive_slices(self, module_names: tuple[str, ...]) -> list[_OutputSlice | None]:
-        """Linears one behind the other or, of a delta net that is fused so, the key heads' parts of all of them."""
+        """A fused delta net interleaves linears by key head."""
         spec = decoder_spec(self._config)
         if (sizes := _find_linear_sizes(spec, module_names)) is None:
-            return [None] * len(module_names)  # whoever loads it says that no layer has it
+            return [None] * len(module_names)  # loading reports that no layer has it
         is_fused_by_head = self._weight_names.is_fused_by_kv_head and module_names[0].startswith("linear_attn.")
         groups = spec.sublayers_of_kind(DeltaNetSpec)[0].num_key_heads if is_fused_by_head else 1
         every = torch.arange(sum(sizes)).view(groups, -1)
@@ -160,12 +152,11 @@ class WeightMapper:
         return [_OutputSlice(part.flatten(), every.numel()) for part in parts]
 
     def _permute_within_heads(self, rows: Tensor) -> Tensor:
-        """Those of queries or keys in their heads' order."""
         return rows if self._head_order is None else rows.view(-1, self._config.head_dim)[:, self._head_order].flatten()
 
 
 def _find_linear_sizes(spec: DecoderSpec, names: Sequence[str]) -> list[int] | None:
-    """How many outputs these linears have in the first layer that has them; None: none has."""
+    """None if no layer has them."""
     for index, layer in enumerate(spec.layers):
         shapes = ParameterShapes()
         for sublayer in layer:
@@ -178,8 +169,7 @@ def _find_linear_sizes(spec: DecoderSpec, names: Sequence[str]) -> list[int] | N
 
 
 def make_stored_module_name_lookup(headers: Iterable[str]) -> Callable[[str], str]:
-    """Gives a module's whole name in a checkpoint's files by what WeightMapper.checkpoint_module_name calls it.
-    headers: the names of all tensors."""
+    """Looks up names of WeightMapper.checkpoint_module_name."""
     file_names, root = dict[str, str](), "model."
     for module in (name.rpartition(".")[0] for name in headers):
         if (text := text_tensor_name(module)) is None:

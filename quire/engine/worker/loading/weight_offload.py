@@ -1,5 +1,4 @@
-"""Weights that lie elsewhere than where they are multiplied: a CPU's experts or layers on a disk (weights_on_disk), a
-GPU's layers in the host's memory (cpu_offload_gb)."""
+"""CPUs keep experts or layers on disk (weights_on_disk), GPUs keep layers in host memory (cpu_offload_gb)."""
 
 from __future__ import annotations
 
@@ -37,15 +36,13 @@ from quire.kernels.streaming.layer_streamer import LayerStreamer
 from quire.kernels.streaming.weight_offloader import WeightOffloader
 
 MEMORY_FILESYSTEMS = {"tmpfs", "ramfs"}
-"""File systems whose files are no files on a disk."""
 _MOUNT_INFO = Path("/proc/self/mountinfo")
 
 
 def make_offloader_and_scheme(
     config: EngineConfig, stored: Path, model_config: ModelConfig, chosen: DevicePlan, tensors: NamedTensors | None
 ) -> tuple[WeightOffloader, QuantizationScheme] | None:
-    """Of a model, or of a rank's part, as Decoder takes it. `stored`, `tensors`: as open_weights takes them. Raises
-    ConfigError."""
+    """Raises ConfigError."""
     check_offload(config, model_config, chosen)
     if config.cpu_offload_gb:
         choose_layers = partial(max_streamed_layers, offload_bytes=int(config.cpu_offload_gb * GIB))
@@ -58,7 +55,7 @@ def make_offloader_and_scheme(
 
 
 def _make_disk_offloader(config: EngineConfig, folder: Path, chosen: DevicePlan) -> WeightOffloader:
-    """A mixture's experts, or else layers."""
+    """For experts, if there are any, or layers."""
     processes, memory = config.local_world_size * config.data_parallel_size, config.weights_in_memory
     offload: WeightOffloader | None
     try:
@@ -85,7 +82,7 @@ def _make_disk_offloader(config: EngineConfig, folder: Path, chosen: DevicePlan)
 
 
 def _choose_resident_layers(config: EngineConfig, processes: int, sizes: Sequence[int]) -> list[int]:
-    """As Choice has it, in each of so many processes here."""
+    """Local processes share memory evenly."""
     memory_gib = config.weights_in_memory
     memory = available_host_bytes() * DEFAULT_LAYER_MEMORY_FRACTION if memory_gib is None else memory_gib * GIB
     return min_streamed_layers(sizes, int(memory) // processes)
@@ -93,8 +90,7 @@ def _choose_resident_layers(config: EngineConfig, processes: int, sizes: Sequenc
 
 @contextmanager
 def weight_loading_context(model: Decoder, config: EngineConfig) -> Iterator[None]:
-    """Where a model's tensors are put: behind it, they are all there. Raises ConfigError where the disk is full, and
-    where weights cannot be elsewhere as they were asked for."""
+    """Load inside; on exit weights are final. Raises ConfigError if the disk is full or offloading is impossible."""
     offload = model.offload
     if isinstance(offload, LayerStreamer):
         with _value_error_as_config_error(config):
@@ -108,7 +104,7 @@ def weight_loading_context(model: Decoder, config: EngineConfig) -> Iterator[Non
         raise _config_error(f"{config.weights_on_disk} has no room for the weights: {why}") from error
     if isinstance(offload, LayerStreamer):
         with _value_error_as_config_error(config):
-            offload.finish_loading()  # mixtures are made of the addresses that weights have then
+            offload.finish_loading()  # experts are packed from the final addresses
     model.process_weights_after_loading()
     if isinstance(offload, DiskExperts):
         with _value_error_as_config_error(config):
@@ -126,7 +122,7 @@ def _value_error_as_config_error(config: EngineConfig) -> Iterator[None]:
 
 
 def _layer_bytes(model: Decoder, config: EngineConfig, backend: Backend) -> list[int]:
-    """Of each of the process's layers, about: of ranks an even part."""
+    """Approximate."""
     table, sizes = model.parameters(), list[int]()
     for index in model.layers:
         layer_table = {name: each for name, each in table.items() if name.startswith(f"model.layers.{index}.")}
@@ -143,7 +139,7 @@ def _config_error(why: str, param: str = DISK_PARAM) -> ConfigError:
 
 
 def filesystem_type(folder: Path) -> str:
-    """The type of the file system that the folder is on, as Linux names it; "" where that is not known."""
+    """ "" if unknown."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:

@@ -1,2 +1,1 @@
-"""A model on several ranks: processes that compute every layer together (tensor parallelism). The first rank is the
-engine; the others do what it says, one forward pass after another, and know nothing of requests."""
+"""Ranks that compute one model. The first is the engine; the others follow its commands and know no requests."""

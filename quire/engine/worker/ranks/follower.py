@@ -1,8 +1,8 @@
-"""`python -m quire.engine.worker.ranks.follower ANSWERS_FD`: a rank but the first, from its start to its end.
+"""`python -m quire.engine.worker.ranks.follower ANSWERS_FD`: the process of a follower rank.
 
-It does what it reads from standard input, in turn, and ends when that does: the first rank holds the other end. With
-`--joined` the first rank is on another machine: standard input has a line with what this machine knows better
-(engine/worker_node.py), and orders come by the first rank's store.
+Executes commands from stdin until its end: the first rank holds the other end. With `--joined` the first rank is on
+another machine: stdin has this machine's settings (engine/worker_node.py), and commands come through the first rank's
+store.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from quire.engine.worker.ranks.rendezvous import connect_store
 from quire.kernels.collective import RankEnded
 
 _GRACE_SECONDS = 2.0
-"""For the first rank to end this one."""
+"""How long the first rank has to end this process."""
 _NO_TIMEOUT = timedelta(days=365)
-"""Between two orders. That the first rank has ended is noticed otherwise."""
+"""Between commands. The first rank's end is noticed otherwise."""
 
 ReadMessage = Callable[[], bytes | None]
-"""The next message; None where the first rank has ended."""
+"""None once the first rank has ended."""
 
 
 def run_follower(
     read_message: ReadMessage, send_answer: Callable[[RankReply], None], assignment: RankAssignment | None = None
 ) -> int:
-    """Load, and then compute until there is nothing more to `read_message`. Returns the exit status."""
+    """Returns the exit status."""
     if (first := read_message()) is None:
         return 0
     start = decode_start(first)
@@ -55,14 +55,14 @@ def run_follower(
         rank: FollowerRank = kind(config, start, lambda: send_answer(Alive(0)), assignment)
     except QuireError as error:
         send_answer(UtilityResult(START, error=Fault.of(error)))
-        # The first rank reads this when it has loaded its own part. A process that ended before would end that one too.
+        # The first rank reads this after loading its part. If this process ended before, that one would too.
         while read_message() is not None:
             pass
         return 0
-    except ConnectionError:  # there is nobody to meet any more
+    except ConnectionError:  # the first rank is gone
         return 0
     send_answer(make_result(START, rank.loaded_part))
-    # The engine tells all stages and receives from one: it must not wait for one that waits for it.
+    # The engine must not wait for a stage that waits for it: it sends to all and receives from one.
     read_message = Inbox(read_message).get_message if isinstance(rank, PipelineStageRank) else read_message
     try:
         while (content := read_message()) is not None:
@@ -71,21 +71,19 @@ def run_follower(
     except QuireError as error:
         print(f"quire: rank {start.rank}: {error.message}", file=sys.stderr, flush=True)
         send_answer(UtilityResult(START, error=Fault.of(error)))
-        # Mostly the first rank fails alike, and its error says more than that this one ended. Else it waits for this.
+        # Usually the first rank fails alike, with a better error.
         end = threading.Thread(target=read_message, daemon=True)
         end.start()
         end.join(_GRACE_SECONDS)
         return 1
     except (RankEnded, ConnectionError):
         rank.close_group()
-        while read_message() is not None:  # the first rank ends this one, and is told by the other's end alone
+        while read_message() is not None:  # the first rank ends this one
             pass
     return 0
 
 
 def make_pipe_sender(answers: BinaryIO) -> Callable[[RankReply], None]:
-    """What says something by a pipe."""
-
     def send_answer(answer: RankReply) -> None:
         answers.write(encode_frame(answer))
         answers.flush()
@@ -94,14 +92,14 @@ def make_pipe_sender(answers: BinaryIO) -> Callable[[RankReply], None]:
 
 
 def open_store_channel(assignment: RankAssignment) -> tuple[ReadMessage, Callable[[RankReply], None]]:
-    """What reads orders, and what says something, by the first rank's store. Raises ConnectionError."""
+    """Uses the first rank's store. Raises ConnectionError."""
     orders, answers = connect_store(assignment.store), connect_store(assignment.store)
     orders.set_timeout(_NO_TIMEOUT)
 
     def read_order() -> bytes | None:
         try:
             return orders.queue_pop(order_queue_name(assignment.rank)) or None
-        except RuntimeError:  # the store has gone
+        except RuntimeError:  # the store is gone
             return None
 
     def send_answer(answer: RankReply) -> None:
@@ -125,12 +123,12 @@ def main() -> None:
             assignment = msgspec.json.decode(line, type=RankAssignment)
             end_with_parent()
             os.nice(assignment.niceness)
-            with suppress(ConnectionError):  # there is nobody to follow any more
+            with suppress(ConnectionError):  # the first rank is gone
                 status = run_follower(*open_store_channel(assignment), assignment)
     except Exception:
         traceback.print_exc()
         status = 1
-    finally:  # without taking anything down: NCCL would wait for decode graphs, or for ranks that have ended
+    finally:  # no teardown: NCCL would wait for decode graphs or ended ranks
         sys.stderr.flush()
         os._exit(status)
 

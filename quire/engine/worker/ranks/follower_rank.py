@@ -1,5 +1,3 @@
-"""A rank but the first: it loads its part of the model, and runs the same program on each batch that it is sent."""
-
 from __future__ import annotations
 
 from abc import abstractmethod
@@ -55,13 +53,11 @@ from quire.kernels.distributed import DistributedCollective
 
 
 class FollowerRank(RankMethods):
-    """Loads its part of the model when constructed. Raises QuireError."""
+    """Loads its part on construction. Raises QuireError."""
 
     setting: str
-    """That asks for it."""
     loaded_part: LoadedPart
     _allocation: tuple[RunnerResources, int]
-    """And how many pages it has."""
     _runner: ModelRunner
     _head_runner: DraftHeadRunner
     _tower: LoadedTower
@@ -69,7 +65,7 @@ class FollowerRank(RankMethods):
     def __init__(
         self, config: EngineConfig, start: RankStart, progress: Callable[[], None], assignment: RankAssignment | None
     ) -> None:
-        """`progress` is called after each part of a stage's step. `assignment`: of a machine but the first."""
+        """`progress`: after each layer of a pipeline stage. `assignment`: None on the first machine."""
         stay_on(set(start.cores if assignment is None else assignment.cores))
         if assignment is not None:
             config = config.model_copy(update=assignment.settings)
@@ -106,12 +102,11 @@ class FollowerRank(RankMethods):
         self._runner.launch(scheduler_output)
 
     def close_group(self) -> None:
-        """Compute nothing any more, and let no other rank wait."""
+        """Unblocks other ranks."""
         self._group.abort_collectives()
 
     def handle_and_get_reply(self, content: bytes) -> RankReply | None:
-        """What a message says; returns what is to be answered. Raises QuireError, and RankEnded or BrokenPipeError
-        where another rank has ended."""
+        """Raises QuireError, and RankEnded or BrokenPipeError if another rank has ended."""
         command = decode_command(content)
         if isinstance(command, StepCommand):
             self._run_step(command.scheduler_output, command.sampled_tokens)
@@ -167,7 +162,7 @@ class FollowerRank(RankMethods):
 
 
 class TensorParallelRank(FollowerRank):
-    """Has a part of every layer, and the whole tower: each rank makes the same features of an image."""
+    """Has the whole tower: all ranks compute the same image features."""
 
     setting = "tensor_parallel_size"
     _draft_head: LoadedDraftHead | None = None
@@ -209,8 +204,6 @@ class TensorParallelRank(FollowerRank):
 
 
 class PipelineStageRank(FollowerRank):
-    """Has some of the layers."""
-
     setting = "pipeline_parallel_size"
     _runner: StageRunner
 
@@ -250,7 +243,6 @@ class PipelineStageRank(FollowerRank):
 
 
 def _save_adapter_locally(adapter: Adapter, files: Mapping[str, bytes], assignment: RankAssignment | None) -> Adapter:
-    """The adapter as this machine has it."""
     if assignment is None:
         return adapter
     folder = Path(assignment.adapter_folder) / adapter.digest

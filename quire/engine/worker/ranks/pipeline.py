@@ -1,6 +1,6 @@
-"""A model whose layers are divided among processes, the stages of a pipeline. The engine is the last one: it decides
-the steps, sends each to all stages, and samples. While it computes its layers of one step, the stages before are at the
-next ones, which are of other sequences (Scheduler's `micro_batches`)."""
+"""Pipeline parallelism. The engine is the last stage: it decides steps, sends them to all, and samples. Meanwhile
+earlier stages compute later steps, of other requests (the scheduler's `micro_batches`).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from quire.kernels.distributed import DistributedCollective
 
 
 class Stages(MultiProcessRanks):
-    """The processes of all stages but the last, in their order."""
+    """All stages but the last, in order."""
 
     setting, process_noun = "pipeline_parallel_size", "stages"
     can_share_memory = False
@@ -41,7 +41,7 @@ class Stages(MultiProcessRanks):
         progress: Callable[[], None],
         on_end: Callable[[int], None] | None = None,
     ) -> None:
-        """`progress` is called, by a thread, after each part of a step of any of them. Raises ConfigError."""
+        """A thread calls `progress` after each layer. Raises ConfigError."""
         super().__init__(config, chosen, on_end)
         self._progress = progress
 
@@ -56,7 +56,7 @@ class Stages(MultiProcessRanks):
 
     def allocate_on_followers(self, num_blocks: int, max_model_len: int, sequences: int, snapshots: int) -> None:
         super().allocate_on_followers(num_blocks, max_model_len, sequences, snapshots)
-        for read in self._answer_readers:  # from now on they answer nothing else
+        for read in self._answer_readers:  # from now on they only report progress
             reporter_arguments = (partial(read, None), self._progress)
             threading.Thread(target=_report_progress, args=reporter_arguments, name="progress", daemon=True).start()
 
@@ -67,7 +67,7 @@ class Stages(MultiProcessRanks):
         return DraftHeadRunner(*parts)
 
     def make_collective_rpc(self, model: Decoder) -> None:
-        """Stages answer nothing once they have loaded."""
+        """Loaded stages answer no calls."""
 
 
 def _report_progress(read: Callable[[], bytes | None], progress: Callable[[], None]) -> None:
@@ -76,27 +76,24 @@ def _report_progress(read: Callable[[], bytes | None], progress: Callable[[], No
 
 
 class LastStageRunner(ModelRunner):
-    """The last stage's. What a step picks is computed when it is asked for, and the steps launched meanwhile are under
-    way in the stages before."""
+    """Computes a step when its result is requested; later ones are in flight in earlier stages."""
 
     def __init__(self, stages: Stages, *parts: Any) -> None:
-        """`parts`: a Runner's."""
         super().__init__(*parts)
         self._stages = stages
         self._in_flight: deque[_InFlightStep] = deque()
         self._unsent_samples: list[SampledTokens] = []
-        """What the stages before have not heard yet."""
 
     @torch.inference_mode()
     def launch(self, scheduler_output: SchedulerOutput) -> _InFlightStep:
-        """Begin a batch in the first stage. None of its rows may follow a pick that is still under way."""
+        """No row may follow a token that is still in flight."""
         new_slots = {admission.slot for admission in scheduler_output.new_requests}
         if any(
             row.slot in new_slots
             for step in self._in_flight
             for row in step.prepared.scheduler_output.scheduled_requests
         ):
-            self.finish_steps_through(self._in_flight[-1])  # what it picks for who had the slot, it must read there
+            self.finish_steps_through(self._in_flight[-1])  # sampling must read the slot's previous owner
         self._stages.send_to_followers(StepCommand(redact_for_followers(scheduler_output), self._unsent_samples))
         self._unsent_samples = []
         self._in_flight.append(step := _InFlightStep(self, self._prepare_batch(scheduler_output)))
@@ -104,7 +101,7 @@ class LastStageRunner(ModelRunner):
 
     @torch.inference_mode()
     def finish_steps_through(self, step: _InFlightStep) -> PendingStep:
-        """Compute the last layers of a step, and of all before it."""
+        """Includes all steps before it."""
         while step.pending_step is None:
             first = self._in_flight.popleft()
             with self._stages.rank_failures_as_engine_errors():
@@ -118,8 +115,6 @@ class LastStageRunner(ModelRunner):
 
 @dataclass(slots=True)
 class _InFlightStep:
-    """A step under way."""
-
     runner: LastStageRunner
     prepared: PreparedBatch
     pending_step: PendingStep | None = None
@@ -129,16 +124,13 @@ class _InFlightStep:
 
 
 class StageRunner(ModelRunner):
-    """That of a stage but the last one, which sends on what it has computed."""
-
     def __init__(self, group: DistributedCollective, *parts: Any) -> None:
-        """`parts`: a Runner's."""
         super().__init__(*parts)
         self._group = group
 
     @torch.inference_mode()
     def compute_and_send_stage(self, scheduler_output: SchedulerOutput, sampled_tokens: list[SampledTokens]) -> None:
-        """`sampled_tokens`: by steps before, what later ones go on with. Raises RankEnded where the next stage has."""
+        """Raises RankEnded if the next stage has ended."""
         for each in sampled_tokens:
             at = torch.tensor([each.slots, each.positions], dtype=torch.int64)
             self._input_batch.token_ids[at[0], at[1]] = torch.tensor(each.token_ids, dtype=torch.int32)

@@ -1,5 +1,3 @@
-"""A stage of a pipeline: some of a model's layers, which compute what the stage before sends."""
-
 from __future__ import annotations
 
 import torch
@@ -11,16 +9,15 @@ from quire.kernels.distributed import DistributedCollective
 
 
 class PipelineStage(Decoder):
-    """Call `set_previous_stage_rank` before use, but for the first one."""
+    """Stages after the first need `set_previous_stage_rank`."""
 
     _previous: tuple[DistributedCollective, int] | None = None
 
     def set_previous_stage_rank(self, group: DistributedCollective, previous_rank: int) -> None:
-        """`previous_rank`: the rank in the group whose layers come before."""
         self._previous = group, previous_rank
 
     def embed_or_receive_inputs(self, token_ids: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor | None]:
-        """Raises RankEnded where a stage before has."""
+        """Raises RankEnded if an earlier stage has ended."""
         if self._previous is None:
             return super().embed_or_receive_inputs(token_ids, metadata)
         group, before = self._previous

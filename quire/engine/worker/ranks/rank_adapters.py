@@ -1,4 +1,4 @@
-"""Adapters on several ranks: each reads its part of one by itself, and has it in the slot when the first rank has."""
+"""Each rank reads its part of an adapter; slots change in step with the first rank."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ _WAIT_SECONDS = 1.0
 
 
 class FollowerAdapterLoader:
-    """Those of a rank but the first; the first one has LeaderAdapterLoader (processes.py)."""
-
     def __init__(self, loader: ModelAdapterLoader) -> None:
         self._loader = loader
         self._unclaimed_results: dict[int, deque[bool]] = {}
-        """By slot: whether each of its adapters failed, of those that the first rank has not settled yet."""
+        """By slot: True for failed loads."""
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
         self._loader.load_adapter(slot, adapter)
 
     def await_adapter(self, slot: int, *, failed: bool) -> None:
-        """Wait until an adapter is in its slot, which the first rank's is, or has `failed` to be."""
+        """Raises RuntimeError unless the load ended as on the first rank."""
         while not self._unclaimed_results.get(slot):
             for filled, failure in self._loader.install_finished_loads():
                 self._unclaimed_results.setdefault(filled, deque()).append(failure is not None)

@@ -1,5 +1,3 @@
-"""The processes that compute a model together, as the first of them sees the others."""
-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -16,50 +14,48 @@ from quire.engine.worker.ranks.rank_messages import RankCommand, RankMethods
 
 
 class RankGroup(ABC):
-    """This process is one of them, the leader; the others are its followers. A class given by --executor-cls derives
-    from an implementation and overrides `runner`."""
+    """The leader and its followers. --executor-cls names a subclass of an implementation that overrides `runner`."""
 
     note: str | None = None
-    """Which processes there are, for the log."""
 
     @abstractmethod
     def load_model(self, load_part: Callable[..., LoadedModel]) -> tuple[LoadedModel, int]:
-        """Load this process' part of the model with `load_part`, and wait until all have theirs. Returns the part, and
-        the bytes of what other stages hold. Its `read_bytes` are those of all ranks that divide every layer."""
+        """Load this process' part, and wait for all. Its `read_bytes` include all tensor-parallel ranks; the second
+        result is the bytes of other pipeline stages.
+        """
 
     @abstractmethod
     def measure_total_kv_bytes(self, measure: Callable[[], int]) -> int:
-        """Bytes for the KV cache in all processes; `measure` finds this process'."""
+        """`measure`: this process'."""
 
     @abstractmethod
     def allocate_on_followers(self, num_blocks: int, max_model_len: int, sequences: int, snapshots: int) -> None:
-        """See RankMethods.allocate_cache. Raises ConfigError if a follower has too little memory."""
+        """Raises ConfigError if a follower has too little memory."""
 
     @abstractmethod
     def send_to_followers(self, message: RankCommand) -> None:
-        """Send to all followers. They read it when they have done what earlier messages asked."""
+        """Followers read it after completing earlier messages."""
 
     def make_follower_runners(self, *, captures_mixed_batches: bool) -> None:
-        """See RankMethods.make_runner."""
         self.send_to_followers(
             make_notification(RankMethods.make_runner, captures_mixed_batches=captures_mixed_batches)
         )
 
     @abstractmethod
     def runner(self, *parts: Any) -> ModelRunner:
-        """This process' model runner, which leads the others'. `parts`: a ModelRunner's arguments."""
+        """`parts`: ModelRunner's arguments."""
 
     @abstractmethod
     def make_leader_draft_head_runner(self, *parts: Any) -> DraftHeadRunner:
-        """`parts`: a DraftHeadRunner's arguments."""
+        """`parts`: DraftHeadRunner's arguments."""
 
     @abstractmethod
     def wrap_adapter_loader(self, loader: AdapterLoader) -> AdapterLoader:
-        """The loader of adapters on all processes; `loader`: on this one."""
+        """Extend this process' loader to all."""
 
     @abstractmethod
     def make_collective_rpc(self, model: Decoder) -> CollectiveRPC | None:
-        """What calls a function on all processes; None if they take no calls. `model`: this process' part."""
+        """None if the processes take no calls."""
 
     @abstractmethod
     def stop_ranks(self) -> None:

@@ -1,7 +1,5 @@
-"""What the first rank tells the others, and what they answer: frames in pipes.
-
-Steps flow, each in a message of its own. For all else there are utility calls (engine/processes/utility_calls.py), and
-the start is a call of its configuration.
+"""Frames between the first rank and followers. Steps have their own message; all else are utility calls
+(engine/processes/utility_calls.py).
 """
 
 from __future__ import annotations
@@ -17,75 +15,68 @@ from quire.engine.processes.utility_calls import UtilityCall, UtilityResult
 
 
 class RankStart(msgspec.Struct, frozen=True):
-    """The first message to a rank: load your part of the model. The result of START is a LoadedPart."""
+    """The first message; the result of START is a LoadedPart."""
 
     config: str
-    """The engine's, as JSON."""
+    """JSON."""
     rank: int
     descriptors: list[int]
-    """Of the memory that all ranks share, if they do."""
+    """Shared memory."""
     cores: list[int]
-    """To stay on; none: all."""
+    """To pin to; empty: all."""
     store: tuple[str, int] | None = None
-    """The address of the store where ranks find each other (torch.distributed's TCPStore); None: they share memory."""
+    """TCPStore address; None with shared memory."""
 
 
 class LoadedPart(msgspec.Struct, frozen=True):
     weight_bytes: int
-    """As read; a stage's, as held."""
+    """As read; for pipeline stages, as held."""
     weight_shapes: dict[str, tuple[tuple[int, ...], str]] = {}
-    """A stage's weights: shape and type, by name in the checkpoint."""
+    """Shape and dtype, for pipeline stages."""
     weight_digest: str = ""
-    """Of the weights, as loading.samples tells them, where there are several machines."""
+    """"" on a single machine."""
 
 
 class SampledTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a step picked, by the slots of its rows and the positions of the picks."""
-
     slots: list[int]
     positions: list[int]
     token_ids: list[int]
 
 
 class StepCommand(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Executor.launch."""
-
     scheduler_output: SchedulerOutput
     sampled_tokens: list[SampledTokens] = []
-    """Of a stage, which cannot hear it from a collective: what was picked since the step before."""
+    """For pipeline stages, which have no collective: since the last command."""
 
 
 class RankExit(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A rank on another machine has ended, with this return code, as subprocess says it."""
+    """A remote rank has ended; `code` is as in subprocess."""
 
     code: int
 
 
 KernelVariantFields = tuple[str, str, str, tuple[str, int | str, int]]
-"""Those of kernels/gpu/kernel_variant.py."""
+"""See KernelVariant."""
 
 
 class RankMethods(ABC):
-    """What ranks but the first answer. A rank that fails says so as the result of START, and ends."""
+    """A follower that fails reports it as the result of START, and ends."""
 
     @abstractmethod
     def measure_memory(self) -> int:
-        """Reach all other ranks, and on a GPU run the largest step. Returns the bytes that the rank's device, or its
-        machine, has for the KV cache."""
+        """Contact all ranks, and on a GPU run the largest step. Returns bytes on this rank's device or machine."""
 
     @abstractmethod
     def allocate_cache(self, num_blocks: int, max_model_len: int, sequences: int, snapshots: int) -> None:
-        """Make room for so many pages, slots of sequences and slots of snapshots, of which there will be no more and no
-        fewer."""
+        """Allocate exactly these blocks and slots."""
 
     @abstractmethod
     def make_runner(self, *, captures_mixed_batches: bool) -> None:
-        """Be ready for steps, in the room that was made. `captures_mixed_batches`: whether small ones with prompts
-        become graphs, as the first rank has tried it."""
+        """The first rank tries whether to capture mixed batches."""
 
     @abstractmethod
     def warm_up_next(self) -> None:
-        """See ModelRunner, as the next three."""
+        """See ModelRunner."""
 
     @abstractmethod
     def warm_sampler(self) -> None: ...
@@ -95,27 +86,26 @@ class RankMethods(ABC):
 
     @abstractmethod
     def find_kernel_variants(self, step_tokens: int) -> list[KernelVariantFields] | str:
-        """A text: why they could not be found."""
+        """Returns an error message on failure."""
 
     @abstractmethod
     def draft_tokens(self, rows: list[HeadDraftRequest]) -> None:
-        """See DraftHeadRunner, as the next one."""
+        """See DraftHeadRunner."""
 
     @abstractmethod
     def run_dummy_draft(self, num_sequences: int) -> None: ...
 
     @abstractmethod
     def load_adapter(self, slot: int, adapter: Adapter, files: dict[str, bytes]) -> None:
-        """Begin to read an adapter for a slot. `files`: for a rank on another machine, which has no such folder. Empty:
-        it got them before, or has the folder."""
+        """`files`: for other machines, once."""
 
     @abstractmethod
     def await_adapter(self, slot: int, *, failed: bool) -> None:
-        """The next passes may be of this slot's adapter, or never will be where it could not be loaded."""
+        """Wait until it is usable or has failed."""
 
     @abstractmethod
     def run_collective_rpc(self, content: bytes) -> bytes:
-        """Call something, as `encode_call` of engine/common/executor.py writes it."""
+        """`content`: from `encode_call`."""
 
 
 RankCommand = StepCommand | UtilityCall

@@ -1,5 +1,3 @@
-"""The processes of the ranks but the first, which starts them, tells them what to do, and ends with each of them."""
-
 from __future__ import annotations
 
 import os
@@ -47,13 +45,14 @@ from quire.kernels.collective import Collective, RankEnded
 from quire.kernels.distributed import join_ranks
 
 STOP_SECONDS = 5.0
-"""How long a process gets to end by itself once its pipe is closed."""
+"""How long a process may take to end once its pipe is closed."""
 _POLL_SECONDS = 0.5
 _VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _CUMEM_VARIABLE = "NCCL_CUMEM_ENABLE"
-"""With 1, NCCL pays for what decode graphs hold of its calls with memory of its own, gigabytes with some drivers
-(https://github.com/NVIDIA/nccl/issues/1234), which nobody has set aside. Without, there are no sums by NVLink's
-switches (NVLS); so it stays as it is where no graph is captured."""
+"""With 1, NCCL takes memory for calls in graphs, gigabytes with some drivers
+(https://github.com/NVIDIA/nccl/issues/1234), which nobody reserved. With 0, there are no NVLink switch sums (NVLS), so
+it is set for graphs only.
+"""
 FOLLOWER_PROGRAM = module("quire.engine.worker.ranks.follower")
 
 P = ParamSpec("P")
@@ -61,7 +60,7 @@ R = TypeVar("R")
 
 
 class RankProcess(Protocol):
-    """What Child is, and a rank on another machine too."""
+    """A Child, or a rank on another machine."""
 
     pid: int
 
@@ -72,8 +71,6 @@ class RankProcess(Protocol):
 
 
 class LeaderAdapterLoader:
-    """The first rank's AdapterLoader."""
-
     def __init__(self, loader: AdapterLoader, ranks: MultiProcessRanks) -> None:
         self._loader = loader
         self._ranks = ranks
@@ -92,34 +89,32 @@ class LeaderAdapterLoader:
 
 
 class MultiProcessRanks(RankGroup):
-    """Started when constructed, once all machines have joined; ended by `stop_ranks`, or when nobody holds this any
-    more. Raises ConfigError where they cannot be started."""
+    """Starts on construction, once all machines have joined; ends by `stop_ranks` or garbage collection. Raises
+    ConfigError.
+    """
 
     setting: str
-    """That asks for them."""
     process_noun: str
-    """What they are called."""
     can_share_memory = True
-    """Whether they may reach each other over memory that they share."""
     stop_seconds = STOP_SECONDS
-    """How long the end of a process whose pipe broke is waited for."""
+    """How long to wait for a process whose pipe broke."""
 
     def __init__(self, config: EngineConfig, chosen: DevicePlan, on_end: Callable[[int], None] | None = None) -> None:
-        """`config`: with this machine's own paths. `on_end` is called, by a thread, with the return code of a process
-        that ends unasked, as subprocess says it; then every later call raises EngineError."""
+        """`config`: with local paths. A thread calls `on_end` with the return code (as in subprocess) of a process that
+        ends unexpectedly; then every call raises EngineError.
+        """
         self._config = config
         self._device = chosen.device
         self._on_rank_end = on_end
         self.count = config.world_size
         self._group_ended, self._closing, self._rank_ended = (threading.Event() for _ in range(3))
         self.failure = ""
-        """Which of them has ended, and how."""
         self._processes: list[RankProcess] = []
         self._answer_readers: list[Callable[[float | None], bytes | None]] = []
-        """What reads each one's next frame; None: it has ended."""
+        """Return None once a process has ended."""
         self._call_ids = count(START + 1)
         self._sent_adapters: set[str] = set()
-        """Digests of the adapters that other machines have."""
+        """Digests."""
         if chosen.device.type == "cuda" and not config.enforce_eager:
             os.environ.setdefault(_CUMEM_VARIABLE, "0")
         rendezvous = NodeRendezvous(config) if config.nnodes > 1 else None
@@ -135,7 +130,7 @@ class MultiProcessRanks(RankGroup):
     def _join_group(
         self, chosen: DevicePlan, rendezvous: NodeRendezvous | None
     ) -> tuple[Collective, list[int], tuple[str, int] | None]:
-        """The ranks as this one sees them, and by which descriptors or at which place the others find them."""
+        """The group, and shared memory descriptors or the store's address."""
         logits_row_bytes = 4 * -(-chosen.spec.vocab_size // self.count)
         over_memory = self.can_share_memory and rendezvous is None
         memory = chosen.backend.create_rank_memory(self.count, logits_row_bytes) if over_memory else None
@@ -152,13 +147,13 @@ class MultiProcessRanks(RankGroup):
         on_cpu = self._device.type == "cpu"
         num_local = self._config.local_world_size
         config_json = self._config.model_dump_json()
-        # NCCL waits in `stop_ranks` until the GPU has stopped, and until no decode graph holds its calls any more. The
-        # thread is there from the start: this may be let go of when a program ends, which begins no threads then.
+        # Aborting NCCL waits for the GPU and for graphs with its calls. The thread starts here: a finalizer at program
+        # exit can start none.
         closing = threading.Thread(
             target=_abort_collectives_on_event, args=(self._group_ended, self.group), name="let-go", daemon=True
         )
         closing.start()
-        closing_thread = closing if on_cpu else None  # for the store's port, which the next engine listens at
+        closing_thread = closing if on_cpu else None  # frees the store's port for the next engine
         weakref.finalize(self, _trigger_group_close, self._group_ended, closing_thread).atexit = False
         allowed = allowed_cores()
         cores = node_cores(num_local, allowed) if on_cpu else []
@@ -193,14 +188,14 @@ class MultiProcessRanks(RankGroup):
         self._send_to_processes(message, self._processes)
 
     def send_adapter(self, slot: int, adapter: Adapter) -> None:
-        """Tell them to load it; ranks of other machines get its files, once."""
+        """Other machines get the files once."""
         local = [each for each in self._processes if not isinstance(each, RemoteRank)]
         remote = [each for each in self._processes if isinstance(each, RemoteRank)]
         self._send_to_processes(make_notification(RankMethods.load_adapter, slot, adapter, {}), local)
         if remote:
             names = () if adapter.digest in self._sent_adapters else (CONFIG_FILE, WEIGHTS_FILE)
             files = {}
-            with suppress(OSError):  # then they cannot load it, nor can this rank, which says why
+            with suppress(OSError):  # nobody can load it; this rank says why
                 files = {name: (Path(adapter.folder) / name).read_bytes() for name in names}
                 self._sent_adapters.add(adapter.digest)
             self._send_to_processes(make_notification(RankMethods.load_adapter, slot, adapter, files), remote)
@@ -213,15 +208,14 @@ class MultiProcessRanks(RankGroup):
 
     @contextmanager
     def rank_failures_as_engine_errors(self) -> Iterator[None]:
-        """Raises EngineError, which says why, where what runs inside finds that a rank has ended, and where a GPU that
-        waits no longer for one goes on with what it has."""
+        """Raise EngineError with the reason if a rank ends, also if a GPU stops waiting for it."""
         self._raise_failure()
         try:
             yield
         except (RankEnded, ConnectionError, TimeoutError) as error:
-            self._rank_ended.wait(self.stop_seconds)  # a pipe breaks a moment before its process has ended
+            self._rank_ended.wait(self.stop_seconds)  # a pipe breaks just before its process ends
             raise EngineError(self.failure or "a rank has closed its pipe") from error
-        except RuntimeError as error:  # PyTorch's
+        except RuntimeError as error:  # from PyTorch
             self._raise_failure(error)
             raise
         self._raise_failure()
@@ -232,7 +226,7 @@ class MultiProcessRanks(RankGroup):
 
     @contextmanager
     def follower_command_context(self, message: RankCommand) -> Iterator[None]:
-        """All other ranks do what runs inside."""
+        """Followers execute `message` during the body."""
         self.send_to_followers(message)
         with self.rank_failures_as_engine_errors():
             yield
@@ -240,9 +234,9 @@ class MultiProcessRanks(RankGroup):
     def call_followers(
         self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Callable[[float | None], list[R]]:
-        """Begin a call of a method of RankMethods. The function that this returns is called before the next one begins:
-        it waits for so many seconds (None: as long as they take) for what each rank returns, and raises what they
-        raised, and EngineError where one does not answer."""
+        """The returned function waits so many seconds (None: forever) for results, and raises their errors, or
+        EngineError if one is missing. Call it before the next call.
+        """
         self.send_to_followers(make_call(method, next(self._call_ids), *args, **kwargs))
 
         def read_results(seconds: float | None) -> list[R]:
@@ -251,7 +245,7 @@ class MultiProcessRanks(RankGroup):
         return read_results
 
     def read_loaded_parts(self) -> list[LoadedPart]:
-        """What each rank has loaded. Raises what they raised."""
+        """Raises the ranks' errors."""
         return [decode_loaded_part(each.value) for each in self._read_results(None)]
 
     def _read_results(self, seconds: float | None) -> list[UtilityResult]:
@@ -273,8 +267,9 @@ class MultiProcessRanks(RankGroup):
         return results
 
     def measure_total_kv_bytes(self, measure: Callable[[], int]) -> int:
-        """What the ranks of a machine have together, as the machine, or the GPU, with the least room decides; once all
-        have reached each other. Raises ConfigError."""
+        """For all ranks of a machine, limited by the machine or GPU with the least memory. Raises ConfigError if
+        connections fail.
+        """
         others = self.call_followers(RankMethods.measure_memory)
         with self.rank_failures_as_engine_errors():
             check_connection(self.group, self._device, self.setting)
@@ -286,7 +281,6 @@ class MultiProcessRanks(RankGroup):
         self.call_followers(RankMethods.allocate_cache, num_blocks, max_model_len, sequences, snapshots)(None)
 
     def stop_ranks(self) -> None:
-        """End the processes and wait for them."""
         self._end_processes()
 
     def wrap_adapter_loader(self, loader: AdapterLoader) -> AdapterLoader:
@@ -304,7 +298,7 @@ class MultiProcessRanks(RankGroup):
         return call_all_ranks
 
     def _rank_environment(self, rank: int) -> dict[str, str] | None:
-        """The variables of a process; None: this one's."""
+        """None: this process's."""
         if self._device.type != "cuda":
             return None
         return os.environ | {
@@ -339,19 +333,19 @@ class MultiProcessRanks(RankGroup):
         threading.Thread(
             target=_watch_process, args=watch_arguments, name=f"rank-{start.rank}-watch", daemon=True
         ).start()
-        with suppress(ConnectionError):  # it has ended already, which `read_answer` will report
+        with suppress(ConnectionError):  # already ended, as `read_answer` will report
             process.send(encode_frame(start))
 
     def on_rank_lost(self, rank: int, process: RankProcess, code: int) -> None:
-        """A process has ended unasked. Called by a thread."""
+        """Called from a thread."""
         how = exit_cause(code, sender=None, oom_kills=0).description
         if isinstance(process, RemoteRank) and process.is_lost:
             how = "is out of reach"
         self.failure = self.failure or f"rank {rank} of {self.count} (process {_pid_and_host(process)}) {how}"
-        self._group_ended.set()  # so that none waits for one that has ended
+        self._group_ended.set()  # unblocks ranks that wait for it
         if self._on_rank_end is not None:
             print(f"quire: {self.failure}", file=sys.stderr, flush=True)
-            self._on_rank_end(code)  # which may end this process, before anybody gets an error for it
+            self._on_rank_end(code)  # may end this process before any error is seen
         self._rank_ended.set()
 
 
@@ -370,8 +364,7 @@ def _watch_process(
 def _watch_and_kill_stopped_ranks(
     processes: Sequence[RankProcess], closing: threading.Event, max_stopped_seconds: float
 ) -> None:
-    """In a thread: kill those that stand stopped for so many seconds. All others would wait for one, as long as a step
-    may take; a machine's member (engine/worker_node.py) does the same for its own."""
+    """Kill stopped processes (SIGSTOP), because all others wait for them. engine/worker_node.py does the same."""
     stopped, timer = Stopped(), WatchTimer(_POLL_SECONDS)
     while not closing.wait(_POLL_SECONDS):
         elapsed = timer.measure_elapsed()
@@ -390,12 +383,12 @@ def end_processes(
     cores: Set[int],
     monotonic: Callable[[], float] = time.monotonic,
 ) -> None:
-    """`cores`: those that this thread had before it was bound to fewer, if it was."""
+    """`cores`: restored for this thread."""
     closing.set()
     stay_on(cores)
     for process in processes:
         process.end()
-    until = monotonic() + STOP_SECONDS  # of all together: those that wait in NCCL for each other never end
+    until = monotonic() + STOP_SECONDS  # for all together: processes waiting in NCCL never end
     for process in processes:
         try:
             process.wait(max(until - monotonic(), 0))
@@ -410,14 +403,13 @@ def _trigger_group_close(group_ended: threading.Event, closing_thread: threading
 
 
 def _abort_collectives_on_event(group_ended: threading.Event, group: Collective) -> None:
-    """In a thread."""
     group_ended.wait()
     group.abort_collectives()
 
 
 def visible_gpus_for_rank(rank: int, visible: str | None, count: int) -> str:
-    """CUDA_VISIBLE_DEVICES of a rank, by the engine's and the number of GPUs: its own first, so that in each rank every
-    thread's GPU is the right one. It sees the others too, for where one rank sees a GPU and another does not, NCCL may
-    choose different ways between them (https://github.com/NVIDIA/nccl/issues/1066)."""
+    """The rank's GPU comes first, as every thread's default. All stay visible: otherwise NCCL may choose inconsistent
+    paths (https://github.com/NVIDIA/nccl/issues/1066).
+    """
     gpus = [str(gpu) for gpu in range(count)] if visible is None else [each.strip() for each in visible.split(",")]
     return ",".join([gpus.pop(rank), *gpus])

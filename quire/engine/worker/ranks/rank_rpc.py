@@ -1,4 +1,4 @@
-"""What programs and operators call on every rank, between two steps: a function of theirs, or a method by its name."""
+"""Users' functions, or methods by name, called on every rank between steps."""
 
 from __future__ import annotations
 
@@ -14,31 +14,28 @@ from quire.engine.processes.procfs import resident_bytes
 
 @dataclass(frozen=True, slots=True)
 class RankWorker:
-    """A rank, as such a function sees it. Its methods are what may be called by name: METHODS of
-    engine/common/executor.py."""
+    """A rank as such functions see it. METHODS (engine/common/executor.py) lists what is called by name."""
 
     rank: int
     world_size: int
-    """How many ranks compute the model together."""
     model: Decoder
-    """This rank's part of it. Who changes its weights should have prefixes forgotten (`reset_prefix_cache`)."""
+    """After changing weights, call `reset_prefix_cache`."""
 
     def describe(self) -> dict[str, object]:
-        """Which rank it is, on what, and the memory of its process."""
         description = {"rank": self.rank, "world_size": self.world_size, "device": str(self.model.device)}
         return {**description, "threads": torch.get_num_threads(), "resident_bytes": resident_bytes()}
 
     def parameters(self) -> dict[str, list[object]]:
-        """Shape and type of each weight, by its name in the checkpoint."""
+        """Shape and dtype by checkpoint name."""
         table = self.model.parameters()
         return {name: [list(each.shape), str(each.dtype).removeprefix("torch.")] for name, each in table.items()}
 
 
 def run_rank_call(worker: RankWorker, content: bytes) -> bytes:
-    """What a call, as `encode_call` of engine/common/executor.py writes it, gives on this rank, or why it failed."""
+    """`content`: from `encode_call`. Errors become part of the result."""
     try:
         path, call = pickle.loads(content)
-        sys.path += [each for each in path if each not in sys.path]  # for the function's module, and what it imports
+        sys.path += [each for each in path if each not in sys.path]  # to import the function's module
         try:
             method, args, kwargs = pickle.loads(call)
         except (AttributeError, ImportError) as error:
@@ -48,5 +45,5 @@ def run_rank_call(worker: RankWorker, content: bytes) -> bytes:
         function = getattr(RankWorker, method) if isinstance(method, str) else method
         value = function(worker, *args, **kwargs)
         return pickle.dumps((value, None))
-    except (Exception, SystemExit) as error:  # whatever a user's function raises; sys.exit() too ends the call alone
+    except (Exception, SystemExit) as error:  # user code may raise anything; sys.exit() ends the call only
         return pickle.dumps((None, f"rank {worker.rank}: {type(error).__name__}: {error}"))

@@ -1,5 +1,3 @@
-"""Starts the processes that compute a model together with this one, and refuses what they cannot."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -32,8 +30,7 @@ def start_ranks(
     *,
     weights_are_tensors: bool,
 ) -> RankGroup:
-    """The processes that compute the model together with this one. given: the weights are in no file. Raises
-    ConfigError."""
+    """Raises ConfigError."""
     refuse_setting_if("node_rank", config.node_rank > 0 and "machines but the first run nothing but `quire serve`")
     refuse_setting_if(
         "one_shot_sums",
@@ -57,7 +54,7 @@ def start_ranks(
         "kv_cache_dtype": kv_cache_dtype_name(config, chosen),
     }
     if chosen.device.type == "cuda" and not can_capture_decodes(chosen.backend, chosen.spec):
-        settings["enforce_eager"] = True  # by its trial, perhaps, which the others do not make
+        settings["enforce_eager"] = True  # maybe decided by a trial, which followers skip
     local = config.model_copy(update=settings)
     if config.pipeline_parallel_size > 1:
         return executor_class_or_default(config, Stages)(local, chosen, progress, on_end)
@@ -65,14 +62,14 @@ def start_ranks(
 
 
 def executor_class_or_default(config: EngineConfig, default: type[_ExecutorClass]) -> type[_ExecutorClass]:
-    """The usual class, or the subclass of it that --executor-cls names. Raises ConfigError."""
+    """Raises ConfigError unless it is a subclass."""
     if config.executor_cls is None:
         return default
     return import_class("executor_cls", config.executor_cls, default, "executor")
 
 
 def check_tensor_parallel(config: EngineConfig, chosen: DevicePlan, *, weights_are_tensors: bool) -> None:
-    """Raise ConfigError where a model cannot be divided among so many ranks. given: its weights are in no file."""
+    """Raise ConfigError if the model cannot be sharded."""
     ranks = config.tensor_parallel_size
     device = chosen.device.type
     speculative = config.speculative_config
@@ -92,7 +89,7 @@ def check_tensor_parallel(config: EngineConfig, chosen: DevicePlan, *, weights_a
 
 
 def missing_gpus_reason(ranks: int, device: torch.device) -> str | None:
-    """What so many ranks lack on this device; None: nothing."""
+    """None if nothing is missing."""
     if is_other_device(device):
         return f"ranks compute on CPUs and on GPUs of CUDA's alone so far, not on {device.type}; see --device"
     if device.type != "cuda":
@@ -106,8 +103,7 @@ def missing_gpus_reason(ranks: int, device: torch.device) -> str | None:
 
 
 def check_pipeline_parallel(config: EngineConfig, chosen: DevicePlan, *, weights_are_tensors: bool) -> None:
-    """Raise ConfigError where a model's layers cannot be divided among so many stages, or what else is asked for does
-    not go with stages. given: its weights are in no file."""
+    """Raise ConfigError if the model or other settings rule it out."""
     stages = config.pipeline_parallel_size
     layers = chosen.spec.num_layers
     speculative = config.speculative_config

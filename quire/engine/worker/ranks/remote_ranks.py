@@ -1,6 +1,6 @@
-"""The ranks of other machines, as the first one sees them: how they join, and each as if it were a process here. All of
-it goes over the first rank's store (torch.distributed's TCPStore): a queue for those that want to join, one for what
-each rank is told, and one for what it answers."""
+"""Ranks on other machines, and a stand-in for each. All goes through the first rank's TCPStore: a queue of join
+requests, and two per rank for commands and answers.
+"""
 
 from __future__ import annotations
 
@@ -34,61 +34,52 @@ from quire.kernels.cpu.backend import CpuBackend
 
 JOIN_QUEUE = "joins"
 SILENCE_TIMEOUT = timedelta(seconds=5)
-"""So long after a machine's last sign of life it is given up: with a restart this is less than 10 s."""
+"""A silent machine is lost then. With a restart this takes less than 10 s."""
 _POLL_SECONDS = 0.05
 _REPORT_AFTER_SECONDS = 3.0
-"""From so long on it says for whom it waits."""
 
 
 class JoinRequest(msgspec.Struct, frozen=True):
-    """Who wants to join."""
-
     version: str
-    """Quire's."""
     model: str
-    """A digest of its configuration."""
+    """A digest of its config."""
     kernels: str
-    """What computes there: another instruction set, or PyTorch, may round otherwise."""
+    """Instruction set and PyTorch version, which affect rounding."""
     nodes: int
     ranks: int
-    """Of all machines."""
     node: int
     place: int
-    """Which of its machine's ranks this is, from 0."""
+    """Index on its machine."""
     pid: int
     host: str
-    """At which the others reach it."""
     reply: str
-    """The queue for the Answer."""
+    """Queue for the JoinVerdict."""
 
 
 class JoinVerdict(msgspec.Struct, frozen=True):
     refused: str
-    """Why; "": it is welcome."""
+    """"": accepted."""
     final: bool = True
-    """Whether asking again is in vain."""
+    """Do not retry."""
 
 
 class RankAssignment(msgspec.Struct, frozen=True):
-    """What the process of a rank is told on its standard input: it has joined."""
+    """Stdin of a joined rank's process."""
 
     store: tuple[str, int]
     rank: int
     settings: dict[str, Any]
-    """What this machine knows better than the first one."""
     cores: list[int]
-    """To stay on; none: all."""
+    """To pin to; empty: all."""
     niceness: int
     address: str
-    """This machine's, at which the others reach it."""
     adapter_folder: str
-    """A folder for adapters that are sent from another machine."""
 
 
 def make_join_request(
     config: EngineConfig, node: int, local_rank: int, pid: int = 0, host: str = "", reply: str = ""
 ) -> JoinRequest:
-    """For the machine's model. Raises ModelError."""
+    """Raises ModelError."""
     path = resolve_model_with_overrides(config)
     model = repr(apply_context_settings(load_model_config(config, path), config))
     digest, kernels = hashlib.sha256(model.encode()).hexdigest(), CpuBackend()
@@ -98,27 +89,25 @@ def make_join_request(
 
 
 def order_queue_name(rank: int) -> str:
-    """The queue of what a rank is told; an empty message ends it."""
+    """An empty message ends the rank."""
     return f"orders/{rank}"
 
 
 def answer_queue_name(rank: int) -> str:
-    """The queue of what it answers, and of the signs of life of its machine."""
+    """Also carries heartbeats."""
     return f"answers/{rank}"
 
 
 class RemoteRank:
-    """A rank on another machine, which may be used as its Child would be there."""
-
     def __init__(
         self, store_address: tuple[str, int], rank: int, join_request: JoinRequest, silence: timedelta = SILENCE_TIMEOUT
     ) -> None:
-        """`store_address`: the store's. `silence`: after which its machine has gone."""
+        """`silence`: then the machine is lost."""
         self.pid, self.host = join_request.pid, join_request.host
         self.is_lost = True
-        """Whether nobody has said how it ended."""
+        """No exit was reported."""
         self._store, self._rank = connect_store(store_address), rank
-        self._return_code = -signal.SIGKILL  # nothing that was computed takes a machine away
+        self._return_code = -signal.SIGKILL  # a machine's loss is not the computation's fault
         self._has_ended = threading.Event()
         answers = connect_store(store_address)
         answers.set_timeout(silence)
@@ -129,20 +118,19 @@ class RemoteRank:
         return self._has_ended.is_set()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Until it has ended, or its machine is silent. Returns the rank's return code, or SIGKILL's where nobody says
-        it. Raises TimeoutExpired."""
+        """Returns -SIGKILL if the machine went silent. Raises TimeoutExpired."""
         if not self._has_ended.wait(timeout):
             raise subprocess.TimeoutExpired(f"the rank on {self.host}", timeout or 0)
         return self._return_code
 
     def destroy(self) -> None:
-        """Its machine ends it when the store is gone."""
-        with suppress(RuntimeError):  # this first: once told to end, it may say code 0 at any moment
+        """Its machine ends it once the store is gone."""
+        with suppress(RuntimeError):  # first: a rank told to end may report code 0 at any moment
             self._store.queue_push(answer_queue_name(self._rank), encode(RankExit(self._return_code)))
         self.end()
 
     def send(self, content: bytes) -> None:
-        """A frame. Raises BrokenPipeError."""
+        """Raises BrokenPipeError."""
         if self._has_ended.is_set():
             raise BrokenPipeError
         self._push_order(content[FRAME_HEADER.size :])
@@ -155,7 +143,7 @@ class RemoteRank:
             self._store.queue_push(order_queue_name(self._rank), content)
 
     def _next_answer(self, store: torch.distributed.TCPStore) -> bytes | None:
-        """Its next answer; None where it has ended. In a thread."""
+        """None once it has ended."""
         with suppress(RuntimeError, msgspec.DecodeError):  # silence, or the store is gone
             while not isinstance(
                 answer := decode_reply(content := store.queue_pop(answer_queue_name(self._rank))), RankExit
@@ -168,11 +156,10 @@ class RemoteRank:
 
 
 class NodeRendezvous:
-    """Waits for the ranks of other machines at an address. `host` is the address as a number, and `store` where all
-    ranks meet."""
+    """`host`: numeric address; `store`: where ranks meet."""
 
     def __init__(self, config: EngineConfig, silence: timedelta = SILENCE_TIMEOUT) -> None:
-        """`silence`: see Remote. Raises ConfigError where nobody can be waited for there, and ModelError."""
+        """Raises ConfigError if it cannot listen, and ModelError."""
         self._config, self._silence = config, silence
         self._own_request = make_join_request(config, 0, 0)
         self._ranks: dict[int, RemoteRank] = {}
@@ -182,7 +169,7 @@ class NodeRendezvous:
         self.store = open_store(listener)
 
     def wait_for_ranks(self) -> list[RemoteRank]:
-        """All of them, in the order of their ranks. Raises ConfigError when some have not come in time."""
+        """In rank order. Raises ConfigError on timeout."""
         began = time.monotonic()
         try:
             while missing := self._missing_nodes():
@@ -197,7 +184,7 @@ class NodeRendezvous:
         return [self._ranks[rank] for rank in sorted(self._ranks)]
 
     def _report_or_time_out(self, missing: list[int], waited: float) -> None:
-        """Whom it waits for; raises ConfigError where that takes too long."""
+        """Raises ConfigError on timeout."""
         where = f"{self._config.master_addr}:{self._config.master_port}"
         who = f"machine {', '.join(map(str, missing))} of {self._config.nnodes}"
         if waited > self._config.nodes_timeout:
@@ -207,7 +194,6 @@ class NodeRendezvous:
             self._print_once(f"waiting for {who} at {where}")
 
     def _missing_nodes(self) -> list[int]:
-        """The machines of which a rank has not come, or has gone."""
         here = self._config.local_world_size
         there = {rank for rank, each in self._ranks.items() if not each.has_ended}
         return sorted({rank // here for rank in set(range(here, self._config.world_size)) - there})
@@ -225,7 +211,6 @@ class NodeRendezvous:
         self.store.queue_push(join_request.reply, encode(answer))
 
     def _print_once(self, text: str) -> None:
-        """Each text once."""
         if text not in self._printed:
             self._printed.add(text)
             with suppress(OSError):  # the output may be closed or full

@@ -1,6 +1,6 @@
-"""How the ranks of a model find each other, and what they compute together over: the memory of one machine where their
-backend has kernels for it, else a group of torch.distributed's interface: NCCL's between GPUs, one of ours between
-CPUs. Nothing else about ranks depends on what they run on."""
+"""How ranks communicate: shared memory if the backend has kernels for it, NCCL between GPUs, otherwise our own
+torch.distributed group. Nothing else depends on the device.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from quire.kernels.distributed import join_ranks
 _STORE_SECONDS = timedelta(seconds=60)
 _PROBE_NUMBERS = 2**20
 _PROBE_MODULUS = 251
-"""Numbers of a first sum, and what they stay under."""
 
 
 def open_store(listener: socket.socket) -> dist.TCPStore:
-    """The first rank's, which the others look up at the listener's address; it listens as long as this is held."""
+    """Listens while the result lives."""
     host, port, *_ = listener.getsockname()
     descriptor = listener.detach()
     return dist.TCPStore(
@@ -35,7 +34,7 @@ def open_store(listener: socket.socket) -> dist.TCPStore:
 
 
 def connect_store(place: tuple[str, int]) -> dist.TCPStore:
-    """Raises ConnectionError where nobody has it."""
+    """Raises ConnectionError."""
     try:
         return dist.TCPStore(*place, is_master=False, wait_for_workers=False, timeout=_STORE_SECONDS)
     except RuntimeError as error:
@@ -43,7 +42,7 @@ def connect_store(place: tuple[str, int]) -> dist.TCPStore:
 
 
 def join_group(start: RankStart, config: EngineConfig, chosen: DevicePlan, address: str) -> Collective:
-    """The ranks as one that was started sees them. `address`: at which other machines reach this one."""
+    """`address`: this machine's."""
     count = config.world_size
     if start.store is None:
         (memory,) = start.descriptors
@@ -57,16 +56,15 @@ def join_group(start: RankStart, config: EngineConfig, chosen: DevicePlan, addre
 
 
 def needs_ordered_sums(config: EngineConfig, device: torch.device) -> bool:
-    """Whether sums must have an order that nothing else changes."""
     return config.deterministic or device.type == "cpu"
 
 
 def check_connection(
     group: Collective, device: torch.device, setting: str = "tensor_parallel_size", seconds: float = 60.0
 ) -> None:
-    """Sum some megabytes once. Raises ConfigError where the ranks cannot reach each other, with what the library says
-    of it, and where what they add does not come, or comes wrong, as between GPUs behind some IOMMUs. `setting`:
-    what asks for them. `seconds`: how long a sum may take."""
+    """All-reduce a few megabytes. Raises ConfigError if it fails, takes longer than `seconds`, or is wrong, as with
+    GPUs behind some IOMMUs.
+    """
     try:
         wrong = _find_all_reduce_error(group, device, seconds)
     except (RankEnded, RuntimeError) as error:
@@ -83,14 +81,14 @@ def check_connection(
 
 
 def _find_all_reduce_error(group: Collective, device: torch.device, seconds: float) -> str | None:
-    """What is wrong with a sum of whole numbers, which float32 holds."""
+    """Integers are exact in float32."""
     numbers = torch.arange(_PROBE_NUMBERS, device=device, dtype=torch.float32) % _PROBE_MODULUS
     total = group.all_reduce(numbers.clone())
     if device.type == "cuda":
         done = torch.cuda.Event()
         done.record()
         until = time.monotonic() + seconds
-        while not done.query():  # else it would be NCCL's timeout that ends the start, after minutes
+        while not done.query():  # NCCL's own timeout takes minutes
             if time.monotonic() > until:
                 return f"a sum did not come in {seconds:g} s"
             time.sleep(0.01)

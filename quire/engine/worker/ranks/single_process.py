@@ -1,5 +1,3 @@
-"""One process that computes a model alone."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,7 +14,7 @@ from quire.engine.worker.ranks.rank_rpc import RankWorker, run_rank_call
 
 
 class SingleProcess(RankGroup):
-    """The leader of no followers."""
+    """A leader without followers."""
 
     def load_model(self, load_part: Callable[..., LoadedModel]) -> tuple[LoadedModel, int]:
         return load_part(), 0

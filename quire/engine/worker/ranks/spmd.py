@@ -1,8 +1,7 @@
-"""Ranks that divide every layer, and all run the same program, each on its part (SPMD: Darema et al., 1988). The first
-one is the engine: it sends each batch, and what else its runner is asked for, before it does the same. So every rank
-makes its tensors on its own device, captures the same decode graphs in the same order, and launches a step before the
-last one's picks are read. What is picked the first rank decides (choose_sampler), and the others hear it by their
-collective."""
+"""Tensor parallelism: ranks run the same program on shards of every layer (SPMD: Darema et al., 1988). The first rank,
+the engine, sends each command before executing it. So ranks build their own tensors, capture the same graphs, and
+launch a step before the last one's tokens are read. The first rank samples and broadcasts.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +31,9 @@ if TYPE_CHECKING:
     from quire.kernels.gpu.kernel_variant import KernelVariant
 
 VARIANTS_TIMEOUT_SECONDS = 600.0
-"""So long the first rank waits for the others' kinds of kernels, which they find without waiting for anybody."""
 
 
 class SpmdRanks(MultiProcessRanks):
-    """The processes of the ranks but the first, on this machine and on others."""
-
     setting, process_noun = "tensor_parallel_size", "ranks"
 
     def load_model(self, load: Callable[..., LoadedModel]) -> tuple[LoadedModel, int]:
@@ -60,10 +56,7 @@ class SpmdRanks(MultiProcessRanks):
 
 
 class SpmdRunner(ModelRunner):
-    """The first rank's."""
-
     def __init__(self, ranks: SpmdRanks, *parts: Any) -> None:
-        """`parts`: a Runner's."""
         super().__init__(*parts)
         self._ranks = ranks
 
@@ -84,15 +77,16 @@ class SpmdRunner(ModelRunner):
             super().warm_prompts()
 
     def kernel_variants(self, step_tokens: int) -> list[KernelVariant]:
-        """Those of all ranks, each of which knows its own parts of layers; so what they would all compile is compiled
-        once. Meanwhile none meets another. Raises RuntimeError where one of them fails to find its own."""
+        """Includes all ranks' variants, so that each is compiled once. Ranks do not communicate meanwhile. Raises
+        RuntimeError if a rank fails.
+        """
         from quire.kernels.gpu.kernel_variant import KernelVariant
 
         read_others = self._ranks.call_followers(RankMethods.find_kernel_variants, step_tokens)
         try:
             variants = dict.fromkeys(super().kernel_variants(step_tokens))
         finally:
-            others = read_others(VARIANTS_TIMEOUT_SECONDS)  # else they would be what the next one asks for
+            others = read_others(VARIANTS_TIMEOUT_SECONDS)  # otherwise the next call would read them
         for rank, each in enumerate(others, 1):
             if isinstance(each, str):
                 raise RuntimeError(f"rank {rank}: {each}")
@@ -101,11 +95,9 @@ class SpmdRunner(ModelRunner):
 
 
 class SpmdDraftHeadRunner(DraftHeadRunner):
-    """The first rank's. All ranks have whole heads, which ask the decoder that the ranks share for embeddings and
-    logits."""
+    """Heads are replicated, but use the sharded decoder's embeddings and logits."""
 
     def __init__(self, ranks: SpmdRanks, *parts: Any) -> None:
-        """`parts`: those of Heads."""
         super().__init__(*parts)
         self._ranks = ranks
 
@@ -120,8 +112,6 @@ class SpmdDraftHeadRunner(DraftHeadRunner):
 
 @dataclass(frozen=True, slots=True)
 class _WatchedStep:
-    """A step under way."""
-
     ranks: SpmdRanks
     pending: PendingOutput
 
@@ -133,8 +123,7 @@ class _WatchedStep:
 
 
 def redact_for_followers(scheduler_output: SchedulerOutput) -> SchedulerOutput:
-    """What ranks that answer nobody need of a batch. How tokens are picked is not theirs to know, not even grammars;
-    but whether it is by the largest logit alone, which all ranks find together."""
+    """Drop grammars and sampling parameters, except for plain greedy requests, which all ranks compute together."""
     new_requests = [_redact_request(each) for each in scheduler_output.new_requests]
     return SchedulerOutput(
         scheduler_output.scheduled_requests,

@@ -1,7 +1,5 @@
-"""Picks tokens on a GPU as engine/worker/sampling/sampler.py does, for all rows at once. The host never waits for it.
-
-The parameters of all rows are uploaded in one copy, and each kind of change to logits that some row asks for needs one
-copy more; everything else is done by kernels (kernels/gpu/triton_logits.py, kernels/gpu/triton_sampling.py).
+"""GPU sampler, equivalent to sampler.py. The host never waits. Parameters take one upload, each kind of logits change
+one more; kernels do the rest.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from quire.kernels.gpu.host_transfer import upload_arrays
 from quire.kernels.gpu.other_devices import is_other_device
 
 Sampler = Callable[[Tensor, list[SamplingRow], GrammarBitmask | None], Tensor]
-"""As `sampler.sample`: logits, rows, the grammars' mask."""
+"""See `sample_token_ids`."""
 
 
 def choose_sampler(
@@ -36,7 +34,6 @@ def choose_sampler(
     draw: Callable[[Tensor, Tensor, Tensor], Tensor],
     group: Collective | None = None,
 ) -> Sampler:
-    """The one for this device; `argmax` and `draw` are the backend's, `group` the model's ranks."""
     triton = device.type == "cuda" and find_spec("triton") is not None
     sampler: Sampler = sample_on_device if triton else partial(sample_token_ids, argmax=argmax, draw=draw)
     if is_other_device(device):
@@ -45,8 +42,7 @@ def choose_sampler(
 
 
 def sample_on_host(logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask | None = None) -> Tensor:
-    """As `sample_token_ids`, for devices that may have no float64, by which tokens are drawn: logits are copied to the
-    host, and the picks back."""
+    """For devices without float64, which sampling needs."""
     host_rows = [
         row
         if row.rules.keeps_logits_unchanged
@@ -59,15 +55,14 @@ def sample_on_host(logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask
 def _sample_on_first_rank(
     sampler: Sampler, group: Collective, logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask | None
 ) -> Tensor:
-    """What the first rank picks, on all of them: no two can differ, and it alone has grammars, seeds and penalties."""
+    """It alone has grammars, seeds and penalties, and tokens must not differ."""
     if group.rank == 0:
         return group.broadcast(sampler(logits, rows, mask))
     return group.broadcast(torch.empty(len(logits), dtype=torch.int64, device=logits.device))
 
 
 def sample_on_device(logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask | None = None) -> Tensor:
-    """Token ids [R] int64 for contiguous logits [R, vocab] float32, which may be overwritten; NO_TOKEN_LEFT as in
-    `sample_token_ids`."""
+    """Needs contiguous logits."""
     from quire.kernels.gpu.triton_sampling import MAX_VOCAB, sample_tokens
 
     if logits.shape[1] > MAX_VOCAB:
@@ -92,7 +87,7 @@ def sample_on_device(logits: Tensor, rows: list[SamplingRow], mask: GrammarBitma
 
 
 class DeviceLogitsProcessor:
-    """LogitsProcessor that wait for nothing, most of them Triton kernels."""
+    """Never waits for the device."""
 
     def add_biases(self, logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:
         from quire.kernels.gpu.triton_logits import add_logit_bias
@@ -125,7 +120,7 @@ class DeviceLogitsProcessor:
         allowed = bits.flatten(1).view(torch.bool)[:, : logits.shape[1]]
         constrained = logits[rows].masked_fill(
             ~allowed, -torch.inf
-        )  # torch.where copies a number to the GPU, and waits
+        )  # torch.where would copy a scalar to the GPU and wait
         if unmodified is not None:
             stuck = constrained.amax(-1, keepdim=True) == -torch.inf
             constrained = torch.where(stuck & allowed, unmodified[rows], constrained)

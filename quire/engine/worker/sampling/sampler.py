@@ -1,9 +1,8 @@
-"""Picking tokens on the host: a pure function of logits, parameters, the tokens so far, and one uniform number per
-token. The device's sampler (engine/worker/sampling/device_sampler.py) is tested against it.
+"""Host sampler, and reference for device_sampler.py: a pure function of logits, parameters, tokens, and one uniform
+number per token.
 
-The number comes from (seed, position) by SplitMix64 (Steele et al., 2014), the pick is by inverse CDF in vocabulary
-order, and no step mixes rows. So a token does not depend on the batch, and is drawn again alike after a preemption or
-a crash.
+The number comes from (seed, position) by SplitMix64 (Steele et al., 2014), sampling is by inverse CDF in vocabulary
+order, and rows are never mixed. So a token does not depend on the batch, and survives preemptions and crashes.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ def sample_token_ids(
     argmax: Callable[[Tensor], Tensor] = reference.argmax,
     draw: Callable[[Tensor, Tensor, Tensor], Tensor] = reference.sample_tokens,
 ) -> Tensor:
-    """Token ids [R] int64 for logits [R, vocab] float32, which may be overwritten; NO_TOKEN_LEFT for a row to which its
-    constraints left no token. `argmax` and `draw` are the backend's."""
+    """[R] int64 for logits [R, vocab] float32, which may be overwritten; NO_TOKEN_LEFT if constraints left none."""
     without_tokens = process_logits_and_find_exhausted(logits, rows, mask, HostLogitsProcessor())
     sampled = _sample_rows(logits, rows, argmax, draw)
     return sampled if without_tokens is None else sampled.masked_fill(without_tokens, NO_TOKEN_LEFT)
@@ -70,7 +68,7 @@ def _sampling_filter_values(params: SamplingParams, vocab: int) -> tuple[float, 
 
 
 class HostLogitsProcessor:
-    """LogitsProcessor by PyTorch's operators. On a GPU they serve too, but wait for it."""
+    """Waits for a GPU."""
 
     def add_biases(self, logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:
         logits[rows, token_ids] += values
@@ -96,8 +94,8 @@ class HostLogitsProcessor:
                 logits[index, ids] -= presence + frequency * counts
 
     def apply_bitmask(self, logits: Tensor, mask: GrammarBitmask, unmodified: Tensor | None) -> None:
-        # NumPy: on one core it unpacks bits twenty times as fast as shifts in PyTorch do, and no thread of PyTorch's
-        # waits for another, which takes milliseconds a token where other programs have the cores.
+        # NumPy unpacks bits 20 times as fast on one core as PyTorch's shifts, without threads that wait for each other:
+        # milliseconds per token if other programs use the cores.
         bits = np.unpackbits(mask.bitmask_words.view(np.uint8), axis=1, bitorder="little")
         for row, allowed in zip(mask.rows, bits[:, : logits.shape[1]].view(bool), strict=True):
             values = logits[row].cpu().numpy()
@@ -109,7 +107,7 @@ class HostLogitsProcessor:
 
 
 def uniform_draws(rows: list[SamplingRow]) -> Tensor:
-    """One float64 in [0, 1) per row, from its seed and position."""
+    """A float64 in [0, 1) per row."""
     seeds = np.array([row.seed & 0xFFFFFFFFFFFFFFFF for row in rows], dtype=np.uint64)
     positions = np.array([row.position for row in rows], dtype=np.uint64)
     with np.errstate(over="ignore"):
@@ -118,7 +116,7 @@ def uniform_draws(rows: list[SamplingRow]) -> Tensor:
 
 
 def _splitmix64(z: np.ndarray) -> np.ndarray:
-    """SplitMix64's finalizer; seeds pass it too, so that neighbouring seeds share no part of their streams."""
+    """Also applied to seeds, so that neighboring seeds share no part of their streams."""
     with np.errstate(over="ignore"):
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -128,10 +126,10 @@ def _splitmix64(z: np.ndarray) -> np.ndarray:
 def logprob_tensors(
     logits: Tensor, sampled: Tensor, num_top: int, listed_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Under unmodified logits [R, vocab]: log probability and rank of the picked tokens [R] int64, and the `num_top`
-    most likely log probabilities and tokens [R, most], the smaller token first of equally likely ones. `listed_ids` [R,
-    L] int64 has tokens to give in their place, in the rows that do not begin with -1; then the last two are [R,
-    max(most, L)]. Nothing waits for the device."""
+    """From logits [R, vocab]: logprob and rank of `sampled` [R] int64, then top logprobs and ids [R, num_top], ties by
+    smaller id. `listed_ids` [R, L] int64 replace the top in rows that do not start with -1; the last two are then [R,
+    max(num_top, L)]. Does not wait for the device.
+    """
     logprobs = torch.log_softmax(logits, dim=-1)
     sampled_logprobs = logprobs.gather(-1, sampled[:, None])
     ids = _top_token_ids(logprobs, num_top)
@@ -143,19 +141,19 @@ def logprob_tensors(
 
 
 def _top_token_ids(logprobs: Tensor, num_top: int) -> Tensor:
-    """Token ids [R, most]. Which of equally likely tokens torch.topk picks depends on its k, so on the batch."""
-    if logprobs.device.type == "cpu":  # on a GPU the host would have to wait for this
+    """[R, num_top]. torch.topk's choice among equal values depends on k, and so on the batch."""
+    if logprobs.device.type == "cpu":  # on a GPU the host would wait
         best = torch.topk(logprobs, min(num_top + 1, logprobs.shape[1]))
         if not bool((best.values[:, 1:] == best.values[:, :-1]).any()):
             return best.indices[:, :num_top]
-    # Unique keys that sort by -logprob, then by token: as integers, the bits of floats >= 0 have the floats' order.
+    # Unique keys by -logprob, then token: non-negative floats sort like their bits.
     keys = logprobs.abs().view(torch.int32).long().bitwise_left_shift_(32)
     keys |= torch.arange(logprobs.shape[1], device=logprobs.device)
     return torch.topk(keys, num_top, largest=False).values & 0xFFFFFFFF
 
 
 def token_logprobs(sampled: Sequence[int], tensors: Iterable[Tensor], tops: Sequence[int]) -> list[TokenLogprob]:
-    """What `logprob_tensors` found, each picked token with as many of the others as `tops` says."""
+    """`tops`: how many to keep per row."""
     sampled_logprobs, ranks, values, ids = (tensor.tolist() for tensor in tensors)
     return [
         TokenLogprob(token, sampled_logprobs[i], ranks[i], list(zip(ids[i][:top], values[i][:top], strict=True)))
@@ -164,7 +162,6 @@ def token_logprobs(sampled: Sequence[int], tensors: Iterable[Tensor], tops: Sequ
 
 
 def include_sampled_token(token_logprob: TokenLogprob) -> TokenLogprob:
-    """With the picked token among the listed ones, the most likely first, the smaller one first of equally likely
-    ones."""
+    """Sorted by logprob, then id."""
     values = {**dict(token_logprob.top), token_logprob.token_id: token_logprob.logprob}
     return msgspec.structs.replace(token_logprob, top=sorted(values.items(), key=lambda item: (-item[1], item[0])))

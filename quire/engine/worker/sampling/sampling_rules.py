@@ -1,9 +1,3 @@
-"""What a request's SamplingParams mean for its picks, as lists of token ids and numbers.
-
-`make_request_sampling_rules` makes them once per request, and `process_logits_and_find_exhausted` applies them in their
-order, for the host's sampler (engine/worker/sampling/sampler.py) and the device's (device_sampler.py beside it); each
-brings its own LogitsProcessor."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -21,40 +15,33 @@ from quire.kernels.gpu.host_transfer import upload_arrays
 
 @dataclass(frozen=True, slots=True)
 class RequestSamplingRules:
-    """One request's. The fields from `allowed_token_ids` to `penalties`, and then params.thinking, change logits and
-    are applied in this order."""
+    """Fields from `allowed_token_ids` on, then params.thinking, change logits in this order."""
 
     params: SamplingParams
     num_logprobs: int | None
-    """How many tokens to report beside each picked one: the most likely ones, or those of `logprob_token_ids`; None:
-    not even the picked one's log probability."""
+    """Tokens reported in addition to the sampled one; None: not even that."""
     logprob_token_ids: np.ndarray | None
-    """[logprobs] int64: the tokens to report instead of the most likely ones."""
+    """int64; replaces the most likely tokens."""
     keeps_logits_unchanged: bool
-    """Nothing changes the logits."""
     is_greedy_only: bool
-    """`is_plain_greedy_request` of the request's parameters."""
     allowed_token_ids: np.ndarray | None
-    """[n] int64: all that may be picked."""
+    """int64."""
     biases: dict[int, float]
-    """What is added to the logits of some tokens: the bias, -inf for bad words of one token."""
+    """-inf for single-token bad words."""
     biases_before_min_tokens: dict[int, float]
-    """Used instead of `biases` while the answer is shorter than params.min_tokens: the same, and -inf for what ends it.
-    """
+    """Also -inf for tokens that end the answer."""
     bad_words: tuple[tuple[int, ...], ...]
-    """Of two tokens or more; the last one may not follow the others."""
+    """Two or more tokens; the last may not follow the others."""
     penalties: tuple[float, float, float] | None
     """Repetition, presence, frequency."""
 
     @property
     def can_ban_all_tokens(self) -> bool:
-        """True if it may take every token away."""
         added = self.biases_before_min_tokens if self.params.min_tokens else self.biases
         return self.allowed_token_ids is not None or bool(self.bad_words) or -np.inf in added.values()
 
 
 def make_request_sampling_rules(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> RequestSamplingRules:
-    """`eos_token_ids` are the model's end-of-sequence tokens."""
     biases = (params.logit_bias or {}) | {word[0]: -np.inf for word in params.bad_words_ids if len(word) == 1}
     end_token_ids = [*params.stop_token_ids, *(() if params.ignore_eos and params.grammar is None else eos_token_ids)]
     bad_words = tuple(word for word in params.bad_words_ids if len(word) > 1)
@@ -84,7 +71,7 @@ def make_request_sampling_rules(params: SamplingParams, eos_token_ids: tuple[int
 
 
 def is_plain_greedy_request(params: SamplingParams) -> bool:
-    """Whether each pick is the first of the model's own largest logits, and nothing is told beside it."""
+    """Argmax of unmodified logits, without logprobs."""
     reported = (params.grammar, params.logprobs, params.logprob_token_ids or None)
     changed = (params.thinking, params.allowed_token_ids, params.logit_bias or None, params.bad_words_ids or None)
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
@@ -93,7 +80,7 @@ def is_plain_greedy_request(params: SamplingParams) -> bool:
 
 
 def pad_logprob_token_ids(rules: Sequence[RequestSamplingRules], device: torch.device) -> Tensor | None:
-    """The tokens that each row lists [R, L] int64, as logprob_tensors takes them; None where no row lists any."""
+    """[R, L] int64; None if no row lists tokens."""
     longest = max((len(each.logprob_token_ids) for each in rules if each.logprob_token_ids is not None), default=0)
     if not longest:
         return None
@@ -107,20 +94,20 @@ def pad_logprob_token_ids(rules: Sequence[RequestSamplingRules], device: torch.d
 
 
 class SamplingRow(NamedTuple):
-    """One pick to make. A tuple, because each step makes hundreds, and a frozen dataclass takes three times as long."""
+    """A tuple: each step makes hundreds, and a frozen dataclass takes three times as long."""
 
     rules: RequestSamplingRules
     seed: int
     position: int
-    """Of the token to pick, in its sequence."""
+    """The sampled token's."""
     num_prompt_tokens: int
     token_table: Tensor
-    """[slots, most tokens] int32: every slot's tokens, on the logits' device."""
+    """[slots, max tokens] int32, on the logits' device."""
     slot: int
 
     @property
     def token_ids(self) -> Tensor:
-        """[position] int32, the tokens so far."""
+        """[position] int32."""
         return self.token_table[self.slot, : self.position]
 
     @property
@@ -129,36 +116,33 @@ class SamplingRow(NamedTuple):
 
 
 NO_TOKEN_LEFT = -2
-"""In a picked token's place: the request's constraints left no token."""
+"""Constraints left no token."""
 IndexedRow = tuple[int, SamplingRow]
-"""A row, and its index in the logits."""
+"""Index in the logits, and row."""
 
 
 class LogitsProcessor(Protocol):
-    """Ways to change logits [R, vocab] float32 in place; on a GPU none waits for it."""
+    """Logits are [R, vocab] float32, changed in place."""
 
     def add_biases(self, logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:
-        """logits[rows, token_ids] += values; every place at most once."""
+        """logits[rows, token_ids] += values; indices are unique."""
 
     def ban_words(self, logits: Tensor, words: list[tuple[int, SamplingRow, list[tuple[int, ...]]]]) -> None:
-        """-inf to the last token of each word whose other tokens are the row's last ones."""
+        """-inf for a word's last token after its other tokens."""
 
     def apply_penalties(self, logits: Tensor, rows: list[IndexedRow]) -> None:
-        """Apply the penalties of these rows, which all have some."""
+        """All rows have penalties."""
 
     def apply_bitmask(self, logits: Tensor, mask: GrammarBitmask, unmodified: Tensor | None) -> None:
-        """-inf to what the mask does not allow in its rows.
-
-        Where the request's own bans (min_tokens, allowed_token_ids, bad words) leave nothing that the grammar allows,
-        the grammar wins: such a row takes its `unmodified` logits [R, vocab], which are None where nothing is banned.
+        """If a request's bans (min_tokens, allowed_token_ids, bad words) leave nothing that the grammar allows, the
+        grammar wins: the row uses its `unmodified` logits [R, vocab] (None if nothing is banned).
         """
 
 
 def process_logits_and_find_exhausted(
     logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask | None, processor: LogitsProcessor
 ) -> Tensor | None:
-    """Apply the rules of every row to its logits [R, vocab] float32, in place, then the grammars' mask. Returns which
-    rows [R] have no token left; None: all have some."""
+    """Logits [R, vocab] float32 change in place. Returns flags [R] of rows without tokens; None: all have some."""
     constrained_rows = [(index, row) for index, row in enumerate(rows) if not row.rules.keeps_logits_unchanged]
     unmodified = logits.clone() if constrained_rows and mask is not None else None
     _apply_rules(logits, constrained_rows, processor)
@@ -199,18 +183,18 @@ def _row_biases(row: SamplingRow) -> dict[int, float]:
 
 
 def _bad_words_within_output_length(row: SamplingRow) -> list[tuple[int, ...]]:
-    """Words that the output is long enough to have begun: tokens of the prompt do not count, as in vLLM."""
+    """Words may not begin in the prompt, as in vLLM."""
     return [word for word in row.rules.bad_words if len(word) - 1 <= row.num_output_tokens]
 
 
 def _force_end_of_thinking(logits: Tensor, row: SamplingRow, budget: ThinkingBudget) -> None:
-    """Leave only the token that ends the thinking, where that is under way and has used up its budget."""
+    """Once the budget is used up, only the end token is allowed."""
     answer = row.token_ids[row.num_prompt_tokens :]
     if len(answer) - (budget.begin_id is not None) < budget.tokens:
         return
     must_end = ~(answer == budget.end_id).any()
-    if budget.begin_id is not None:  # the beginning counts itself: tokens from it on
+    if budget.begin_id is not None:  # counts from the begin token, inclusive
         must_end &= (answer == budget.begin_id).cumsum(0).bool().sum() > budget.tokens
     end = torch.full_like(logits, -torch.inf)
-    end[budget.end_id].fill_(0.0)  # an assignment to one element copies from the host, and waits
+    end[budget.end_id].fill_(0.0)  # assigning one element would copy from the host and wait
     torch.where(must_end, end, logits, out=logits)

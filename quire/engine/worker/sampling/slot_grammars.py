@@ -1,5 +1,3 @@
-"""Which tokens a grammar allows next: one matcher per slot, and its mask on the logits."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -25,39 +23,35 @@ if TYPE_CHECKING:
 
 
 _MAX_SHARED_LEXERS = 3
-"""How often an answer's lexer is replaced by one that others fill, too. Each time the grammar is compiled."""
+"""Later replacements of a failed lexer are exclusive. Each compiles the grammar."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarBitmask:
-    """The tokens allowed in some rows of a step's logits; all other rows are free."""
+    """Other rows are unconstrained."""
 
     rows: list[int]
     bitmask_words: np.ndarray
-    """[len(rows), words] int32: bit i of word w says whether token 32 w + i is allowed."""
+    """[len(rows), words] int32: bit i of word w allows token 32 w + i."""
 
 
 @dataclass(slots=True)
 class _SlotGrammar:
-    """How far a grammar has followed an answer."""
-
     grammar: Grammar
     compiled: CompiledGrammar
     matcher: LLMatcher
     tokens: list[int] = field(default_factory=list)
-    """Those of the answer that it has followed: with another lexer it begins again."""
     num_restarts: int = 0
-    """How often it has begun again."""
 
     def consume_token(self, token: int) -> bool:
-        """Whether the token was allowed, which a worn-out lexer cannot tell."""
+        """False if not allowed, or on a lexer error."""
         if self.matcher.consume_token(token):
             self.tokens.append(token)
             return True
         return False
 
     def restart_with_new_lexer(self, compiler: GrammarCompiler) -> None:
-        """Follow the same tokens with another lexer. Raises what GrammarCompiler.recompile_with_large_lexer does."""
+        """Raises what GrammarCompiler.recompile_with_large_lexer does."""
         while has_lexer_error(self.matcher):
             self.compiled = compiler.recompile_with_large_lexer(
                 self.grammar, self.compiled, exclusive=self.num_restarts >= _MAX_SHARED_LEXERS
@@ -68,8 +62,7 @@ class _SlotGrammar:
 
 
 class SlotGrammars:
-    """The matcher of every slot whose request has a grammar. `load` is called once: for the first grammar, or by
-    `start_loading_compiler`."""
+    """`make_compiler` is called once."""
 
     def __init__(self, make_compiler: Callable[[], GrammarCompiler]) -> None:
         self._make_compiler = make_compiler
@@ -80,8 +73,7 @@ class SlotGrammars:
         self._failures: dict[int, RequestFailure] = {}
 
     def start_loading_compiler(self) -> Future[GrammarCompiler]:
-        """Load the compiler in a thread: for a vocabulary of 150,000 tokens it takes a second, in which a running
-        stream would stand still."""
+        """In a thread: it takes a second for 150,000 tokens, in which streams would stall."""
         if self._loading is None:
             pool = ThreadPoolExecutor(1, "grammars")
             self._loading = pool.submit(self._make_compiler)
@@ -89,7 +81,7 @@ class SlotGrammars:
         return self._loading
 
     def admit_request(self, new_request: NewRequestData) -> None:
-        """Give a slot to a new owner, whose matcher starts after the tokens generated so far."""
+        """The matcher starts after the tokens generated so far."""
         slot, params = new_request.slot, new_request.params
         grammar = params.grammar if isinstance(params, SamplingParams) else None
         self.release_slot(slot)
@@ -107,13 +99,12 @@ class SlotGrammars:
             self._advance_matcher(slot, new_request.token_ids[new_request.num_prompt_tokens :])
 
     def release_slot(self, slot: int) -> None:
-        """Nobody has the slot any more: forget the owner's matcher, whose lexer may be large."""
+        """A matcher's lexer may be large."""
         for each in (self._requests, self._states, self._failures):
             each.pop(slot, None)
 
     def fill_bitmask(self, rows_to_sample: Sequence[ScheduledRequest]) -> GrammarBitmask | None:
-        """For the picks of a step, of each its row; those of a row with drafts stand side by side, each after one draft
-        more. None where all are free."""
+        """A row with drafts occurs once per position, side by side. None if unconstrained."""
         constrained = [index for index, row in enumerate(rows_to_sample) if row.slot in self._states]
         if not constrained:
             return None
@@ -140,9 +131,9 @@ class SlotGrammars:
         return GrammarBitmask(constrained, words)
 
     def _fill_draft_masks(self, state: _SlotGrammar, drafts: Sequence[int], words: np.ndarray) -> None:
-        """The masks after each of the drafts, behind the first; all of them once more with another lexer where this one
-        has an error. Raises InvalidRequest where nothing is allowed, and what
-        GrammarCompiler.recompile_with_large_lexer does."""
+        """Retries with a new lexer. Raises InvalidRequest if nothing is allowed, and what
+        GrammarCompiler.recompile_with_large_lexer does.
+        """
         from llguidance.numpy import fill_next_token_bitmask
 
         while has_lexer_error(state.matcher) or not _try_fill_draft_masks(state.matcher, drafts, words):
@@ -154,17 +145,16 @@ class SlotGrammars:
     def advance_and_get_failure(
         self, slot: int, new_request: NewRequestData, token_ids: list[int]
     ) -> RequestFailure | None:
-        """Advance the matcher by tokens that were picked for `new_request`. Returns why its grammar cannot be followed,
-        if it cannot. Does nothing where the slot belongs to another owner by now."""
+        """Does nothing if the slot has another owner."""
         if self._requests.get(slot) is not new_request:
             return None
         self._advance_matcher(slot, token_ids)
         return self._failures.get(slot)
 
     def _advance_matcher(self, slot: int, token_ids: list[int]) -> None:
-        """What follows the end of the answer is ignored, as the scheduler does: accepted drafts may go on there."""
+        """Ignores tokens after the answer's end, like the scheduler: accepted drafts may continue."""
         state = self._states.get(slot)
-        # One by one, as advance_and_get_failure refuses an end-of-sequence token that consume_token accepts.
+        # One by one: consume_tokens refuses an end-of-sequence token that consume_token accepts.
         for token in token_ids:
             if state is None or state.matcher.is_stopped():
                 return
@@ -186,9 +176,9 @@ class SlotGrammars:
 
 
 def _try_fill_draft_masks(matcher: LLMatcher, drafts: Sequence[int], words: np.ndarray) -> bool:
-    """The masks after each of the drafts, behind the one of the first pick: [1 + drafts, words]. After one that is not
-    allowed all is: it will not be picked, so what is picked after it will be dropped. Returns whether the lexer could
-    tell all of it."""
+    """Fill [1 + drafts, words] from row 1 on; False on a lexer error. After a disallowed draft everything is allowed:
+    later tokens are dropped.
+    """
     from llguidance.numpy import fill_next_token_bitmask
 
     words[1:] = -1
@@ -202,8 +192,6 @@ def _try_fill_draft_masks(matcher: LLMatcher, drafts: Sequence[int], words: np.n
         fill_next_token_bitmask(matcher_copy, words, place + 1)
         if matcher_copy.is_error() or not words[place + 1].any():
             words[place + 1] = -1
-        if (
-            matcher_copy.is_error() or matcher_copy.is_stopped()
-        ):  # where nothing but the end may follow, it has stopped already
+        if matcher_copy.is_error() or matcher_copy.is_stopped():  # stops as soon as only the end may follow
             break
     return not has_lexer_error(matcher_copy)

@@ -1,1 +1,1 @@
-"""What a start of the device half is made of."""
+"""Steps of start_worker."""

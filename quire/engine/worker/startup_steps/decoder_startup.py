@@ -1,5 +1,3 @@
-"""The start of a decoder: its KV cache for what the weights leave of the memory, and its runner."""
-
 from __future__ import annotations
 
 from functools import partial
@@ -24,7 +22,7 @@ from quire.engine.worker.step_costs import measure_step_costs
 
 
 class DecoderStartup:
-    """The steps once the ranks run, in their order: `start_worker` calls them."""
+    """Call the methods in their order."""
 
     def __init__(
         self,
@@ -41,7 +39,6 @@ class DecoderStartup:
         self._ranks = ranks
 
     def plan_kv_cache(self, weights: WorkerWeights) -> KVCachePlan:
-        """The KV cache for what the loaded weights leave of the memory, here and where others compute."""
         model = weights.loaded_model.model
         backend = self._device_plan.backend
         sizer = KVCacheSizer(
@@ -53,7 +50,6 @@ class DecoderStartup:
         return sizer.plan_kv_cache(weights.drafter, lambda: self._ranks.measure_total_kv_bytes(available_here))
 
     def allocate_on_all_ranks(self, weights: WorkerWeights, kv_plan: KVCachePlan) -> RunnerResources:
-        """What the plan says, here and on the other ranks."""
         shares = StateSlotCounts(kv_plan.request_slots, kv_plan.snapshot_slots)
         allocation = allocate_runner_resources(
             self._config,
@@ -75,7 +71,7 @@ class DecoderStartup:
         allocation: RunnerResources,
         kernel_cache_note: str | None,
     ) -> StartedWorker:
-        """Make the runner and what stands beside it, and measure its steps where drafts depend on their costs."""
+        """Also measures step costs if drafting needs them."""
         config = self._config
         loaded_model = weights.loaded_model
         model = loaded_model.model
@@ -124,7 +120,6 @@ class DecoderStartup:
         )
 
     def _make_local_adapter_loader(self, weights: WorkerWeights) -> AdapterLoader | None:
-        """What loads adapters on this rank; None: none are served."""
         adapter_slots = weights.loaded_model.adapter_slots
         if adapter_slots is None:
             return None

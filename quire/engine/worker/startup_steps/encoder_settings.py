@@ -1,5 +1,3 @@
-"""What an encoder is served with: the settings it refuses, its backend, the length of its prompts."""
-
 from __future__ import annotations
 
 import torch
@@ -12,8 +10,7 @@ from quire.kernels.backend_selection import select_backend
 from quire.kernels.reference import ReferenceBackend
 
 _MAX_TOKENS = 2**17
-"""No encoder was trained for longer prompts: tables with a row for each position do not grow with what config.json
-claims."""
+"""No encoder was trained for more: per-position tables must not grow with what config.json claims."""
 
 
 def determine_batch_invariance(
@@ -27,7 +24,7 @@ def determine_batch_invariance(
 
 
 def check_encoder_config(config: EngineConfig) -> None:
-    """Raise ConfigError for what decoders alone can have."""
+    """Raise ConfigError for decoder-only settings."""
     for name, is_set, why in (
         ("tensor_parallel_size", config.tensor_parallel_size > 1, "encoders are not divided"),
         ("pipeline_parallel_size", config.pipeline_parallel_size > 1, "encoders are not divided"),
@@ -47,7 +44,7 @@ def check_encoder_config(config: EngineConfig) -> None:
 def encoder_context_length(
     config: EngineConfig, model: ModelConfig, longest: int | None, trained_length: int | None
 ) -> int:
-    """Tokens of the longest prompt: what is asked for, or what the model was trained for. Raises ConfigError."""
+    """The configured or trained length. Raises ConfigError."""
     max_tokens = min(each for each in (model.max_position, longest, _MAX_TOKENS) if each is not None)
     if config.max_model_len is not None and config.max_model_len > max_tokens:
         wrong = f"max_model_len: {config.max_model_len} exceeds the model's {max_tokens} positions"
@@ -58,7 +55,7 @@ def encoder_context_length(
 def choose_encoder_backend(
     config: EngineConfig, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> tuple[Backend, str]:
-    """The backend and why it is this one. On a GPU only plain PyTorch lets a token see what comes after it so far."""
+    """On GPUs only plain PyTorch supports bidirectional attention so far."""
     wanted = config.attention_backend
     if device.type != "cpu":
         if wanted not in ("auto", "reference"):

@@ -1,5 +1,3 @@
-"""The start of an encoder on a device that is chosen: dtype, backend, weights, runner. It keeps no KV cache."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -45,7 +43,7 @@ def start_encoder(
     progress: Callable[[], None],
     tensors: NamedTensors | None,
 ) -> StartedWorker:
-    """As start_worker has it, which calls this. Raises ConfigError, naming the key at fault."""
+    """See start_worker. Raises ConfigError."""
     check_non_cuda_accelerator_settings(config, device)
     dtype, changed = choose_compute_dtype_and_note(config, model_config, device)
     stored = resolve_weights(config)

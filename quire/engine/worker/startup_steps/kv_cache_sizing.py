@@ -1,5 +1,3 @@
-"""Sizes the KV cache by what loaded weights leave of the memory."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -18,17 +16,14 @@ from quire.engine.worker.loading.drafts.spare_blocks import num_spare_blocks_per
 
 @dataclass(frozen=True, slots=True)
 class _DraftMemoryNeeds:
-    """What a drafter takes beside the served model."""
-
     block_bytes: int = 0
     state_bytes: int = 0
     spare_bytes: int = 0
-    """Of pages for drafts beyond the longest sequences."""
     formula: str = ""
 
 
 class KVCacheSizer:
-    """`groups`: of all layers of the model, in all stages."""
+    """`groups`: of all pipeline stages."""
 
     def __init__(
         self,
@@ -47,7 +42,7 @@ class KVCacheSizer:
         """On one machine."""
 
     def plan_kv_cache(self, draft: LoadedDrafter | None, measure_available: Callable[[], int]) -> KVCachePlan:
-        """`measure_available`: bytes for the KV cache, here and where others compute. Raises ConfigError."""
+        """`measure_available`: bytes on all ranks. Raises ConfigError."""
         config = self._config
         model = self._model
         num_places = sum(layers_per_block_by_stage(self._groups, config.pipeline_parallel_size))
@@ -89,7 +84,7 @@ class KVCacheSizer:
         config = self._config
         formula = f" + {draft.kv_module.block_bytes_formula}"
         draft_block_bytes = block_bytes(draft.kv_module)
-        # All ranks have heads, the first one alone has a model that drafts; but each GPU has as many pages as that.
+        # A draft model is on the first rank, but every GPU has as many blocks.
         if self._num_ranks > 1 and (draft.is_on_all_ranks or self._model.device.type == "cuda"):
             formula = f"{formula} x {self._num_ranks}"
             draft_block_bytes *= self._num_ranks

@@ -1,5 +1,3 @@
-"""What a start tells of an engine: its description, and notes on what it chose otherwise than one might expect."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -29,7 +27,6 @@ def make_decoder_engine_info(
     kv_plan: KVCachePlan,
     notes: list[str],
 ) -> EngineInfo:
-    """What is told of a decoder's engine."""
     loaded_model = weights.loaded_model
     suffix = transformers_description_suffix(loaded_model.model)
     return make_engine_info(
@@ -58,7 +55,7 @@ def startup_notes(
     allocation: RunnerResources,
     ranks: RankGroup,
 ) -> list[str | bool | None]:
-    """What was chosen otherwise than one might expect: texts, each in the place of a condition that does not hold."""
+    """Falsy entries do not apply."""
     device = chosen.device
     keeps_all_reason = setting_requiring_full_kv(config)
     is_limited = plan.request_slots < config.max_num_seqs
@@ -85,8 +82,7 @@ def startup_notes(
 
 
 def idle_gpus_note(visible: int, used: int, can_use: Callable[[int], bool]) -> str | None:
-    """A note about GPUs that compute nothing, and what to do; None where there are none. can_use: whether the model can
-    be divided among that many."""
+    """`can_use`: True if so many can shard the model."""
     if visible <= used:
         return None
     most = max((count for count in range(used + 1, visible + 1) if can_use(count)), default=None)

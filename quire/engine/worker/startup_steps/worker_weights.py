@@ -1,5 +1,3 @@
-"""Loads all weights of a worker: the model's, its tower's, and those of what drafts."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -28,11 +26,9 @@ class WorkerWeights:
     tower: LoadedTower
     drafter: LoadedDrafter | None
     weight_bytes: int
-    """As they are held, here and by other stages."""
+    """In all stages, as held."""
     is_batch_invariant: bool
-    """True if no token depends on what else runs."""
     transformers_notes: list[str]
-    """What is to be known of a model that transformers' class computes."""
 
 
 def load_worker_weights(
@@ -44,7 +40,7 @@ def load_worker_weights(
     progress: Callable[[], None],
     tensors: NamedTensors | None,
 ) -> WorkerWeights:
-    """Load the weights here, and the other ranks' parts. Raises ConfigError."""
+    """Raises ConfigError."""
     backend = device_plan.backend
     with explain_weights_out_of_memory():
         loaded_model, other_stages_bytes = ranks.load_model(

@@ -1,1 +1,1 @@
-"""Loads what guesses tokens with weights of its own."""
+"""Drafters with weights."""

@@ -1,5 +1,3 @@
-"""What guesses tokens with weights of its own, as the engine knows it: a model or heads, with their pages."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -18,8 +16,6 @@ if TYPE_CHECKING:
 
 
 class DraftGraphs(Protocol):
-    """CUDA graphs of guesses."""
-
     @property
     def graph_set(self) -> GraphSet[Any]: ...
 
@@ -28,25 +24,22 @@ class DraftGraphs(Protocol):
 
 
 class DeviceDrafter(Protocol):
-    """A model or heads that draft, started."""
-
     @property
     def graphs(self) -> DraftGraphs | None:
-        """None: guesses run without."""
+        """None if drafting is eager."""
 
     def capture_next_graph(self) -> bool:
-        """As Executor.warm_up_next."""
+        """False if none is left."""
 
     def launch_kernel_variants(self, step_tokens: int) -> None:
-        """Launch every kind of kernel that guesses, and what follows steps of up to so many tokens, may launch. What it
-        computes is nothing, under `recorded`."""
+        """Launch every variant for steps of up to `step_tokens`; a dry run computes nothing."""
 
 
 class LoadedDrafter(Protocol):
-    """A model or heads that draft, before there are pages."""
+    """A drafter without KV blocks yet."""
 
     is_on_all_ranks: ClassVar[bool]
-    """Whether each rank of the served model has it whole; else the first one alone does."""
+    """False: on the first rank only."""
 
     @property
     def kv_module(self) -> KVModule: ...
@@ -55,7 +48,7 @@ class LoadedDrafter(Protocol):
     def weight_bytes(self) -> int: ...
 
     def total_slot_state_bytes(self, config: EngineConfig) -> int:
-        """Of what layers keep of sequences beside pages."""
+        """State outside KV blocks."""
 
     def start_drafter(
         self,
@@ -64,8 +57,9 @@ class LoadedDrafter(Protocol):
         num_blocks: int,
         make_runner: Callable[..., DraftHeadRunner],
     ) -> StartedDrafter:
-        """With pages for as many tokens as the served model has pages for, and some for drafts beyond these.
-        `allocation`: the served model's. `make_runner`: where it is heads, of what Heads takes."""
+        """Allocate KV blocks for as many tokens as the served model, and spare ones for drafts. `make_runner`: for
+        draft heads.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +67,8 @@ class StartedDrafter:
     drafter: DeviceDrafter
     spare_blocks: SpareBlockLayout
     step_costs: list[tuple[int, float]]
-    """What one guess more costs, by the number of sequences."""
+    """(sequences, seconds) per draft token."""
     head_runner: DraftHeadRunner | None = None
-    """The same, where it runs beside every step,"""
+    """For draft heads."""
     model_runner: DraftModelRunner | None = None
-    """or is a model."""
+    """For a draft model."""

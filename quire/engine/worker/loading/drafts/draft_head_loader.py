@@ -1,7 +1,7 @@
-"""Heads that guess tokens from hidden states: their shape and weights, from the layouts in which they are published.
+"""Loads draft heads as published.
 
-EAGLE (https://github.com/SafeAILab/EAGLE): config.json, and the tensors of a few layers as in a Llama, or `midlayer`.
-Medusa (https://github.com/FasterDecoding/Medusa): medusa_lm_head, whose tensors say all; or as vLLM converts it.
+EAGLE (https://github.com/SafeAILab/EAGLE): config.json and Llama layers, or `midlayer`. Medusa
+(https://github.com/FasterDecoding/Medusa): medusa_lm_head, or as vLLM converts it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MEDUSA = "medusa_lm_head"
 _PICKLED = f"{_MEDUSA}.pt"
 _MAX_HEADS = 32
 _UNUSED_TENSORS = ("embed_tokens.weight", "t2d")
-"""A copy of the decoder's embedding, which it does not change; which of the decoder's tokens it can say."""
+"""A copy of the decoder's embedding; a mask of draft tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +74,12 @@ class LoadedDraftHead:
         num_blocks: int,
         make_runner: Callable[..., DraftHeadRunner] = DraftHeadRunner,
     ) -> DraftHeadRunner:
-        """Allocate pages for as many tokens as the served model has pages for, and some for drafts beyond these."""
+        """See LoadedDrafter.start_drafter."""
         assert config.speculative_config is not None
         input_batch, has_scratch_block = (
             allocation.input_batch,
             allocation.capture is not None,
-        )  # the served model's scratch page has its number here too
+        )  # the scratch block has the served model's id
         spare_blocks = SpareBlockLayout(
             num_blocks + has_scratch_block,
             num_spare_blocks_per_slot(config, input_batch.block_size),
@@ -95,8 +95,7 @@ class LoadedDraftHead:
 
 
 def load_draft_head(config: EngineConfig, backend: Backend, decoder: Decoder) -> LoadedDraftHead:
-    """The head that the configuration names, on the decoder's device and in its type; quantized where all weights are
-    quantized at load. Raises QuireError and ValueError for one that does not fit the decoder."""
+    """Raises QuireError and ValueError if it does not fit the decoder."""
     speculative = config.speculative_config
     assert speculative is not None
     assert speculative.model is not None
@@ -130,7 +129,7 @@ def _make_head(
 
 
 def medusa_shape(tensors: dict[str, Tensor]) -> tuple[int, int]:
-    """(heads, linears of each before its last one)."""
+    """Heads, and linears before their last. Raises ModelError."""
     places = [match for name in tensors if (match := re.fullmatch(r"(\d{1,4})\.(\d{1,4})(\..*)", name))]
     heads = {int(match[1]) for match in places}
     blocks = {int(match[2]) for match in places if match[3] == ".linear.weight"}
@@ -169,7 +168,7 @@ def eagle_spec(path: Path, tensors: dict[str, Tensor], decoder: Decoder, *, is_e
 
 
 def _aux_layers(eagle_config: Any, layers: int) -> tuple[int, ...]:
-    """The layers whose inputs EAGLE-3 reads: an early, a middle and a late one, or those that config.json names."""
+    """By default an early, a middle and a late one."""
     name = "eagle_aux_hidden_state_layer_ids"
     if eagle_config.get("use_aux_hidden_state") is False:
         raise ModelError("model: config.json: eagle_config: use_aux_hidden_state: false is not supported")
@@ -180,7 +179,6 @@ def _aux_layers(eagle_config: Any, layers: int) -> tuple[int, ...]:
 
 
 def read_head_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a head's folder but those that are not needed, by one name each in all layouts."""
     tensors = {_canonical_name(name): tensor for name, tensor in _read_stored_tensors(path).items()}
     blocks = len([name for name in tensors if re.fullmatch(r"0\.\d+\.linear\.weight", name)])
     last_linear = re.compile(r"lm_heads\.(\d+)\.weight")
@@ -192,8 +190,9 @@ def read_head_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _canonical_name(stored: str) -> str:
-    """EAGLE's tensors are published with and without the name of the module around them, and its one layer of the
-    third kind as `midlayer`; Medusa's as a list of lists, and by vLLM as `blocks` and `lm_heads`."""
+    """EAGLE may have a module prefix, EAGLE-3 a `midlayer`. Medusa has nested lists; vLLM's has `blocks` and
+    `lm_heads`.
+    """
     name = re.sub(r"^(model|medusa_heads?)\.", "", stored)
     name = re.sub(r"^midlayer\.", "layers.0.", name)
     return re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear.", name)

@@ -1,5 +1,3 @@
-"""The smaller model that guesses what the served one will say: its weights, pages and executor."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -35,8 +33,6 @@ from quire.kernels.backend_selection import select_backend
 
 @dataclass(frozen=True, slots=True)
 class LoadedDraftModel:
-    """A loaded model that drafts."""
-
     kv_module: Decoder
     backend: Backend
     eos_token_ids: tuple[int, ...]
@@ -49,7 +45,7 @@ class LoadedDraftModel:
     def start_drafter(
         self, config: EngineConfig, allocation: RunnerResources, num_blocks: int, make_heads: object
     ) -> StartedDrafter:
-        """Allocate pages for as many tokens as the served model has pages for, and some for drafts beyond these."""
+        """See LoadedDrafter.start_drafter."""
         decoder = self.kv_module
         block_size = self.backend.block_size
         capture = allocation.capture
@@ -83,8 +79,7 @@ def load_draft_model(
     progress: Callable[[], None],
     target_model: Decoder,
 ) -> LoadedDraftModel:
-    """The model that the configuration names. It gets the served one's device, type and kind of backend. Raises
-    ConfigError for one that cannot draft for it. `eos_token_ids`: the served model's."""
+    """`eos_token_ids`: the served model's. Raises ConfigError if it cannot draft for it."""
     assert config.speculative_config is not None
     assert config.speculative_config.model is not None
     try:

@@ -1,5 +1,4 @@
-"""The layer that guesses tokens in the served checkpoint itself (multi-token prediction): its shape is that of the
-model's last layer, its weights are read as the model's are."""
+"""The MTP layer of the served checkpoint is shaped like its last layer."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ from quire.kernels.backend import Backend
 def load_head_drafter(
     config: EngineConfig, target_config: ModelConfig, backend: Backend, decoder: Decoder
 ) -> LoadedDraftHead:
-    """The heads that the configuration asks for, on the decoder's device and in its type. Raises ConfigError for some
-    that do not fit it, or are not there."""
+    """Raises ConfigError if heads are missing or do not fit."""
     assert config.speculative_config is not None
     is_mtp = config.speculative_config.method == "mtp"
     try:

@@ -1,5 +1,3 @@
-"""Pages of what drafts, behind those that sequences own."""
-
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -8,7 +6,7 @@ from quire.engine.common.config import EngineConfig
 
 
 class SpareBlockLayout(NamedTuple):
-    """As DraftBlockLayout of engine/spec_decode/model_drafter.py has them."""
+    """See DraftBlockLayout in engine/spec_decode/model_drafter.py."""
 
     first_spare_block: int
     spare_per_slot: int
@@ -16,6 +14,5 @@ class SpareBlockLayout(NamedTuple):
 
 
 def num_spare_blocks_per_slot(config: EngineConfig, block_size: int) -> int:
-    """Of each slot, for drafts beyond the pages of its sequence."""
     assert config.speculative_config is not None
     return 1 + -(-config.speculative_config.num_speculative_tokens // block_size)

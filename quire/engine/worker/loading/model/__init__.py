@@ -1,1 +1,1 @@
-"""What loading a model is made of."""
+"""Parts of model loading."""

@@ -1,5 +1,3 @@
-"""How long the contexts of a model may be, before its weights are loaded."""
-
 from __future__ import annotations
 
 from quire.engine.architecture.kv_cache_spec import PagedColumnState, PagedState
@@ -11,9 +9,9 @@ from quire.engine.worker.device_plan import DevicePlan
 
 
 def max_fitting_context_length(config: EngineConfig, model_config: ModelConfig, chosen: DevicePlan) -> int:
-    """The context's length until make_kv_cache_plan fits it, once the weights are loaded: the longest that might fit.
-    Raises ConfigError where the model has fewer positions than were asked for, or the KV cache, whatever the weights
-    leave for it, has no room for so many tokens."""
+    """Upper bound before weights are loaded; make_kv_cache_plan decides. Raises ConfigError if the model or the KV
+    cache cannot hold it.
+    """
     check_max_model_len(model_config, config.max_model_len)
     state_itemsize, kv_itemsize = chosen.dtype.itemsize, chosen.kv_dtype.itemsize
     states = chosen.spec.kv_cache_specs
@@ -24,7 +22,7 @@ def max_fitting_context_length(config: EngineConfig, model_config: ModelConfig, 
     if config.max_model_len is None:
         max_tokens = max_kv_tokens(config, max(token_bytes, 1), chosen.device, chosen.backend.block_size)
         return min(model_config.max_position, max_tokens)
-    # Layers with a window keep few tokens; so all pages there are may be the others'.
+    # Window layers keep few tokens, so the others may use all blocks.
     full_token_numbers = sum(
         each.paged_values_per_token * kv_itemsize
         for each in states

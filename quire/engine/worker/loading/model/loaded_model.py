@@ -1,5 +1,3 @@
-"""A loaded model, or a process's part of one, and what it was made of."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -16,34 +14,25 @@ from quire.engine.worker.loading.weight_check import ExpectedWeights
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model, or a rank's part of one, and what it was made of."""
-
     model: Decoder
     pooling_head: PoolerHead
-    """What makes vectors' numbers of hidden states."""
     pooling: PoolingConfig
-    """How it makes vectors."""
     tasks: tuple[Task, ...]
     expected_weights: ExpectedWeights
     adapter_slots: AdapterManager | None
     quantization: str
-    """How the weights are stored in few bits, for people to read."""
     read_bytes: int
-    """Of all weights, as they were read."""
     kv_groups: KVCacheGroups
-    """Of all layers of the model."""
+    """Of all stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """What of a model a process has."""
-
     shard: ModelShard = UNSHARDED
-    """Whose part of each layer."""
     decoder_class: type[Decoder] = Decoder
-    """Of a model that transformers' class does not compute."""
+    """Ignored by the transformers backend."""
     stage: int = -1
-    """Which of a pipeline's; the last one alone has all layers where there is no pipeline."""
+    """The last one is default: without a pipeline it has all layers."""
 
 
 WHOLE_MODEL = ModelPart()

@@ -1,5 +1,3 @@
-"""Which models and devices can have weights elsewhere than where they are multiplied."""
-
 from __future__ import annotations
 
 import os
@@ -20,7 +18,7 @@ GPU_PARAM = "cpu_offload_gb"
 
 
 def check_offload(config: EngineConfig, model_config: ModelConfig, chosen: DevicePlan) -> None:
-    """Raise ConfigError where weights cannot be elsewhere as they were asked for."""
+    """Raise ConfigError if weights cannot be offloaded so."""
     experts, device = bool(chosen.spec.sublayers_of_kind(MoELayerSpec)), chosen.device.type
     by_class = model_config.transformers_config is not None and "the model's layers are computed by transformers' class"
     shared_weights = bool(chosen.spec.sublayers_of_kind(SharedTransformerSpec)) and "layers of the model share weights"
@@ -47,7 +45,7 @@ def check_offload(config: EngineConfig, model_config: ModelConfig, chosen: Devic
 
 
 def disk_tensor_name_pattern(config: EngineConfig, spec: DecoderSpec) -> re.Pattern[str] | None:
-    """What the names of tensors have that lie there; None: none do."""
+    """None if no tensors are on disk."""
     if config.weights_on_disk is None:
         return None
     return ROUTED_EXPERT_PATTERN if spec.sublayers_of_kind(MoELayerSpec) else LAYER_PATTERN

@@ -1,5 +1,3 @@
-"""Fills a model's parameters with the weights of its files, and refuses those that memory has no room for."""
-
 from __future__ import annotations
 
 import math
@@ -32,8 +30,7 @@ def check_weights_fit(
     layers: int,
     on_disk: re.Pattern[str] | None = None,
 ) -> None:
-    """Raise ConfigError where a CPU's memory has no room for the weights of so many layers in the files at `path`.
-    on_disk: as disk_tensor_name_pattern gives it."""
+    """Raise ConfigError if a CPU's memory cannot hold the weights."""
     if device.type == "cpu" and config.load_format == "auto" and path is not None:
         stored = read_checkpoint_size(path, make_main_model_filter(layers), excluded_pattern=on_disk)
         check_weights_fit_memory(stored, str(dtype).removeprefix("torch."), config.online_quantization)
@@ -47,8 +44,7 @@ def fill_weights(
     path: Path | None,
     on_disk: re.Pattern[str] | None = None,
 ) -> int:
-    """Load a model's weights from the stream, and those of its dense modules from their folders in `path`, if that is
-    where they are; or make them up. Returns their bytes. on_disk: as disk_tensor_name_pattern gives it."""
+    """Dense modules come from folders in `path`. Returns bytes."""
     table = expected_weights.parameter_table
     all_tensors = chain(
         rename_tensors_to_table_names(stream, table, expected_weights.optional_prefixes),
@@ -56,12 +52,12 @@ def fill_weights(
     )
     if config.load_format == "dummy":
         if device.type == "cpu":
-            embedding, *_ = table.values()  # of the model's type, while a head of its own is float32
+            embedding, *_ = table.values()  # the model's dtype; an untied head is float32
             resident = [each for name, each in table.items() if on_disk is None or not on_disk.search(name)]
             sizes = CheckpointSize(sum(math.prod(each.shape) for each in resident), 0)
             check_weights_fit_memory(sizes, str(embedding.dtype).removeprefix("torch."), config.online_quantization)
         all_tensors = chain(dummy_stream(table, config.seed, device))
-    is_untrusted = path is None or config.weights is not None  # by a trainer, whose steps may have gone wrong
+    is_untrusted = path is None or config.weights is not None  # from a trainer, which may have diverged
     with torch.inference_mode():
         size = load_weights(
             table, all_tensors, device=device, require_finite=is_untrusted and config.load_format != "dummy"

@@ -1,5 +1,3 @@
-"""How many bytes weights take as they are held."""
-
 from __future__ import annotations
 
 import math
@@ -12,7 +10,6 @@ from quire.kernels.backend import Backend
 
 
 def weight_bytes_in_memory(table: ParameterTable, config: EngineConfig, backend: Backend, read_bytes: int) -> int:
-    """Bytes of weights as they are held, where `read_bytes` were read."""
     quantizes = config.online_quantization is not None or config.quantize_embedding
     return (
         weight_bytes_after_quantization(table, config) if backend.keeps_weights_quantized and quantizes else read_bytes
@@ -20,7 +17,6 @@ def weight_bytes_in_memory(table: ParameterTable, config: EngineConfig, backend:
 
 
 def weight_bytes_after_quantization(table: ParameterTable, config: EngineConfig) -> int:
-    """Of all weights, as they are held after what is quantized at load."""
     bits, in_8_bits = 0.0, is_embedding_quantized(config.online_quantization, config.quantize_embedding)
     for name, each in table.items():
         element_bits = 8.0 * each.dtype.itemsize
