@@ -123,7 +123,7 @@ class GrammarDrafter(Drafter):
 def merge_draft_with_forced_tokens(
     matcher: LLMatcher, forced_tokens: list[int], draft: Draft, max_drafts: int, compiler: GrammarCompiler
 ) -> Draft:
-    """Forced tokens come first, then what the draft agrees with and the grammar allows, then what is forced after it."""
+    """Forced tokens come first, then those of the draft that fit and are allowed, then what is forced after them."""
     lookahead = matcher.deep_copy()
     token_ids = list[int]()
     kinds = list[int]()

@@ -50,7 +50,7 @@ class LoadAwareDrafter(Drafter):
         self._drafter.forget_request(request)
 
     def _should_probe(self, request: Request) -> bool:
-        """Probes are spread over steps. Requests with a grammar are always probed, because forced tokens are certain."""
+        """Probes are spread over steps. Requests with a grammar always draft, because forced tokens are certain."""
         is_due = (len(request.token_ids) + request.arrival) % PROBE_INTERVAL == 0
         return (
             is_due
