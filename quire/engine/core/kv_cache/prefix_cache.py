@@ -45,7 +45,7 @@ class PrefixCache:
         self._sessions.unpin_expired()
 
     def hashes_of_full_blocks(self, request: Request) -> list[Sequence[bytes]]:
-        """Hashes of each block's beginnings, the whole block's last. Leaves out the last token, which must be computed."""
+        """Hashes of each block's beginnings, its own last. Leaves out the last token, which must be computed."""
         if not self.is_enabled or request.skips_prefix_cache_reads:
             return []
         digests = request.block_hashes((len(request.token_ids) - 1) // self._hash_block_size, self._hash_block_size)
