@@ -1,3 +1,5 @@
+"""A receipt: prompts, parameters, seeds and hashes that decided an answer's tokens, and the tokens."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
