@@ -1,4 +1,4 @@
-"""The subcommands of `quire`, one module each, with a function `main(argv, started) -> exit status`.
+"""The subcommands of `quire`, a module each with `main(argv, started) -> exit status`.
 
-`started` is time.perf_counter() at the start of the process.
+`started`: time.perf_counter() at process start.
 """

@@ -1,7 +1,7 @@
 """`quire serve`: a model behind the OpenAI API, until Ctrl-C, SIGTERM or SIGHUP.
 
-The order saves time: the port is bound first, so that a taken port is reported at once; then the engine process starts,
-and while it loads the model this process imports the API.
+The port is bound first, so that a taken port is reported at once. Then the engine process starts, and the API is
+imported while the model loads.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire.server.cli.serve")
 HEALTH_POLL_SECONDS = 0.5
 _MEMORY_SETTINGS = ("model", "max_model_len", "gpu_memory_utilization", "kv_cache_memory", "max_num_batched_tokens")
-"""What the engine names when it has too little memory; it may name them for other reasons too."""
+"""Named by the engine if memory is short, and for other reasons."""
 _GC_THRESHOLDS = 5000, 10, 20
-"""Most of what requests hold is freed without the collector. With Python's own thresholds it looks at all that is open
-again and again: 34 times, for 20 to 30 ms each, in two rounds of 16 beam searches of 64 beams; with these, twice."""
+"""Most of what requests hold is freed without the collector. With Python's defaults it scanned all open objects 34
+times, 20 to 30 ms each, in two rounds of 16 beam searches of 64 beams; with these, twice.
+"""
 _THREAD_SWITCH_SECONDS = 0.0005
-"""How long a thread may wait for the interpreter while the event loop runs. With Python's 5 ms a stream's first token
-waited so long for the thread that writes its call into the journal."""
+"""With Python's 5 ms a stream's first token waited that long for the thread that writes its call into the journal."""
 
 
 def main(argv: Sequence[str], started: float) -> int:
@@ -112,16 +112,14 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def _import_slow_modules() -> None:
-    """Import what the engine need not wait for: what plans, and what serves HTTP."""
+    """Imports that the engine need not wait for."""
     import_module("quire.server.cli.plan.model_plan")
     import_module("quire.server.cli.engine_app")
 
 
 class SingleModelHost:
-    """What a server serves: a model, from its engine's launch to its end."""
-
     def __init__(self, config: ServerConfig, client: EngineClient | None = None) -> None:
-        """client: one that reaches an engine of another process; None: the engine is to be started."""
+        """`client`: reaches an engine of another process; None: start one."""
         self._config = config
         self._client = client or processes(config)
         self._machine: Machine | None = None
@@ -129,7 +127,7 @@ class SingleModelHost:
 
     @property
     def alive(self) -> bool:
-        """False when its engine cannot be brought back."""
+        """False if the engine cannot be restarted."""
         return self._client.alive
 
     @property
@@ -142,7 +140,7 @@ class SingleModelHost:
 
     @asynccontextmanager
     async def open_app(self) -> AsyncIterator[FastAPI]:
-        """The app, ready."""
+        """Yields the app when ready."""
         from quire.server.cli.engine_app import open_engine_app
 
         try:
@@ -176,8 +174,6 @@ class SingleModelHost:
 
 
 class ServerRun:
-    """One run of the server: start, serve, drain. `run()` returns the exit status."""
-
     def __init__(
         self,
         config: ServerConfig,
@@ -194,7 +190,7 @@ class ServerRun:
         self._server: HttpServer | None = None
         self._num_signals = 0
         self.end_signal = ""
-        """The name of the first signal."""
+        """Name of the first signal."""
         self._drain_task: asyncio.Task[None] | None = None
 
     @property
@@ -232,14 +228,14 @@ class ServerRun:
         return 0 if server.started else 1
 
     async def _stop_when_engine_dies(self, server: HttpServer) -> None:
-        """Stop the server when its engine cannot be brought back, so that a process manager restarts both."""
+        """Stop if the engine cannot be restarted, so that a process manager restarts both."""
         while self._models.alive:  # noqa: ASYNC110 - a poll is soon enough
             await asyncio.sleep(HEALTH_POLL_SECONDS)
         server.should_exit = True
 
     def _on_signal(self, main_task: asyncio.Task[int], number: int) -> None:
         if number == signal.SIGHUP and self._num_signals:
-            return  # a closing terminal may send several; only a repeated Ctrl-C or SIGTERM means haste
+            return  # a closing terminal may send several; only a repeated Ctrl-C or SIGTERM means to hurry
         self._num_signals += 1
         self.end_signal = self.end_signal or signal.Signals(number).name
         if self._server is None:
@@ -259,10 +255,10 @@ class ServerRun:
         seconds = time.perf_counter() - self._started
         base = listen_url(host, port, tls=tls is not None)
         self.publish_announcement(self._models.announcement_text(base, seconds, tls))
-        gc.freeze()  # exempts what lives as long as the process from every later collection
+        gc.freeze()  # exempts long-lived objects from garbage collection
         gc.set_threshold(*_GC_THRESHOLDS)
         sys.setswitchinterval(_THREAD_SWITCH_SECONDS)
 
     def publish_announcement(self, announcement: str) -> None:
-        with suppress(OSError):  # the output may be closed or full, which is no reason not to serve
+        with suppress(OSError):  # stdout may be closed or full; serve anyway
             print(announcement, flush=True)

@@ -1,1 +1,1 @@
-"""What fits where, and how fast it can be: counted, from config.json and what is known of a machine."""
+"""What fits where and how fast it can be, from config.json and known machine data."""

@@ -1,4 +1,4 @@
-"""Routed experts, as `quire plan` counts them: whole ones on each of several devices, and such that lie on a disk."""
+"""Routed experts: whole ones per device (expert parallelism), or on disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.server.cli.plan.weight_sizes import device_linear_bytes
 
 
 def experts_problem(config: EngineConfig, sizes: ModelSizes, machine: Machine) -> str | None:
-    """Why a model's experts cannot be placed as they should; None: they can."""
+    """None: experts can be placed as requested."""
     ranks = machine.count // machine.stages
     if config.enable_expert_parallel and not sizes.num_experts:
         return "the model has no experts, to be whole on devices"
@@ -23,19 +23,18 @@ def experts_problem(config: EngineConfig, sizes: ModelSizes, machine: Machine) -
 
 @dataclass(frozen=True, slots=True)
 class ExpertsPlan:
-    """Of each device."""
+    """Per device."""
 
     min_experts: int
-    """Experts of a layer: the fewest that a device has of them, or a part of them,"""
+    """Fewest experts of a layer on a device, whole or in part."""
     max_experts: int
-    """and the most."""
     has_whole_experts: bool
     disk_bytes: int = 0
-    """Bytes in a file; 0: all are in memory."""
+    """0: all are in memory."""
     memory_bytes: int = 0
-    """Bytes of them that are in memory too."""
+    """Kept in memory too."""
     token_read_bytes: int = 0
-    """Of those that a token chooses, without the share that is kept."""
+    """Of a token's experts, without the share kept in memory."""
 
 
 def plan_experts(config: EngineConfig, sizes: ModelSizes, machine: Machine, dtype: str) -> ExpertsPlan:
@@ -53,13 +52,13 @@ def plan_experts(config: EngineConfig, sizes: ModelSizes, machine: Machine, dtyp
 
 
 def imbalance_bytes(config: EngineConfig, sizes: ModelSizes, machine: Machine, device_weight_bytes: int) -> int:
-    """Bytes that the device with the most experts has beside what all would have if it went evenly."""
+    """Extra bytes of the device with the most experts, compared with an even division."""
     more = fullest_device_ratio(config, sizes, machine) - 1
     return round(device_weight_bytes * more * sizes.expert_parameters / sizes.num_parameters)
 
 
 def fullest_device_ratio(config: EngineConfig, sizes: ModelSizes, machine: Machine) -> float:
-    """Experts of the device with the most of them, as a multiple of what each would have if it went evenly."""
+    """Its experts as a multiple of an even division."""
     ranks = machine.count // machine.stages
     whole = config.enable_expert_parallel and sizes.num_experts
     return -(-sizes.num_experts // ranks) * ranks / sizes.num_experts if whole else 1.0
