@@ -1,5 +1,4 @@
-"""What all bodies of requests share: null means that a field is not set, and a parameter that has no effect is named or
-refused."""
+"""Base classes of bodies: null means not set, and parameters without effect are named or refused."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = {
     "grammar": (),
     "json_schema": (),
 }
-"""Parameters that would change the answer but are not supported, with the values at which they change nothing."""
+"""Unsupported parameters that would change the answer, with their neutral values."""
 PARAM_ALTERNATIVES: Mapping[str, str] = {
     "regex": "structured_outputs.regex",
     "ebnf": "structured_outputs.grammar",
@@ -67,10 +66,10 @@ PARAM_ALTERNATIVES: Mapping[str, str] = {
     "function_call": "tool_choice",
     **dict.fromkeys(("webhook", "webhook_url"), "GET /v1/responses/{id} or /v1/batches/{id}; nobody is called back"),
 }
-"""What to use here instead of these; most are parameters of SGLang's and llama.cpp's servers."""
+"""What to use instead of parameters, most of SGLang and llama.cpp."""
 
 BEAM_SEARCH_SAMPLING_FIELDS = ("temperature", "ignore_eos", "skip_special_tokens")
-"""The sampling fields that beam search supports; a new one is refused until somebody has thought about it."""
+"""A new sampling field is refused with beam search until added here."""
 BEAM_SEARCH_UNSUPPORTED_PARAMS = (
     "stream",
     "echo",
@@ -91,27 +90,25 @@ BEAM_SEARCH_UNSUPPORTED_PARAMS = (
     "prompt_cache_retention",
     "receipt",
 )
-"""Parameters that beam search does not support."""
 RESPONSE_FORMAT_FIELDS = ("type", "json_schema", "schema", "value")
 JSON_SCHEMA_FIELDS = ("name", "schema", "strict")
-"""Entries of response_format, and of its json_schema, that are read."""
+"""Read from response_format and its json_schema."""
 IGNORED_PARAMS_HEADER = "X-Ignored-Params"
 ADAPTED_HEADER = "X-Quire-Adapted"
-"""Says how a conversation was adapted to what its chat template takes."""
+"""How a conversation was adapted to its chat template."""
 MAX_ADAPTATIONS = 10
-"""Most that X-Quire-Adapted gives."""
+"""In X-Quire-Adapted."""
 MAX_IGNORED_NAMES = 20
-"""Most names that X-Ignored-Params gives."""
+"""In X-Ignored-Params."""
 MAX_IGNORED_NAME_LENGTH = 64
-"""Most characters it gives of each."""
 MAX_SESSION_TTL = 86_400.0
-"""Seconds for which a conversation may ask to be kept."""
+"""Seconds."""
 SAFE_ID_PATTERN = r"[A-Za-z0-9._:/+=@-]{1,128}"
-"""What ids that callers choose may be: safe in logs and headers."""
+"""Callers' ids: safe in logs and headers."""
 
 
 class BodyModel(BaseModel):
-    """A part of a body. Fields that it does not name are without effect. A null means that a field is not set."""
+    """A part of a body. Unknown fields have no effect. A null means that a field is not set."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -124,7 +121,7 @@ class BodyModel(BaseModel):
 
 
 class RequestBody(BodyModel):
-    """Base of all request bodies. Fields that no subclass names are kept in model_extra."""
+    """Base of all request bodies. Unknown fields are kept in model_extra."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
@@ -136,11 +133,10 @@ class RequestBody(BodyModel):
         return body
 
     def misspelling_hint(self) -> str:
-        """As below, of all fields that were not given."""
         return misspelling_hint(self.model_extra or (), sorted(type(self).model_fields.keys() - self.model_fields_set))
 
     def check_params_and_list_ignored(self) -> list[str]:
-        """Names of parameters that have no effect. Raises InvalidRequest for one that should have had one."""
+        """Names of parameters without effect. Raises InvalidRequest for one that should have had an effect."""
         ignored = []
         for name, value in (self.model_extra or {}).items():
             neutral_values = UNSUPPORTED_PARAMS.get(name)
@@ -156,8 +152,7 @@ class RequestBody(BodyModel):
 
 
 def misspelling_hint(unknown: Iterable[str], missing: Iterable[str]) -> str:
-    """`; got mesages: did you mean messages?`, behind a complaint of what is missing: the first of the `unknown` names
-    that is almost one of the `missing` fields'; "" where none is."""
+    """Return `; got mesages: did you mean messages?` for the first unknown name close to a missing one, or ""."""
     missing = list(missing)
     short = (name for name in islice(unknown, MAX_IGNORED_NAMES) if len(name) <= MAX_IGNORED_NAME_LENGTH)
     hints = ((name, suggest_nearest(name.lower(), missing)) for name in short)
@@ -170,7 +165,7 @@ class RepetitionDetection(RequestBody):
     model_config = ConfigDict(extra="forbid")
 
     max_pattern_size: int = Field(0, ge=0, le=1024)
-    """In tokens; 0 detects nothing."""
+    """In tokens; 0: off."""
     min_pattern_size: int = Field(0, ge=0)
     min_count: int = Field(0, ge=0, lt=2**31)
 
@@ -184,20 +179,18 @@ class RepetitionDetection(RequestBody):
 
 
 class ModelBody(RequestBody):
-    """Base of the bodies that may name a model, or an adapter."""
+    """Base of bodies that may name a model or an adapter."""
 
     model: str | None = None
 
 
 class EngineRequestBody(ModelBody):
-    """What a request of any task may say of itself."""
-
     timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Seconds in which the answer must be complete; 408 otherwise."""
+    """Seconds until the answer must be complete; otherwise 408."""
     queue_timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Seconds in which the first token must have come; 503 otherwise."""
+    """Seconds until the first token; otherwise 503."""
     request_id: str | None = Field(None, pattern=f"^{SAFE_ID_PATTERN}$")
-    """The answer's id behind its chatcmpl-, cmpl-, msg_ or resp_, instead of the header X-Request-Id or one of ours."""
+    """The answer's id after its prefix such as chatcmpl-; overrides X-Request-Id."""
     cache_salt: str = Field("", max_length=MAX_CACHE_SALT_LENGTH)
     priority: int = Field(0, ge=-(2**31), lt=2**31)
 
@@ -205,15 +198,14 @@ class EngineRequestBody(ModelBody):
 class StreamOptions(RequestBody):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """With include_usage: every chunk gives the usage so far."""
+    """With include_usage: usage so far in every chunk."""
 
 
 class KvTransferParams(RequestBody):
-    """What vLLM's prefill servers pass on to decode servers. Only the token ids are used; keys and values are not
-    transferred."""
+    """From vLLM's prefill servers for decode servers. Only the token ids are used; KV is not transferred."""
 
     prompt_token_ids: Annotated[list[StrictInt], MaxEntries(MAX_PROMPT_ENTRIES)] = Field(default_factory=list)
-    """Of the whole prompt, which is not tokenized again."""
+    """The whole prompt, which is not tokenized again."""
 
     @model_validator(mode="after")
     def reject_kv_transfer(self) -> KvTransferParams:
@@ -224,7 +216,7 @@ class KvTransferParams(RequestBody):
 
 
 def _sampling_body_fields() -> dict[str, Any]:
-    """The fields whose values the engine gets as they are; None: the model's default."""
+    """Fields passed to the engine unchanged; None: the model's default."""
     fields: dict[str, Any] = {}
     for row in COPIED_SAMPLING_FIELDS:
         default = None if row.field.has_model_default else row.default
@@ -236,7 +228,7 @@ def _sampling_body_fields() -> dict[str, Any]:
 if TYPE_CHECKING:
 
     class SamplingBody(EngineRequestBody):
-        """Has a field for each row of COPIED_SAMPLING_FIELDS."""
+        """Has a field per row of COPIED_SAMPLING_FIELDS."""
 
         temperature: float | None
 else:
@@ -244,10 +236,10 @@ else:
 
 
 class GenerationBody(SamplingBody):
-    """The fields that completions and chat have in common, beside those of COPIED_SAMPLING_FIELDS."""
+    """Fields of completions and chats, in addition to COPIED_SAMPLING_FIELDS."""
 
     max_tokens: int | None = None
-    """-1: as many as the context holds."""
+    """-1: up to the context."""
     logit_bias: Annotated[dict[int, float], MaxEntries(MAX_LISTED_TOKEN_IDS)] | None = None
     allowed_token_ids: Annotated[list[int], MaxEntries(MAX_ALLOWED_TOKEN_IDS)] | None = None
     bad_words: Annotated[list[BadWord], MaxEntries(MAX_BAD_WORDS)] = Field(default_factory=list)
@@ -257,43 +249,43 @@ class GenerationBody(SamplingBody):
     stop_token_ids: Annotated[list[int], MaxEntries(MAX_LISTED_TOKEN_IDS)] = Field(default_factory=list)
     prompt_logprobs: int | None = Field(None, ge=0)
     logprob_token_ids: Annotated[list[StrictInt], MaxEntries(MAX_LOGPROB_TOKEN_IDS)] = Field(default_factory=list)
-    """With logprobs: give the log probabilities of these tokens instead of the most likely ones'."""
+    """With logprobs: report these tokens instead of the most likely."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
-    """Keep only so many tokens of a prompt; -1: as many as the context holds beside the answer."""
+    """Prompt tokens to keep; -1: as many as fit with the answer."""
     truncation_side: Literal["left", "right"] = "left"
-    """Which tokens are cut off: left keeps the last ones, right the first ones."""
+    """left keeps the last tokens, right the first."""
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    """Log probabilities name tokens `token_id:123`, so that tokens of the same text can be told apart."""
+    """Name tokens `token_id:123` in logprobs, to distinguish equal texts."""
     kv_transfer_params: KvTransferParams | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
-    """The guided_ fields are vLLM's older names of structured_outputs' entries."""
+    """The guided_ fields are vLLM's older names for structured_outputs."""
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], MaxEntries(MAX_STRUCTURED_CHOICES)] | None = None
     guided_grammar: str | None = None
     repetition_detection: RepetitionDetection | None = None
     use_beam_search: bool = False
-    """Answer with the n best hypotheses of a search n beams wide; whole answers only."""
+    """Return the n best of n beams; not for streams."""
     length_penalty: float = Field(1.0, ge=-10.0, le=10.0)
     """A hypothesis scores its log probability divided by its length to this power."""
     receipt: bool = False
-    """Answer with what `quire replay` needs to compute the same tokens again, as with the header X-Receipt: 1."""
+    """Include a receipt for `quire replay`, as with the header X-Receipt: 1."""
     session_id: str = Field("", max_length=MAX_SESSION_ID_LENGTH)
-    """The conversation that it is a turn of: what it has computed is kept for the next turn, docs/sessions.md."""
+    """The conversation; its KV is kept for the next turn (docs/sessions.md)."""
     session_ttl: float | None = Field(None, gt=0, le=MAX_SESSION_TTL)
-    """Seconds for which that is kept; it may be given without session_id."""
+    """Seconds to keep it; also valid without session_id."""
     prompt_cache_key: str | None = Field(None, max_length=MAX_SESSION_ID_LENGTH)
-    """OpenAI's name: keeps what was computed for DEFAULT_KEEP_SECONDS, as session_id alone does."""
+    """OpenAI's: keeps KV for DEFAULT_KEEP_SECONDS, like session_id alone."""
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    """OpenAI's name: 24h means a session_ttl of MAX_SESSION_TTL."""
+    """OpenAI's: 24h means MAX_SESSION_TTL."""
 
     @property
     def prompt_cache_retention_seconds(self) -> float:
-        """Seconds for which what it has computed is to be kept; 0: not at all."""
+        """0: do not keep."""
         if self.session_ttl is not None:
             return self.session_ttl
         return (
@@ -304,7 +296,7 @@ class GenerationBody(SamplingBody):
 
     @property
     def transferred_prompt_ids(self) -> list[int]:
-        """Token ids of the prompt where another server has made them; empty: nobody has."""
+        """Tokenized by another server; empty: none."""
         return [] if self.kv_transfer_params is None else self.kv_transfer_params.prompt_token_ids
 
     @property
@@ -344,8 +336,9 @@ class GenerationBody(SamplingBody):
 
 
 def _ignored_format_params(response_format: Mapping[str, Any], structured_outputs: Mapping[str, Any]) -> list[str]:
-    """Names of their entries that change nothing: answers follow a schema exactly, whether or not it is `strict`, with
-    the one backend there is, and with a space after a comma or colon if the model writes one."""
+    """Entries without effect: answers always follow a schema exactly, `strict` or not, with the only backend, and with
+    a space after a comma or colon if the model writes one.
+    """
     schema = response_format.get("json_schema")
     schema = schema if isinstance(schema, dict) else {}
     ignored = [
@@ -366,10 +359,9 @@ def _non_null_items(entries: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def ignored_params_header(names: list[str], strict: bool) -> dict[str, str]:
-    """The X-Ignored-Params header. Raises InvalidRequest instead when the server is strict.
+    """The X-Ignored-Params header. Raises InvalidRequest if the server is strict.
 
-    The names come from the caller, so characters that are not safe in a header are replaced, and of very many or very
-    long ones it says that there is more.
+    Replaces characters of the caller's names that are unsafe in headers; many or long names are truncated with a mark.
     """
     if names and strict:
         raise InvalidRequest(f"{names[0]} is not a parameter that has an effect here", param=names[0])
@@ -384,5 +376,4 @@ def ignored_params_header(names: list[str], strict: bool) -> dict[str, str]:
 
 
 def build_adapted_header(adapted: str) -> dict[str, str]:
-    """The X-Quire-Adapted header; "": there is none."""
     return {ADAPTED_HEADER: adapted} if adapted else {}

@@ -1,4 +1,4 @@
-"""The items of OpenAI's Responses API that a request may have as its input."""
+"""Input items of OpenAI's Responses API."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from quire.server.protocol.request_bodies import BodyModel
 
 
 def namespaced_tool_name(namespace: str, name: str) -> str:
-    """What the model calls a tool."""
+    """The model's name for a tool."""
     return f"{namespace}.{name}" if namespace else name
 
 
 def encode_reasoning(reasoning: str) -> str:
-    """The encrypted_content of a reasoning item: its text in encoded form, for the client to send back. It is not
-    secret."""
+    """encrypted_content of a reasoning item, for the client to send back: base64, not secret."""
     return base64.b64encode(reasoning.encode()).decode()
 
 
 def decode_reasoning_or_empty(encrypted_content: str) -> str:
-    """The text; empty for what another server wrote."""
+    """Empty for another server's content."""
     try:
         return base64.b64decode(encrypted_content, validate=True).decode()
     except (binascii.Error, ValueError):
@@ -97,7 +96,7 @@ class CallOutput(BodyModel):
 
 
 class Reasoning(BodyModel):
-    """The content, what encrypted_content carries, or else the summary."""
+    """Uses content, then encrypted_content, then summary."""
 
     type: Literal["reasoning"]
     summary: TextContents = Field(default_factory=list)
@@ -106,7 +105,7 @@ class Reasoning(BodyModel):
 
 
 def item_type(item: Any) -> Any:
-    """The type of an item; a message may omit it."""
+    """A message may omit it."""
     return item.get("type") or "message" if isinstance(item, dict) else getattr(item, "type", None)
 
 
@@ -123,7 +122,7 @@ InputItems = Annotated[list[InputItem], MaxEntries(MAX_MESSAGES)]
 
 
 class ItemReference(BodyModel):
-    """An item that is stored."""
+    """A stored item."""
 
     type: Literal["item_reference"] = "item_reference"
     id: str

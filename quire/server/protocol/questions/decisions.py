@@ -26,7 +26,7 @@ SUPPORTED_EXTENSIONS = (
     "prompt_cache_retention",
     "receipt",
 )
-"""The extensions that mean something where nothing is sampled."""
+"""Those that matter without sampling."""
 
 
 class DecisionQuestion(BodyModel):
