@@ -34,7 +34,7 @@ def common_prefix_length(first: bytes, second: bytes) -> int:
 
 
 def find_equal_runs(old: bytes, new: bytes) -> list[EqualRun]:
-    """Runs do not overlap and are ordered by `new`. Finds all of at least MIN_RUN_TOKENS unless `old` repeats itself."""
+    """Ordered by `new`, without overlaps. Finds all runs of MIN_RUN_TOKENS unless `old` repeats itself."""
     size = MIN_RUN_TOKENS // 2 * TOKEN_BYTES  # any run of MIN_RUN_TOKENS contains an aligned block of this size
     positions: dict[bytes, int] = {}
     for start in range(0, len(old) - size + 1, size):

@@ -49,7 +49,7 @@ class TranslatableBody(ModelBody):
         return {name: value for name, value in (self.model_extra or {}).items() if name in self.accepted_extensions}
 
     def check_params_and_list_ignored(self) -> list[str]:
-        """Names of parameters without effect. Raises InvalidRequest for a chat's field that this API does not support."""
+        """Return names of parameters without effect. Raises InvalidRequest for unsupported fields of a chat."""
         for name, value in (self.model_extra or {}).items():
             field = ChatRequest.model_fields.get(name)
             if field is None or name in self.accepted_extensions:
