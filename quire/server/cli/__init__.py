@@ -1,4 +1,3 @@
-"""The subcommands of `quire`, a module each with `main(argv, started) -> exit status`.
-
-`started`: time.perf_counter() at process start.
+"""The subcommands of `quire`: modules with `main(argv, started)`, which returns the exit status. `started`:
+time.perf_counter() at process start.
 """

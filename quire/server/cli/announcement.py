@@ -1,4 +1,4 @@
-"""What `quire serve` prints when ready, with a first request to paste that fits its keys and TLS."""
+"""What `quire serve` prints when ready: a first request to paste, with its keys and TLS."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def _curl_tls_flags(config: ServerConfig, base: str, tls: ssl.SSLContext) -> lis
 
 
 def _is_certificate_trusted(tls: ssl.SSLContext, host: str, trust: Path | None) -> bool:
-    """Tried by a TLS handshake in memory. `trust`: a certificate in addition to the system's."""
+    """Tries a TLS handshake in memory. `trust`: a certificate in addition to the system's."""
     client = ssl.create_default_context(cafile=trust)
-    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # as curl does
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     down, up = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = (client.wrap_bio(down, up, server_hostname=host), tls.wrap_bio(up, down, server_side=True))
     done = [False, False]
@@ -92,7 +92,6 @@ def build_announcement(
     tls: ssl.SSLContext | None = None,
     has_chat_template: bool = False,
 ) -> str:
-    """`tool_format_source`: where the format of tool calls comes from."""
     names = ", ".join(config.model_names)
     weights = f"{info.weight_bytes / 2**20:.1f} MiB" + (f" ({info.quantization})" if info.quantization else "")
     notes = "".join(f"\n  note       {note}" for note in info.notes)

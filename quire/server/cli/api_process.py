@@ -1,7 +1,5 @@
-"""`python -m quire.server.cli.api_process`: one of several API processes, started by api_process_manager.py.
-
-Like `quire serve` with one process, but it reaches the engine through the leader, and its parent prints the
-announcement.
+"""`python -m quire.server.cli.api_process`: one of several API processes. It reaches the engine through the leader, and
+its parent prints the announcement.
 """
 
 from __future__ import annotations
@@ -48,11 +46,11 @@ def main() -> int:
     end_with_parent()
     config = ServerConfig.model_validate_json(setup.config)
     log_setup.set_up_logging(config)
-    logging.getLogger("quire.server.cli.serve").setLevel(logging.WARNING)  # the parent logs draining
+    logging.getLogger("quire.server.cli.serve").setLevel(logging.WARNING)
     try:
         with bind_shared_port(setup) as listener:
             link = SharedClient(config, setup.hub, setup.identity)
-            # Exit as if killed: other processes continue its journaled calls, and none is stored as failed.
+            # as if killed: other processes continue its journaled calls, and none is stored as failed
             link.on_failure = partial(os._exit, 1)
             return uvloop.run(ApiProcessRun(config, link, listener, setup.started).run())
     except (QuireError, sqlite3.OperationalError) as error:
@@ -61,7 +59,7 @@ def main() -> int:
 
 
 def bind_shared_port(setup: ApiProcessSetup) -> socket.socket:
-    """All API processes bind the port. Raises ConfigError."""
+    """Raises ConfigError."""
     listener = socket.socket(setup.family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,5 +1,4 @@
-"""`quire serve --api-server-count N`: N API processes listen on one port and share the engines. This process supervises
-the engines and restarts API processes; it serves nothing itself.
+"""`quire serve --api-server-count N`: supervises the engines and the API processes, and serves nothing itself.
 
 Each API process has its own listening socket (SO_REUSEPORT), so that connections go to the others as soon as one ends.
 This process's socket never listens: it reserves the port.
@@ -41,19 +40,18 @@ from quire.server.store.sweeper import SECONDS_PER_DAY
 
 log = logging.getLogger("quire.server")
 MAX_FAILURES = 3
-"""Consecutive API processes of one number that may end without having served; then the server ends."""
+"""Consecutive processes of a number that may end without having served; then the server ends."""
 _CHECK_SECONDS = 0.5
 _SILENCE_SECONDS = 60.0
-"""An API process without heartbeats for this long is killed and replaced."""
+"""A process without heartbeats for this long is killed and replaced."""
 _STOPPED_SECONDS = 10.0
-"""The same for a stopped one."""
+"""So is one stopped for this long."""
 _FAILURE_MESSAGE_SECONDS = 0.2
-"""How long to wait for an API process's last message."""
 _BACKOFF_SECONDS = 0.5
 
 
 class ApiProcessSetup(msgspec.Struct, frozen=True):
-    """Read by an API process as a line of JSON from stdin."""
+    """A line of JSON on an API process's stdin."""
 
     config: str
     """A ServerConfig as JSON."""
@@ -61,13 +59,12 @@ class ApiProcessSetup(msgspec.Struct, frozen=True):
     identity: str
     family: int
     address: tuple[Any, ...]
-    """As in the socket module."""
     started: float
     """time.perf_counter() when the command began."""
 
 
 def check_multi_process_settings(config: ServerConfig, models: Path | None) -> None:
-    """Raise ConfigError for settings that need one process to know everything. `models`: the file of --models."""
+    """Raise ConfigError for settings that need one process to know everything."""
     unshareable = {
         "models": models is not None,
         "enable_lora": config.enable_lora,
@@ -91,7 +88,6 @@ class ManagerDependencies:
     create_wire: Callable[..., Wire] = Wire
     signal_watcher: WatchSignals = watch_signals
     connect_database: SQLiteConnect | None = None
-    """See Database."""
 
 
 class ApiProcessManager:
@@ -102,7 +98,6 @@ class ApiProcessManager:
         started: float,
         dependencies: ManagerDependencies = ManagerDependencies(),
     ) -> None:
-        """The configuration must have passed `check_multi_process_settings`."""
         self._config = config
         self._dependencies = dependencies
         self._listener = listener
@@ -218,7 +213,6 @@ class ApiProcessManager:
         return self._dependencies.launch_process(module("quire.server.cli.api_process"), msgspec.json.encode(setup))
 
     async def _wait_for_exit_or_kill_hung(self, process: Child, channel: ApiProcessChannel) -> int:
-        """Returns the return code."""
         exited = asyncio.create_task(process.wait_for_exit())
         stopped, timer = Stopped(), WatchTimer(_CHECK_SECONDS)
         try:
@@ -240,7 +234,7 @@ class ApiProcessManager:
         self.end_signal = self.end_signal or signal.Signals(number).name
         if not self._is_ready:
             if self._num_signals > 1:
-                os._exit(INTERRUPTED_STATUS)  # engines and API processes end with this process
+                os._exit(INTERRUPTED_STATUS)
             main_task.cancel()
             return
         if self._num_signals == 1 and self._client.num_open:

@@ -59,13 +59,12 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 class BatchClient:
-    """Raises EngineError with the server's message."""
+    """Methods raise EngineError."""
 
     def __init__(self, http: httpx.Client) -> None:
         self._http = http
 
     def submit_file(self, file: Path, window: str) -> dict[str, Any]:
-        """The file's first request determines the endpoint."""
         try:
             _, first = next(read_nonempty_lines(file), (0, ""))
             endpoint = parse_line(first).url
@@ -89,7 +88,6 @@ class BatchClient:
         return entries
 
     def download_results(self, batch: dict[str, Any], output: Path) -> None:
-        """Answers first, then errors."""
         try:
             with output.open("wb") as file:
                 for name in ("output_file_id", "error_file_id"):

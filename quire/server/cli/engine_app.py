@@ -1,5 +1,3 @@
-"""Starts an engine, the app and an HTTP server together, for serve, chat and run."""
-
 from __future__ import annotations
 
 import asyncio
@@ -33,17 +31,14 @@ PRIVATE_SERVER_SETTINGS: dict[str, object] = {
     "ssl_keyfile": None,
     "ssl_ca_certs": None,
 }
-"""For a server that only this process can reach: no keys, limits or TLS."""
 
 
 @asynccontextmanager
 async def open_engine_app(
     config: ServerConfig, client: EngineClient, link: PeerLink | None = None
 ) -> AsyncIterator[FastAPI]:
-    """Yield the app once the launched engine is ready; both end with the block.
-
-    The lifespan is entered here rather than by uvicorn, which would log an engine's start error instead of raising it.
-    Raises ConfigError for unusable certificates and keys before the model is loaded.
+    """The lifespan is entered here, because uvicorn would log an engine's start error instead of raising it. Raises
+    ConfigError for unusable certificates and keys before the model is loaded.
     """
     try:
         tls_context(config)
@@ -56,7 +51,7 @@ async def open_engine_app(
 
 @contextmanager
 def run_server_on_private_socket(config: ServerConfig) -> Iterator[str]:
-    """Serve the model from a thread and yield the path of the Unix socket. Raises what starting the engine raises."""
+    """Yield the path of a Unix socket. Raises what starting the engine raises."""
     # only this user can read the socket's directory, so no keys are needed
     config = config.model_copy(update=PRIVATE_SERVER_SETTINGS)
     client = processes(config)

@@ -12,9 +12,7 @@ _Parser = TypeVar("_Parser", bound=argparse.ArgumentParser)
 
 
 class EngineArgs:
-    """LLM's options under vLLM's name: `AsyncLLM.from_engine_args(EngineArgs(model=…))`. Raises ConfigError as LLM
-    does.
-    """
+    """LLM's options under vLLM's name. Raises ConfigError."""
 
     @with_config_docs
     def __init__(self, model: str | Path | None = None, **options: Unpack[EngineOptions]) -> None:
@@ -25,7 +23,7 @@ class EngineArgs:
 
     @staticmethod
     def add_cli_args(parser: _Parser) -> _Parser:
-        """Add a flag per option. `LLM(**vars(parser.parse_args()))` takes the given ones, as text."""
+        """`LLM(**vars(parser.parse_args()))` takes the given flags, as text."""
         add_flag_per_field(parser, EngineConfig, {EngineConfig: "engine"})
         return parser
 

@@ -1,5 +1,3 @@
-"""argparse parsers from tables of flags."""
-
 from __future__ import annotations
 
 import argparse
@@ -25,8 +23,8 @@ def build_parser(
 
 
 def add_flag_table(parser: Any, flags: Mapping[str, Any]) -> None:
-    """`flags` maps names, separated by spaces, to a default, a type, False for a switch, or a dict of add_argument's
-    arguments; also any key to ExclusiveFlags, and a title to a FlagGroup.
+    """`flags` maps space-separated names to a default, a type, False for a switch, or add_argument's arguments; also
+    any key to ExclusiveFlags, and titles to FlagGroups.
     """
     for names, spec in flags.items():
         if isinstance(spec, ExclusiveFlags):

@@ -1,4 +1,4 @@
-"""The `quire` command. Imports only the chosen subcommand's module, so that each starts quickly."""
+"""The `quire` command. Imports only the subcommand's module, so that each starts quickly."""
 
 from __future__ import annotations
 
@@ -67,7 +67,6 @@ _FOREIGN_COMMANDS = {
     **dict.fromkeys(("search", "catalog"), "quire models"),
     **dict.fromkeys(("env", "doctor", "check"), "quire collect-env, quire verify"),
 }
-"""Replacements for commands of vLLM, Ollama and llama.cpp."""
 
 _COMMAND_MODULES = {
     "models": "models.table",
@@ -81,11 +80,11 @@ _COMMAND_MODULES = {
     "collect-env": "collect_env",
     "plan": "plan.command",
 }
-"""Where a command's module is not the one of its name."""
+"""Commands in a module with another name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return 0 for success, 1 for a failure, 2 for a usage error."""
+    """Return 0 for success, 1 for failure, 2 for a usage error."""
     started = time.perf_counter()
     open_standard_streams()
     arguments = sys.argv[1:] if argv is None else list(argv)
@@ -130,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _import_command_module(command: str, rest: Sequence[str]) -> ModuleType:
     name = _COMMAND_MODULES.get(command, command)
     if command == "run" and not any(re.match(r"-o|--output(=|$)", each) for each in rest):
-        name = "chat.run"  # like Ollama's; with --output it answers a file of requests
+        name = "chat.run"  # like Ollama's
     return import_module(f"quire.server.cli.{name}")
 
 

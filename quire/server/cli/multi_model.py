@@ -1,4 +1,4 @@
-"""Serves several models for `quire serve --models FILE`; the first is loaded at the start."""
+"""Serves several models (`quire serve --models FILE`); the first is loaded at the start."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class MultiModelHost:
         return 0 if self._manager is None else self._manager.num_open_requests
 
     def launch_engine(self) -> None:
-        """Does nothing: the event loop and imports are needed first."""
+        """The event loop is needed first."""
 
     @asynccontextmanager
     async def open_app(self) -> AsyncIterator[FastAPI]:
         from quire.server.http.server import tls_context
         from quire.server.runtime.model_spec_loader import load_served_model_spec
 
-        tls_context(self._config)  # check before a model is loaded
+        tls_context(self._config)
         tenants, data = Tenants(self._config), self._config.data_dir
 
         @asynccontextmanager

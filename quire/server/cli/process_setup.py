@@ -1,5 +1,3 @@
-"""Process-wide setup of commands: standard streams, open files, early signals."""
-
 from __future__ import annotations
 
 import asyncio
@@ -19,24 +17,23 @@ from quire.engine.common.errors import ConfigError
 log = logging.getLogger("quire.server")
 
 INTERRUPTED_STATUS = 130
-"""Exit status of a server told to end at once."""
+"""Exit status when told to end at once."""
 MIN_OPEN_FILES = 64
-"""Fewer cannot start a server and an engine."""
 AMPLE_OPEN_FILES = 1024
 _MAX_OPEN_FILES = 2**20
 _RESERVED_FILES = 40
-"""Files a server holds open in addition to connections."""
+"""In addition to connections."""
 
 
 def open_standard_streams() -> None:
-    """Open /dev/null in place of closed standard streams. Otherwise later files and sockets would get their numbers,
-    and messages would be written into those.
+    """Otherwise later files and sockets would get the numbers of closed streams, and messages would be written into
+    them.
     """
     for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # gets this number, the lowest free one
         if getattr(sys, name) is None:
             setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -44,7 +41,7 @@ def open_standard_streams() -> None:
 
 
 def discard_closed_stderr() -> None:
-    """If the terminal is closed, Python would flush again at exit and return status 120."""
+    """Otherwise Python would flush again at exit and return status 120."""
     try:
         sys.stderr.flush()
     except OSError:
@@ -52,7 +49,7 @@ def discard_closed_stderr() -> None:
 
 
 def exit_on_sigterm_or_sighup() -> None:
-    """Exit with status 0 on SIGTERM or SIGHUP until a draining server handles them."""
+    """With status 0, until a draining server handles the signals."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, _exit_now)
@@ -63,9 +60,7 @@ WatchSignals = Callable[[Callable[[int], None]], AbstractContextManager[None]]
 
 @contextmanager
 def watch_signals(on_signal: Callable[[int], None]) -> Iterator[None]:
-    """Call `on_signal` in the running event loop for each SIGINT, SIGTERM and SIGHUP. After the block only exiting is
-    left, so further signals exit at once.
-    """
+    """Call `on_signal` in the running event loop. After the block further signals exit at once."""
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
         numbers.append(signal.SIGHUP)
@@ -83,7 +78,7 @@ def watch_signals(on_signal: Callable[[int], None]) -> Iterator[None]:
 
 
 def dump_threads_on_signal() -> None:
-    """Dump stack traces to stderr on SIGUSR1, which would otherwise end the process."""
+    """On SIGUSR1, which would otherwise end the process."""
     faulthandler.register(signal.SIGUSR1, 2)
 
 
@@ -92,9 +87,7 @@ def _exit_now(number: int, frame: FrameType | None) -> None:
 
 
 def raise_open_file_limit() -> None:
-    """Raise the limit as far as allowed, and print how many connections it leaves if few. Raises ConfigError if nothing
-    can start.
-    """
+    """Warns if few connections remain. Raises ConfigError if nothing can start."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < target:

@@ -1,7 +1,7 @@
 """`quire serve`: a model behind the OpenAI API, until Ctrl-C, SIGTERM or SIGHUP.
 
-The port is bound first, so that a taken port is reported at once. Then the engine process starts, and the API is
-imported while the model loads.
+The port is bound first, so that a taken port is reported at once. The API is imported while the engine process loads
+the model.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire.server.cli.serve")
 HEALTH_POLL_SECONDS = 0.5
 _MEMORY_SETTINGS = ("model", "max_model_len", "gpu_memory_utilization", "kv_cache_memory", "max_num_batched_tokens")
-"""Named by the engine if memory is short, and for other reasons."""
+"""Named in errors if memory is short, but for other reasons too."""
 _GC_THRESHOLDS = 5000, 10, 20
-"""Most of what requests hold is freed without the collector. With Python's defaults it scanned all open objects 34
-times, 20 to 30 ms each, in two rounds of 16 beam searches of 64 beams; with these, twice.
+"""Most of what requests hold is freed without the collector. Python's defaults scanned all open objects 34 times, 20 to
+30 ms each, in two rounds of 16 beam searches of 64 beams; these, twice.
 """
 _THREAD_SWITCH_SECONDS = 0.0005
-"""With Python's 5 ms a stream's first token waited that long for the thread that writes its call into the journal."""
+"""With Python's 5 ms a stream's first token waited that long for the thread that writes the journal."""
 
 
 def main(argv: Sequence[str], started: float) -> int:
@@ -112,14 +112,13 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def _import_slow_modules() -> None:
-    """Imports that the engine need not wait for."""
     import_module("quire.server.cli.plan.model_plan")
     import_module("quire.server.cli.engine_app")
 
 
 class SingleModelHost:
     def __init__(self, config: ServerConfig, client: EngineClient | None = None) -> None:
-        """`client`: reaches an engine of another process; None: start one."""
+        """`client`: None: start an engine."""
         self._config = config
         self._client = client or processes(config)
         self._machine: Machine | None = None
@@ -127,7 +126,6 @@ class SingleModelHost:
 
     @property
     def alive(self) -> bool:
-        """False if the engine cannot be restarted."""
         return self._client.alive
 
     @property
@@ -140,13 +138,12 @@ class SingleModelHost:
 
     @asynccontextmanager
     async def open_app(self) -> AsyncIterator[FastAPI]:
-        """Yields the app when ready."""
         from quire.server.cli.engine_app import open_engine_app
 
         try:
             async with open_engine_app(self._config, self._client) as app:
                 self._runtime = app.state.server.models.loaded_runtimes[0]
-                self._runtime.workers.start_fork_server()  # so that the first large request does not wait for it
+                self._runtime.workers.start_fork_server()  # so that the first large request need not wait
                 yield app
         except ConfigError as error:
             if error.param not in _MEMORY_SETTINGS or self._machine is None:
@@ -228,7 +225,7 @@ class ServerRun:
         return 0 if server.started else 1
 
     async def _stop_when_engine_dies(self, server: HttpServer) -> None:
-        """Stop if the engine cannot be restarted, so that a process manager restarts both."""
+        """A process manager then restarts both."""
         while self._models.alive:  # noqa: ASYNC110 - a poll is soon enough
             await asyncio.sleep(HEALTH_POLL_SECONDS)
         server.should_exit = True
@@ -240,7 +237,7 @@ class ServerRun:
         self.end_signal = self.end_signal or signal.Signals(number).name
         if self._server is None:
             if self._num_signals > 1:
-                os._exit(INTERRUPTED_STATUS)  # the engine ends with this process
+                os._exit(INTERRUPTED_STATUS)
             main_task.cancel()
         elif self._num_signals == 1:
             self._drain_task = asyncio.create_task(self._server.drain_requests())

@@ -1,5 +1,3 @@
-"""How client commands reach a server: URL and trusted certificates."""
-
 from __future__ import annotations
 
 import os
@@ -27,7 +25,7 @@ def server_flags(url: str | None, *, key: str = "api_key") -> dict[str, Any]:
 
 
 def normalize_server_url(text: str, *, tls: bool = False) -> str:
-    """Return the base URL without /v1. The default scheme is http, or https with `tls`. Raises ConfigError."""
+    """Without /v1. The default scheme is http, or https with `tls`. Raises ConfigError."""
     full = text if "://" in text else f"{'https' if tls else 'http'}://{text}"
     try:
         parts = urlsplit(full)
@@ -44,7 +42,7 @@ def auth_headers(key: str | None) -> dict[str, str]:
 
 
 def client_ssl_context(cacert: Path | None) -> ssl.SSLContext:
-    """Trusts the system's authorities and `cacert`. Raises ConfigError if it is invalid."""
+    """Trusts the system's authorities and `cacert`. Raises ConfigError."""
     context = httpx.create_ssl_context()
     context.load_default_certs()
     if cacert is not None:
@@ -58,7 +56,6 @@ def client_ssl_context(cacert: Path | None) -> ssl.SSLContext:
 
 
 def error_from_response(response: httpx.Response) -> QuireError:
-    """Use an OpenAI error body's message, or the status."""
     try:
         message = str(response.json()["error"]["message"])
         way = " (--api-key KEY, or the variable OPENAI_API_KEY)" if response.status_code == 401 else ""
@@ -73,7 +70,7 @@ class ServerUnreachable(EngineError):
 
 def unreachable_error(base: str, error: Exception) -> ServerUnreachable:
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
-        other = "mismatch" in str(error)  # host name or address
+        other = "mismatch" in str(error)
         way = "name the server as its certificate does" if other else "--cacert PEM names a certificate to trust"
         return ServerUnreachable(f"cannot trust {base}: {error}; {way}")
     way = ""
@@ -87,7 +84,7 @@ def unreachable_error(base: str, error: Exception) -> ServerUnreachable:
 
 
 def fetch_model_names(http: httpx.Client) -> list[str]:
-    """Return at least one. The client's base must be /v1. Raises EngineError."""
+    """At least one. The client's base must be /v1. Raises EngineError."""
     try:
         response = http.get("models")
         if response.is_error:
@@ -103,7 +100,7 @@ def fetch_model_names(http: httpx.Client) -> list[str]:
 
 
 def check_model_name(served_names: list[str], name: str) -> str:
-    """Raises EngineError if the server does not list it."""
+    """Raises EngineError."""
     if name not in served_names:
         raise EngineError(
             f"no model {name}; {suggest_nearest(name, served_names) or 'there are ' + ', '.join(served_names)}"
@@ -112,7 +109,7 @@ def check_model_name(served_names: list[str], name: str) -> str:
 
 
 def choose_model(http: httpx.Client, name: str | None) -> str:
-    """None: the first that the server lists. Raises EngineError if it is not listed."""
+    """None: the first listed. Raises EngineError if `name` is not listed."""
     try:
         served_names = fetch_model_names(http)
     except ServerUnreachable:

@@ -38,7 +38,7 @@ COMMON_SETTINGS = (
     "threads",
     "enable_lora",
 )
-"""Shown by --help; --help=all shows all."""
+"""Shown by --help."""
 
 
 class _HelpAction(argparse.Action):
@@ -57,7 +57,7 @@ class _HelpAction(argparse.Action):
 def add_settings_flags(
     parser: argparse.ArgumentParser, model: type[BaseModel], titles: Mapping[type[BaseModel], str]
 ) -> None:
-    """Add --help, --config and the fields' flags. The parser must have no --help."""
+    """The parser must have no --help."""
     shown = parser.add_argument(
         "-h",
         "--help",
@@ -78,8 +78,8 @@ def add_settings_flags(
 def add_flag_per_field(
     parser: argparse.ArgumentParser, model: type[BaseModel], titles: Mapping[type[BaseModel], str]
 ) -> dict[str, argparse.Action]:
-    """Add a flag per field under the title of the first class in `titles` that has it, and return the actions by field.
-    Fields of no such class, and flags that the parser has, are left out.
+    """Fields go under the title of the first class in `titles` that has them. Others, and flags that the parser has,
+    are left out.
     """
     actions = {}
     sections = {base: parser.add_argument_group(title) for base, title in titles.items()}
@@ -98,10 +98,10 @@ def parse_settings(
     positional: str | None = None,
     gguf: str | None = None,
 ) -> tuple[argparse.Namespace, Settings]:
-    """Return the arguments that are not fields of `model`, and the settings.
+    """Return other arguments, and the settings.
 
-    `positional` names an argument for the field `model`, `gguf` one for a GGUF file. Exits with status 2 and one line
-    for a bad value.
+    `positional` names an argument for the field `model`, `gguf` one for a GGUF file. Exits with status 2 for bad
+    values.
     """
     args = parse_flags(parser, argv)
     if args.config is not None and Path(args.config).suffix in (".yaml", ".yml"):
@@ -152,7 +152,7 @@ def _split_json_lists(texts: Sequence[str]) -> list[Any]:
 
 
 def _warn_of_api_keys(program: str, flags: Mapping[str, Any]) -> None:
-    """Warn of a key that nothing reads, and of keys visible in the process list."""
+    """If nothing reads them, or the process list shows them."""
     if os.environ.get("VLLM_API_KEY"):  # whoever set it expects the server to require a key
         print(f"{program}: VLLM_API_KEY is not read; QUIRE_API_KEY is", file=sys.stderr)
     for name in ("api_key", "admin_api_key"):
@@ -163,7 +163,7 @@ def _warn_of_api_keys(program: str, flags: Mapping[str, Any]) -> None:
 
 
 def read_yaml_flags(file: str, *, with_model: bool) -> list[str]:
-    """Read the flags of a YAML file in the format of vLLM's --config. Raises ConfigError."""
+    """In the format of vLLM's --config. Raises ConfigError."""
     import yaml  # a dependency of huggingface_hub
 
     try:
@@ -186,7 +186,7 @@ def read_yaml_flags(file: str, *, with_model: bool) -> list[str]:
 def bounded_number(
     kind: Callable[[str], Any], low: float, high: float = math.inf, *, above: bool = False
 ) -> Callable[[str], Any]:
-    """An argparse type: a finite number from `low` (above it if `above`) to `high`."""
+    """An argparse type: finite, from `low` (above it if `above`) to `high`."""
 
     def parse_number(text: str) -> Any:
         value = kind(text)
@@ -200,7 +200,7 @@ def bounded_number(
 
 
 def _field_argparse_kwargs(field: FieldInfo) -> dict[str, Any]:
-    """argparse keeps values as text, which the model validates, and sets nothing if the flag is not given."""
+    """argparse keeps text, which the model validates, and sets nothing if the flag is missing."""
     kinds = [kind for kind in (get_args(field.annotation) or (field.annotation,)) if kind is not type(None)]
     options: dict[str, Any] = {"default": argparse.SUPPRESS}
     if bool in kinds:

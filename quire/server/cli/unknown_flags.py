@@ -1,5 +1,3 @@
-"""Parses flags, with suggestions for those that Quire lacks."""
-
 from __future__ import annotations
 
 import argparse
@@ -18,15 +16,15 @@ _PLUGIN_FLAGS = {
     "--tool-parser-plugin": "--tool-call-parser",
     "--tool-call-parser-plugin": "--tool-call-parser",
 }
-"""Flags that load a user's parser under a name unknown to Quire."""
+"""Load a user's parser under a name unknown to Quire."""
 _LOCAL_ENGINES_FLAGS = "--data-parallel-size-local", "-dpl"
 _ONE_ENGINE_FLAGS = "--data-parallel-rank", "-dpn", "--data-parallel-external-lb", "-dpe"
 JSON_METAVAR = "JSON"
-"""Marks flags with an object value, which may come in parts: `--flag.key.key value`."""
+"""Flags with an object value may come in parts: `--flag.key.key value`."""
 
 
 def replace_underscores_in_flags(argv: Sequence[str]) -> list[str]:
-    """--max_model_len means --max-model-len, as in vLLM. Keys after a dot stay as they are."""
+    """--max_model_len means --max-model-len, as in vLLM. Keys after a dot stay."""
     arguments = []
     for argument in argv:
         flag, equals, value = argument.partition("=")
@@ -36,7 +34,7 @@ def replace_underscores_in_flags(argv: Sequence[str]) -> list[str]:
 
 
 def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Exits with status 2 for unknown flags. Flags without effect are reported and dropped."""
+    """Exits with status 2 for unknown flags. Drops flags without effect, with a message."""
     known = parser._option_string_actions
     arguments = [_translate_flag(each, known) for each in replace_underscores_in_flags(argv)]
     arguments = _drop_redundant_flags(
@@ -49,7 +47,6 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpars
 
 
 def _translate_flag(argument: str, known: Container[str]) -> str:
-    """Use our flag for another server's equivalent."""
     flag, equals, value = argument.partition("=")
     flag, dot, keys = flag.partition(".")
     if not flag.startswith("-") or flag in known:
@@ -59,7 +56,7 @@ def _translate_flag(argument: str, known: Container[str]) -> str:
 
 
 def _normalize_switches(known: Mapping[str, argparse.Action], argv: Sequence[str]) -> list[str]:
-    """Turn `--flag=true`, `--flag False` and the like into `--flag` or `--no-flag`."""
+    """`--flag=true`, `--flag False` and the like become `--flag` or `--no-flag`."""
     rest, arguments = list(argv), []
     while rest:
         argument = rest.pop(0)
@@ -89,7 +86,7 @@ def _is_switch(flag: str, known: Mapping[str, argparse.Action]) -> bool:
 
 
 def _translate_local_data_parallel_flags(known: Container[str], argv: Sequence[str]) -> list[str]:
-    """Use the number of engines that vLLM would start on this machine: each machine serves its own."""
+    """vLLM's engines on this machine: each machine serves its own."""
     if "--data-parallel-size" not in known:
         return list(argv)
     positionals: list[str] = []
@@ -112,7 +109,7 @@ def _translate_local_data_parallel_flags(known: Container[str], argv: Sequence[s
 
 
 def _pop_leading_positionals(rest: list[str]) -> list[str]:
-    """Take positionals after a dropped flag; they move before all flags, or an earlier list flag would take them."""
+    """Positionals after a dropped flag move before all flags, or an earlier list flag would take them."""
     positionals = []
     while rest and not rest[0].startswith("-"):
         positionals.append(rest.pop(0))
@@ -120,9 +117,7 @@ def _pop_leading_positionals(rest: list[str]) -> list[str]:
 
 
 def _merge_object_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """Join `--flag.key.key value` parts into a JSON object per flag, at the first part's position, where it ends an
-    earlier list.
-    """
+    """`--flag.key.key value` parts become one JSON object where the first part was, so that it ends an earlier list."""
     known, rest = parser._option_string_actions, list(argv)
     arguments: list[str] = []
     places: dict[str, int] = {}
@@ -154,7 +149,7 @@ def _merge_object_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) ->
 def _merge_object(
     parser: argparse.ArgumentParser, name: str, values: Sequence[str], parts: Sequence[tuple[str, str]]
 ) -> dict[str, Any]:
-    """Merge the last of `values`, which are JSON, and `parts`: dotted keys with values."""
+    """`parts`: dotted keys with values."""
     merged = _parse_json_or_text(values[-1]) if values else {}
     if not isinstance(merged, dict):
         parser.error(f"argument {name}: {values[-1]!r} is no JSON object that {name}.{parts[0][0]} could be a part of")
@@ -182,7 +177,7 @@ def _parse_json_or_text(text: str) -> Any:
 
 
 def _drop_redundant_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """Drop foreign flags without effect, with their values, and report them on stderr."""
+    """Reports them on stderr."""
     known, rest = parser._option_string_actions, list(argv)
     positionals: list[str] = []
     arguments: list[str] = []
@@ -223,7 +218,6 @@ _PARSER_PLUGIN_REASON = "a parser of a plugin's: how the model writes is read fr
 
 
 def _pop_flag_values(rest: list[str], value_kind: str) -> list[str]:
-    """`value_kind`: see `unsupported_options.ForeignFlag`."""
     values: list[str] = []
     while value_kind and rest and not rest[0].startswith("--") and (value_kind == "+" or not values):
         values.append(rest.pop(0))

@@ -40,24 +40,20 @@ SAMPLING_PARAMS: tuple[dict[str, Any], ...] = (
 )
 MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 120, 32
 CHUNK_TOKENS = 7
-"""Tokens per step when chunked prefill is checked."""
+"""Per step when checking chunked prefill."""
 KILL_AFTER_OUTPUTS = 8
-"""Outputs before the engine is killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """A way of running the requests, compared with running each alone."""
-
     name: str
     what: str
-    """What happened, for people."""
     requests: int
     tokens: int
     differing: int
     """Requests with other tokens than alone."""
     exercised: bool
-    """Whether the subject of the check (such as preemption) occurred."""
+    """The subject of the check (such as preemption) occurred."""
 
     @property
     def has_passed(self) -> bool:
@@ -124,7 +120,7 @@ class Verification:
         self._expected_tokens: TokensByRequest = {}
 
     async def run_checks(self) -> tuple[EngineInfo, list[CheckResult]]:
-        """Raises ConfigError or EngineError if an engine cannot start or fails a request."""
+        """Raises ConfigError or EngineError."""
         model = read_model_config(resolve_model_with_overrides(self._config), self._config.model_impl)
         longest = min(MAX_PROMPT_TOKENS + MAX_OUTPUT_TOKENS + 1024, model.max_position)
         async with self._open_engine(enable_prefix_caching=False, max_model_len=longest) as (client, info):
@@ -184,7 +180,7 @@ class Verification:
 
 
 def build_test_requests(count: int, vocab_size: int, block_size: int, longest: int) -> list[EngineCoreRequest]:
-    """Mixes greedy and sampled, short and long requests with common prefixes that end near a block's end."""
+    """Greedy and sampled, short and long, with common prefixes that end near block boundaries."""
     rng = random.Random(5)
     common = [rng.randrange(vocab_size) for _ in range(max(MAX_PROMPT_TOKENS, 2 * block_size))]
     requests = []
@@ -202,7 +198,7 @@ def build_test_requests(count: int, vocab_size: int, block_size: int, longest: i
 async def generate_tokens(
     client: EngineClient, requests: Sequence[EngineCoreRequest], *, kill: bool = False
 ) -> TokensByRequest:
-    """Submit all at once. Raises EngineError if one fails. `kill`: end the engine process once meanwhile."""
+    """Raises EngineError. `kill`: end the engine process once meanwhile."""
     tokens: TokensByRequest = {request.id: [] for request in requests}
     outputs = 0
     async for step in client.submit(requests):

@@ -34,7 +34,7 @@ REPORT_FLAGS, DRAWN_REPORT_FLAGS = {"report": FlagGroup(_FLAGS)}, {"report": Fla
 
 
 def check_report_paths(json_path: Path | None, png_path: Path | None = None) -> None:
-    """Raise ConfigError for unwritable paths, before anything is measured."""
+    """Raises ConfigError."""
     for path in (json_path, png_path):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"cannot write {path}: no such directory")
@@ -77,8 +77,8 @@ def print_table(title: str, summary: BenchSummary) -> None:
 
 
 def save_latency_plot(path: Path, title: str, samples: Mapping[str, Sequence[float]]) -> None:
-    """Plot cumulative distributions of samples in seconds, one panel per latency."""
-    from matplotlib.figure import Figure  # optional, and slow to import
+    """Samples are in seconds."""
+    from matplotlib.figure import Figure
 
     shown = {name: sorted(1000 * value for value in samples[name]) for name in ("ttft_ms", "itl_ms", "e2e_ms")}
     figure = Figure(figsize=(12, 3.6), layout="constrained")

@@ -1,4 +1,4 @@
-"""Prompts from files: ShareGPT's conversations, or JSON lines like vLLM's dataset `custom`."""
+"""Prompts from ShareGPT's conversations, or JSON lines like vLLM's dataset `custom`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from quire.engine.common.errors import ConfigError
 _MIN_TOKENS = 4
 _MAX_PROMPT_TOKENS = 1024
 _MAX_TOTAL_TOKENS = 2048
-"""vLLM's limits for a prompt, and for prompt and answer together, so that figures compare."""
+"""vLLM's limits for prompts, and prompts with answers, so that figures compare."""
 _CHARACTERS_PER_TOKEN = 4
 """Assumed if the server does not count tokens."""
 
 
 def read_dataset(args: argparse.Namespace, count_tokens: Callable[[str], int]) -> list[dict[str, Any]]:
-    """Return at most --num-requests entries with answer lengths. Raises ConfigError."""
+    """Raises ConfigError."""
     if args.dataset_name == "custom":
         return _read_custom(args.dataset_path, args.dataset_output_len or args.output_len, chats=args.chats)
     return _read_sharegpt(args, count_tokens)
@@ -75,7 +75,6 @@ def _read_sharegpt(args: argparse.Namespace, count_tokens: Callable[[str], int])
 
 
 def _first_turns(entry: dict[str, Any]) -> tuple[str, str] | None:
-    """None if there are fewer than two turns."""
     turns = entry.get("conversations", entry.get("conversation"))
     if not isinstance(turns, list) or len(turns) < 2:
         return None
@@ -83,7 +82,7 @@ def _first_turns(entry: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def count_tokens_by_server(http: httpx.Client, model: str, text: str) -> int:
-    """Estimates if the server does not count. The client's base is /v1."""
+    """Estimates if the server does not count."""
     try:
         answer = http.post("../tokenize", json={"model": model, "prompt": text})
         return int(answer.json()["count"])

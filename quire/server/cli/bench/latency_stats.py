@@ -11,17 +11,17 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class BenchAnswer:
-    """A complete stream. Times are seconds since the request was sent."""
+    """Times are seconds since the request was sent."""
 
     chunk_times: Sequence[float]
-    """Of chunks with tokens; at least one."""
+    """At least one, of chunks with tokens."""
     prompt_tokens: int
     completion_tokens: int
-    """The number of chunks if the server does not report it."""
+    """The number of chunks if not reported."""
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between chunks. A chunk may have several tokens."""
+        """In seconds. A chunk may have several tokens."""
         return [after - before for before, after in pairwise(self.chunk_times)]
 
 
@@ -46,7 +46,6 @@ class BenchSummary:
     requests: int
     failed: int
     errors: dict[str, int]
-    """Failures by message."""
     seconds: float
     prompt_tokens: int
     output_tokens: int
@@ -55,19 +54,19 @@ class BenchSummary:
     total_tokens_per_second: float
     ttft_ms: LatencyDistribution | None
     itl_ms: LatencyDistribution | None
-    """Inter-token latency: gaps between a stream's chunks, over all streams."""
+    """Inter-token latency: gaps between chunks, over all streams."""
     tpot_ms: LatencyDistribution | None
-    """Time per output token after the first: one figure per request, independent of chunks."""
+    """Time per output token after the first, one figure per request."""
     e2e_ms: LatencyDistribution | None
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """One of the sorted values, without interpolation."""
+    """Does not interpolate."""
     return ordered[min(len(ordered) - 1, int(percent * len(ordered) / 100))]
 
 
 def latency_distribution(seconds: Iterable[float]) -> LatencyDistribution | None:
-    """Takes seconds; None if there are none."""
+    """Takes seconds."""
     ordered = sorted(1000 * value for value in seconds)
     if not ordered:
         return None
@@ -76,7 +75,7 @@ def latency_distribution(seconds: Iterable[float]) -> LatencyDistribution | None
 
 
 def latency_samples(answers: Sequence[BenchAnswer]) -> dict[str, list[float]]:
-    """In seconds, under BenchSummary's names."""
+    """In seconds."""
     return {
         "ttft_ms": [answer.chunk_times[0] for answer in answers],
         "itl_ms": [gap for answer in answers for gap in answer.gaps],
@@ -90,7 +89,7 @@ def latency_samples(answers: Sequence[BenchAnswer]) -> dict[str, list[float]]:
 
 
 def summarize(results: Sequence[BenchAnswer | BenchFailure], seconds: float) -> BenchSummary:
-    """`seconds`: from the first request to the end of the last answer. Failures count only as errors."""
+    """`seconds`: from the first request to the end of the last answer."""
     answers = [result for result in results if isinstance(result, BenchAnswer)]
     errors = Counter(result.message for result in results if isinstance(result, BenchFailure))
     prompt_tokens = sum(answer.prompt_tokens for answer in answers)
@@ -110,6 +109,6 @@ def summarize(results: Sequence[BenchAnswer | BenchFailure], seconds: float) -> 
 
 
 def arrival_times(count: int, rate: float, seed: int) -> list[float]:
-    """A Poisson process; `rate` is the mean number of requests per second."""
+    """A Poisson process; `rate` is requests per second."""
     rng = random.Random(seed)
     return list(accumulate(rng.expovariate(rate) for _ in range(count)))

@@ -74,7 +74,7 @@ class ChunkChoice(msgspec.Struct):
 
     @property
     def has_tokens(self) -> bool:
-        """True for any chunk of /completions, even with empty text; False for one that only opens a chat answer."""
+        """Any chunk of /completions counts, even with empty text; one that only opens a chat answer does not."""
         delta = self.delta
         return delta is None or bool(delta.content or delta.reasoning or delta.reasoning_content or delta.tool_calls)
 
@@ -85,8 +85,6 @@ class ChunkUsage(msgspec.Struct):
 
 
 class StreamChunk(msgspec.Struct):
-    """Fields that are read; the decoder skips others."""
-
     choices: list[ChunkChoice] = []
     usage: ChunkUsage | None = None
     error: Any = None
@@ -94,18 +92,17 @@ class StreamChunk(msgspec.Struct):
 
 _decode_chunk = msgspec.json.Decoder(StreamChunk).decode
 BenchJob = tuple[str, bytes]
-"""(path to post to, body)."""
 
 
 @dataclass(slots=True)
 class ReceivedStream:
     sent_at: float = field(default_factory=time.perf_counter)
     chunk_times: list[float] = field(default_factory=list)
-    """Of chunks with tokens, in seconds since `sent_at`."""
+    """Seconds since `sent_at`, for chunks with tokens."""
     usage: ChunkUsage | None = None
 
     def add_event(self, data: bytes) -> None:
-        """Raises ValueError for an error or anything but a chunk."""
+        """Raises ValueError for an error or a malformed chunk."""
         chunk = _decode_chunk(data)
         if chunk.error:
             raise ValueError(str(chunk.error))
@@ -130,7 +127,6 @@ async def send_request(client: StreamClient, job: BenchJob) -> BenchAnswer | Ben
 async def run_closed_loop(
     client: StreamClient, jobs: Sequence[BenchJob], concurrency: int
 ) -> list[BenchAnswer | BenchFailure]:
-    """Keep `concurrency` requests open until none are left."""
     results: list[BenchAnswer | BenchFailure] = []
     queue: Iterator[BenchJob] = iter(jobs)
 
@@ -145,7 +141,7 @@ async def run_closed_loop(
 async def run_open_loop(
     client: StreamClient, jobs: Sequence[BenchJob], times: Iterable[float], concurrency: int | None = None
 ) -> list[BenchAnswer | BenchFailure]:
-    """Send each request at its time regardless of how many are open; with `concurrency`, once fewer are."""
+    """`concurrency` delays requests while that many are open."""
     started = time.perf_counter()
     free_slots = asyncio.Semaphore(concurrency or len(jobs) or 1)
 
@@ -188,7 +184,7 @@ def build_measured_and_warmup_jobs(
 
 
 def _prompt_ids_to_body(ids: Sequence[int], *, chats: bool) -> dict[str, Any]:
-    """A chat takes no ids: use that many words that are single tokens in most vocabularies."""
+    """Chats take no ids: send that many words that are single tokens in most vocabularies."""
     if not chats:
         return {"prompt": ids}
     return {
@@ -207,7 +203,7 @@ class Measurement:
 async def measure_server(
     args: argparse.Namespace, client: StreamClient, model: str, dataset: Sequence[dict[str, Any]] = ()
 ) -> Measurement:
-    """Warms up first. Raises EngineError if a warm-up request fails."""
+    """Raises EngineError if a warm-up request fails."""
     jobs, warming = build_measured_and_warmup_jobs(args, model, dataset)
     try:
         for job in warming:

@@ -1,7 +1,7 @@
 """A cheap HTTP/1.1 client for server-sent events.
 
-The benchmark usually shares the server's processor, so it must cost little. A general client spends awaits and copies
-on every chunk. Here the transport's callback reads chunks, and the request's task wakes once, at the end.
+It usually shares the server's processor. A general client spends awaits and copies on every chunk; here the transport's
+callback reads chunks, and the request's task wakes once, at the end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_ERROR_CHARACTERS = 200
 
 
 class StreamError(Exception):
-    """An incomplete stream. `status`: None without an HTTP response."""
+    """`status` is None without an HTTP response."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -29,8 +29,6 @@ class StreamError(Exception):
 
 
 class StreamClient:
-    """`keep_alive`: reuse connections that the server keeps open."""
-
     def __init__(
         self,
         base: str,
@@ -39,7 +37,7 @@ class StreamClient:
         keep_alive: bool = True,
         trust: ssl.SSLContext | None = None,
     ) -> None:
-        """`base` may end in /v1. `trust`: certificates; None: the system's. Raises ConfigError for a bad URL."""
+        """`base` may end in /v1. `trust`: None: the system's certificates. Raises ConfigError."""
         parts = urlsplit(normalize_server_url(base))
         assert parts.hostname is not None
         self._address = (parts.hostname, parts.port or {"http": 80, "https": 443}[parts.scheme])
@@ -54,8 +52,8 @@ class StreamClient:
         self._idle_connections: list[_StreamConnection] = []
 
     async def post_stream(self, path: str, body: bytes, on_event: Callable[[bytes], None]) -> None:
-        """Post JSON to /v1/`path`, and call `on_event` in the transport's callback with each event's data up to [DONE],
-        which must come. A ValueError from it ends the stream. Raises StreamError.
+        """Post to /v1/`path`, and call `on_event` in the transport's callback for each event until [DONE]. A ValueError
+        from it ends the stream. Raises StreamError.
         """
         head = f"POST {self._prefix}/{path} HTTP/1.1\r\n{self._headers}Content-Length: {len(body)}\r\n\r\n"
         while True:
@@ -69,7 +67,7 @@ class StreamClient:
             except StreamError:
                 if idle_connection is None or idle_connection.has_received:
                     raise
-                continue  # the server just closed an idle connection: try another
+                continue  # the server just closed it: try another
             finally:
                 if self._keep_alive and connection.is_reusable:
                     self._idle_connections.append(connection)
@@ -99,11 +97,8 @@ class StreamClient:
 
 
 class _StreamConnection(asyncio.Protocol):
-    """Serves one request at a time."""
-
     def __init__(self) -> None:
         self.has_received = False
-        """Bytes of the current response have arrived."""
         self.is_reusable = False
         self._end_future: asyncio.Future[None] | None = None
 
@@ -121,10 +116,10 @@ class _StreamConnection(asyncio.Protocol):
         self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass
+        self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Also ends a response with neither length nor chunks."""
+        """Ends a response with neither length nor chunks."""
         self.is_reusable = False
         self._resolve_response_future("the connection was closed before the end of the answer")
 
@@ -159,7 +154,6 @@ class _StreamConnection(asyncio.Protocol):
                 self._on_event(data)
 
     def _resolve_response_future(self, missing: str, *, failed: bool = False) -> None:
-        """`missing`: error message for an incomplete stream."""
         if self._end_future is None or self._end_future.done():
             return
         status = (self._parser.get_status_code() or None) if self.has_received else None

@@ -1,4 +1,4 @@
-"""`quire bench throughput`: like vLLM's: all prompts at once, with the LLM class in this process."""
+"""`quire bench throughput`: all prompts at once, with the LLM class in this process; like vLLM's."""
 
 from __future__ import annotations
 

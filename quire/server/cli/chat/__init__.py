@@ -31,7 +31,7 @@ from quire.server.config import ServerConfig
 def open_client_or_start_server(
     url: str | None, config: ServerConfig, key: str | None, cacert: Path | None
 ) -> Iterator[httpx.Client]:
-    """The client's base is /v1. Starts a server if `url` is None."""
+    """The client's base is /v1."""
     with ExitStack() as stack:
         if url is None:
             from quire.server.cli.engine_app import (
@@ -67,7 +67,7 @@ def main(argv: Sequence[str], started: float) -> int:
     )
     add_settings_flags(parser, ServerConfig, {EngineConfig: "the engine, without --url"})
     args, config = parse_settings(parser, argv, ServerConfig, "name")
-    requested_model = args.name or getattr(args, "model", None) if args.url else None  # otherwise the loaded model
+    requested_model = args.name or getattr(args, "model", None) if args.url else None
     options = {"temperature": args.temperature, "max_tokens": args.max_tokens}
     given_options = {name: value for name, value in options.items() if value is not None}
     if not args.url:
@@ -84,7 +84,7 @@ def run_chat(
     requested_model: str | None,
     options: dict[str, Any],
 ) -> int:
-    """Chat at a terminal or through pipes. `requested_model`: None: the first. Returns the exit status."""
+    """Return the exit status."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         http = stack.enter_context(open_client_or_start_server(url, config, args.bearer, args.cacert))
         return chat_over_pipes(

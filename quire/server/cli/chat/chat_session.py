@@ -14,7 +14,7 @@ from quire.server.cli.server_client import error_from_response
 
 @dataclass
 class ChatSession:
-    """`options` are added to every request's body."""
+    """`options` go into every request's body."""
 
     http: httpx.Client
     """Its base is /v1."""
@@ -22,19 +22,14 @@ class ChatSession:
     options: dict[str, Any]
     system: str | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """In the API's format."""
     pending_images: list[str] = field(default_factory=list)
     """data: URLs for the next message."""
     was_truncated: bool = False
-    """The last answer reached its maximum length."""
     usage: dict[str, Any] = field(default_factory=dict)
-    """Of the last answer, if reported."""
 
     def stream_answer(self, text: str) -> Generator[str, None, None]:
-        """Yield the answer in pieces, and add both messages.
-
-        An interrupted answer is added as far as it came. If the server refuses, raises QuireError and adds neither
-        `text` nor the pending images.
+        """Interrupted answers are kept as far as they came. If the server refuses, raises QuireError and drops `text`
+        and the pending images.
         """
         self.was_truncated = False
         image_parts = [{"type": "image_url", "image_url": {"url": url}} for url in self.pending_images]
@@ -56,7 +51,7 @@ class ChatSession:
                 self.messages.append({"role": "assistant", "content": "".join(received)})
 
     def undo_last_turn(self) -> str | None:
-        """Remove the last user message and what follows; return its text, or None. Its images become pending again."""
+        """Return the removed user message's text, or None. Its images become pending again."""
         places = [place for place, turn in enumerate(self.messages) if turn["role"] == "user"]
         if not places:
             return None
@@ -67,7 +62,7 @@ class ChatSession:
         return message_text(content)
 
     def save_conversation(self, path: Path) -> None:
-        """Raises ConfigError, also rather than overwrite a file that is not a saved conversation."""
+        """Raises ConfigError, also if the file is not a saved conversation."""
         content = {"model": self.model, "system": self.system, "options": self.options, "messages": self.messages}
         try:
             if _is_foreign_file(path.expanduser(), content.keys()):
@@ -77,7 +72,7 @@ class ChatSession:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
     def load_conversation(self, path: Path) -> None:
-        """Takes what `save_conversation` wrote, or a list of messages; keeps the current model. Raises ConfigError."""
+        """Takes a saved conversation or a list of messages; keeps the current model. Raises ConfigError."""
         try:
             content = json.loads(path.expanduser().read_text(encoding="utf-8"))
         except OSError as error:
@@ -147,7 +142,6 @@ def _is_content_part(part: object) -> bool:
 
 
 def _is_foreign_file(path: Path, names: Collection[str]) -> bool:
-    """True unless the file is empty, missing, or a JSON object with these keys."""
     if not path.is_file() or path.stat().st_size == 0:
         return False
     try:

@@ -1,4 +1,4 @@
-"""Commands of `quire chat`: lines that begin with a slash."""
+"""Slash commands of `quire chat`."""
 
 from __future__ import annotations
 
@@ -38,16 +38,14 @@ Ctrl-C stops an answer."""
 class CommandOutcome:
     message: str = ""
     prompt: str | None = None
-    """To send now."""
     draft: str | None = None
-    """To prefill the input with."""
+    """Prefills the input."""
     should_exit: bool = False
 
 
 def handle_line(
     chat: ChatSession, line: str, print_info: Callable[[str], object], print_error: Callable[[str], object]
 ) -> CommandOutcome:
-    """Run a command, or return a message as the prompt. The callbacks print results and errors."""
     if not line.startswith("/"):
         return CommandOutcome(prompt=line)
     try:
@@ -146,7 +144,7 @@ def _set_option(chat: ChatSession, rest: str) -> CommandOutcome:
 
 
 def _check_option(name: str, value: Any) -> None:
-    """Raises InvalidRequest for values that the API's models refuse."""
+    """Raises InvalidRequest for values that the API refuses."""
     from quire.engine.common.request_params import SamplingParams, find_sampling_field
     from quire.server.protocol.chat import ChatRequest
     from quire.server.resolve.parse import validate_body
@@ -173,9 +171,7 @@ def _switch_model(chat: ChatSession, rest: str) -> CommandOutcome:
 
 
 def image_data_url(name: str) -> str:
-    """`name`: a path as typed or dropped on a terminal, quoted or with escaped spaces. Raises ConfigError if
-    unreadable, InvalidRequest if the server would refuse it.
-    """
+    """`name`: a path as typed or dropped on a terminal, quoted or escaped. Raises ConfigError or InvalidRequest."""
     from quire.engine.images.image_decoding import (  # images are rare
         MAX_FILE_BYTES,
         open_image,

@@ -12,14 +12,12 @@ from rich.spinner import Spinner
 
 FENCE = re.compile(r"^ {0,3}(```+|~~~+)")
 _CONTINUATION = re.compile(r"\s|[-*+>|]|\d+[.)]")
-"""A line that may continue a list, quotation or table after a blank line."""
+"""May continue a list, quotation or table after a blank line."""
 _REFRESHES_PER_SECOND = 12
 
 
 def split_finished_blocks(text: str) -> tuple[list[str], str]:
-    """Return the blocks that further text cannot change, and the rest. A block ends at a blank line outside a fence
-    once the next line does not continue it.
-    """
+    """Return blocks that further text cannot change, and the rest."""
     blocks = []
     lines = list[str]()
     blank = False
@@ -33,7 +31,7 @@ def split_finished_blocks(text: str) -> tuple[list[str], str]:
 
 
 def _lines_with_fence_state(lines: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:
-    """(line, whether a fence is open before it, and after it)."""
+    """(line, fence open before it, fence open after it)."""
     fence = ""
     for line in lines:
         before, mark = fence, FENCE.match(line)
@@ -45,7 +43,7 @@ def _lines_with_fence_state(lines: Iterable[str]) -> Iterator[tuple[str, bool, b
 
 
 def to_rich_markdown(text: str) -> Markdown:
-    """Keeps line breaks, which Markdown would turn into spaces."""
+    """Keeps line breaks, which Markdown turns into spaces."""
     lines = [
         line if before or after else line.rstrip() + "  "
         for line, before, after in _lines_with_fence_state(text.split("\n"))
@@ -54,7 +52,7 @@ def to_rich_markdown(text: str) -> Markdown:
 
 
 def print_stream(console: Console, pieces: Iterable[str], waiting: str = "") -> None:
-    """A spinner shows until the first piece. Raises what `pieces` raises, after printing what came."""
+    """Raises what `pieces` raises, after printing what came."""
     text, printed = "", 0
     live = Live(
         Spinner("dots", waiting, style="dim"),
@@ -87,7 +85,7 @@ def _print_block(console: Console, block: str, *, first: bool) -> None:
 
 
 def _last_lines(text: str, height: int) -> str:
-    """To be redrawn, a block must fit on the screen. Keeps an opening fence."""
+    """A redrawn block must fit on the screen. Keeps an opening fence."""
     lines = text.split("\n")
     if len(lines) <= height:
         return text

@@ -28,7 +28,7 @@ from quire.server.config import ServerConfig
 _LOCAL_URL = "http://127.0.0.1:8000"
 _PROBE_SECONDS = 1.0
 _IGNORED_FLAGS = ("--nowordwrap", "--insecure", "--hidethinking", "--truncate", "--experimental", "--experimental-yolo")
-"""Ollama's switches for what is the case anyway: thoughts are not shown, lines not broken."""
+"""Ollama's switches for our default behavior."""
 
 
 def main(argv: Sequence[str], started: float) -> int:
@@ -98,7 +98,6 @@ def _build_run_parser() -> argparse.ArgumentParser:
 
 
 def _read_prompt(words: Sequence[str]) -> str | None:
-    """Join piped input and words; None if there are neither."""
     piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().strip()
     whole = "\n".join(part for part in (piped, " ".join(words)) if part)
     return whole or None
@@ -132,7 +131,7 @@ def _request_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _find_server_and_model(args: argparse.Namespace, config: ServerConfig) -> tuple[str | None, str | None]:
-    """Return the URL and the model's name there; None and None: start an engine."""
+    """None and None: start an engine."""
     model = args.name or config.model
     if args.url is not None:
         return args.url, model
@@ -149,7 +148,6 @@ def _find_server_and_model(args: argparse.Namespace, config: ServerConfig) -> tu
 
 
 def _print_speed(chat: ChatSession, seconds: float) -> None:
-    """Like Ollama's --verbose, as far as a client can measure."""
     prompt, generated = chat.usage.get("prompt_tokens", 0), chat.usage.get("completion_tokens", 0)
     print(f"\ntotal duration:       {seconds:.3f}s", file=sys.stderr)
     print(f"prompt eval count:    {prompt} token(s)", file=sys.stderr)

@@ -1,5 +1,5 @@
-"""`quire collect-env`: this machine and relevant versions, for a bug report. Sends nothing, and shows no keys, tokens
-or user paths.
+"""`quire collect-env`: this machine and relevant versions, for a bug report. Sends nothing; shows no keys, tokens or
+paths.
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def environment_facts() -> Iterator[tuple[str, str]]:
-    """(name, value)."""
     yield "quire", VERSION
     yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
     yield "system", f"{platform.system()} {platform.release()}, {platform.machine()}, {' '.join(platform.libc_ver())}"
@@ -89,7 +88,6 @@ def _cpu_name() -> str:
 
 
 def _gpu_facts() -> Iterator[tuple[str, str]]:
-    """From the driver of NVIDIA GPUs."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         listing = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=True).stdout

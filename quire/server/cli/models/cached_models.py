@@ -1,4 +1,4 @@
-"""`quire serve --models cache`: all downloaded models by name, each loaded on demand."""
+"""`quire serve --models cache`: all downloaded models, loaded on demand."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ log = logging.getLogger("quire.server.cli.models.cache")
 CACHE_KEYWORD = Path("cache")
 """Value of --models if no such file exists."""
 _MEMORY_SHARE = 0.9
-"""Share of the memory free at the start that models may take together."""
+"""Of the memory free at the start."""
 
 
 def build_cached_models_config(flags: Mapping[str, Any]) -> ModelsConfig:
-    """Smallest first: it is loaded at the start and answers requests that name no model. Logs and skips what cannot be
-    served. Raises ConfigError if nothing is left.
+    """Smallest first: it is loaded at the start and answers requests that name no model. Raises ConfigError if none can
+    be served.
     """
     cache = scan_hub_cache()
     downloads = (
@@ -50,7 +50,7 @@ def build_cached_models_config(flags: Mapping[str, Any]) -> ModelsConfig:
 
 
 def _is_generative(model: DownloadedModel) -> bool:
-    """Guessed from the name; the default model should generate text."""
+    """Guessed from the name."""
     name = model.name.lower()
     return not any(part in name for part in ("embed", "rerank", "bge", "gte", "e5-", "minilm", "clip"))
 

@@ -20,7 +20,7 @@ _NO_WEIGHTS = "no weights"
 @dataclass(frozen=True, slots=True)
 class DownloadedModel:
     name: str
-    """As for `quire serve`: OWNER/REPO, with tag or file if GGUF."""
+    """OWNER/REPO, with tag or file if GGUF."""
     repo: str
     is_gguf: bool
     files: Mapping[str, CachedFileInfo]
@@ -65,7 +65,6 @@ def _model_row(model: DownloadedModel) -> tuple[str, str, str, str]:
 
 
 def scan_hub_cache() -> HFCacheInfo | None:
-    """None: there is no cache yet."""
     from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
     try:
@@ -75,7 +74,7 @@ def scan_hub_cache() -> HFCacheInfo | None:
 
 
 def iterate_downloads(cache: HFCacheInfo) -> Iterator[DownloadedModel]:
-    """Unordered; each revision counts separately."""
+    """Unordered, one per revision."""
     for repo in cache.repos:
         if repo.repo_type == "model":
             for revision in repo.revisions:

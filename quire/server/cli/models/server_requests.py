@@ -1,5 +1,3 @@
-"""Requests to a running server, for commands about its models."""
-
 from __future__ import annotations
 
 import argparse
@@ -36,7 +34,7 @@ def open_client(args: argparse.Namespace) -> Iterator[httpx.Client]:
 
 
 def request_json(http: httpx.Client, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Raises EngineError with the server's message, or ServerUnreachable."""
+    """Raises EngineError."""
     try:
         response = http.request(method, path, json=body)
     except httpx.HTTPError as error:

@@ -1,5 +1,5 @@
-"""`quire show MODEL`: describes a model of a running server, or one from its files, like Ollama's command. config.json
-is fetched if the model is not downloaded.
+"""`quire show MODEL`: describes a model of a running server, or from its files, like Ollama's command. config.json is
+fetched if the model is not downloaded.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def _describe_served(args: argparse.Namespace) -> dict[str, Any] | None:
-    """None: no server has it. Raises if --url names a server that does not answer."""
+    """None: no server has it. Raises if a server named by --url does not answer."""
     try:
         with open_client(args) as http:
             served = [str(each["id"]) for each in request_json(http, "GET", "/v1/models")["data"]]
@@ -116,7 +116,7 @@ def _describe_stored(name: str) -> dict[str, Any]:
 
 
 def _config_from_files_or_catalog(name: str, entry: CatalogEntry | None) -> tuple[Mapping[str, Any], Path | None]:
-    """Like read_raw_config, but falls back to the catalog if the model is not downloaded and the hub unreachable."""
+    """Falls back to the catalog if the hub is unreachable."""
     try:
         return read_raw_config(name)
     except ModelError:
@@ -126,7 +126,7 @@ def _config_from_files_or_catalog(name: str, entry: CatalogEntry | None) -> tupl
 
 
 def _load_chat_renderer_and_text(path: Path) -> tuple[ChatRenderer, str]:
-    """Also returns the chat templates' text. Raises ModelError."""
+    """Raises ModelError."""
     files = ModelFiles(path)
     config = read_config_object(files, "tokenizer_config.json")
     templates = read_chat_templates(files, config)
@@ -143,7 +143,6 @@ def _models_file_toml(name: str, settings: Mapping[str, Any]) -> str:
 
 
 def _format_description(description: Mapping[str, Any]) -> str:
-    """Uses Ollama's format."""
     lines: list[str] = []
     for title in ("Model", "Capabilities", "parameters", "license"):
         content = description.get(title)

@@ -1,5 +1,5 @@
-"""`quire stop MODEL`: unloads a model from a running server (quire serve --models), like Ollama's command; the next
-request loads it again.
+"""`quire stop MODEL`: unloads a model from a running server (quire serve --models), like Ollama's; the next request
+loads it again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`quire models`: models with short names, and which of them fit on this machine and how fast they can be.
 
-The figures are `quire plan`'s, and limits: a token takes at least as long as reading its weights and keys.
+Figures are `quire plan`'s, and limits: a token takes at least as long as reading its weights and keys.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from quire.server.cli.settings_flags import bounded_number
 from quire.server.cli.unknown_flags import parse_flags
 
 CONTEXT_TOKENS = 4096
-"""Context that must fit, and for which memory is shown."""
+"""Must fit; memory is shown for it."""
 _SPEED_CONTEXT_TOKENS = 1024
-"""For the speed, as in `quire plan`."""
 _LAPTOP_FLOPS = 1e12
-"""16-bit, roughly; a single stream is bound by memory instead."""
+"""16-bit, roughly; a single stream is bound by memory."""
 _EMBEDDING_BITS = 6.5625
-"""Of a tied embedding in 4-bit files: Q6_K."""
+"""Q6_K, for tied embeddings in 4-bit files."""
 _LAPTOPS_FILE = Path(__file__).with_name("laptops.toml")
 _HEADER = ("NAME", "FOR", "PARAMETERS", "MEMORY", "CONTEXT", "TOKENS/S", "LICENCE", "FROM")
 
@@ -41,11 +40,11 @@ class ModelRow:
     model: CatalogEntry
     parameters: int
     memory: int
-    """Bytes with CONTEXT_TOKENS of one request, including Quire itself."""
+    """Bytes with CONTEXT_TOKENS of one request, including Quire."""
     context: int
-    """Tokens that fit; 0: does not fit or is not served."""
+    """Tokens that fit; 0: none, or not served."""
     speed: float | None
-    """Maximum tokens per second of one stream; None: encoder."""
+    """Maximum tokens per second; None: encoder."""
 
 
 def main(argv: Sequence[str], started: float) -> int:
@@ -110,7 +109,6 @@ def build_row(model: CatalogEntry, machine: Machine) -> ModelRow:
 
 
 def catalog_config_and_weights(model: CatalogEntry) -> tuple[dict[str, Any], CheckpointSize | None]:
-    """Return config.json and the GGUF header's size as the catalog implies them."""
     if model.gigabytes is None:
         return dict(model.config), None
     bits = 8e9 * model.gigabytes / read_model_sizes(model.config).num_parameters
@@ -164,7 +162,7 @@ def read_laptop_machines() -> list[Machine]:
 
 
 def format_laptops_markdown() -> str:
-    """For the docs: maximum tokens per second per laptop class; -: does not fit."""
+    """Maximum tokens per second; -: does not fit."""
     machines = read_laptop_machines()
     lines = [f"| name | parameters | memory | {' | '.join(each.name for each in machines)} | licence | from |"]
     lines.append("|---" * (5 + len(machines)) + "|")

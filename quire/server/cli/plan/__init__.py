@@ -1,1 +1,1 @@
-"""What fits where and how fast it can be, from config.json and known machine data."""
+"""Memory and speed plans from config.json and machine data."""

@@ -55,13 +55,12 @@ _SHOWN_FLAGS = (
     "max_lora_rank",
     "speculative_config",
 )
-"""Settings of `quire serve` in --help; all others are accepted too."""
+"""In --help; all other settings are accepted too."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ModelToPlan:
     raw: dict[str, Any]
-    """config.json."""
     folder: Path | None
     """None: not on this machine."""
     sizes: ModelSizes
@@ -105,7 +104,6 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def _check_flags(args: argparse.Namespace, config: ServerConfig) -> None:
-    """Raise ConfigError for flags that make no sense in a plan."""
     if args.picture is not None and args.picture.suffix.lower() != ".svg":
         raise ConfigError(f"--picture: draws an SVG; {args.picture.with_suffix('.svg')} would be its name")
     if config.num_kv_blocks is not None:
@@ -116,7 +114,7 @@ def _check_flags(args: argparse.Namespace, config: ServerConfig) -> None:
 
 def _read_model(config: ServerConfig) -> _ModelToPlan:
     entry = load_catalog().get(config.model.lower())
-    if entry is not None and needs_download(config.model, config.revision):  # needs no files on this machine
+    if entry is not None and needs_download(config.model, config.revision):
         raw, stored = catalog_config_and_weights(entry)
         raw = merge_overrides(raw, config.hf_overrides or {})
         return _ModelToPlan(raw, None, model_sizes_with_served_context(config, raw), stored)

@@ -1,4 +1,4 @@
-"""Memory bandwidth and arithmetic of this CPU, measured with the kernels in a process and cached."""
+"""This CPU's bandwidth and arithmetic, measured with the kernels in a process and cached."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ class CpuRates(msgspec.Struct, frozen=True):
     flops: float
     """16-bit operations per second."""
     at: float = 0.0
-    """time.time() of the last measurement."""
 
 
 def read_or_measure_rates(*, must_measure: bool = False) -> CpuRates | None:
-    """Cached rates, measured if missing or older than a day. The better of both figures is kept, because other programs
-    only lower a measurement. `must_measure`: ignore the cache. None: this processor has no kernels.
+    """Measures if nothing is cached or it is a day old. Keeps the better figures, because other programs only lower a
+    measurement. None: no kernels for this processor.
     """
     rates_by_machine, key = _read_rates_by_machine(), machine_key()
     known = None if must_measure else rates_by_machine.get(key)
@@ -47,7 +46,6 @@ def read_or_measure_rates(*, must_measure: bool = False) -> CpuRates | None:
 
 
 def with_cpu_rates(machine: Machine, *, must_measure: bool = False) -> Machine:
-    """Unchanged if rates cannot be measured."""
     cpu_rates = read_or_measure_rates(must_measure=must_measure)
     return (
         machine
@@ -62,7 +60,6 @@ def _rates_file() -> Path:
 
 
 def machine_key() -> str:
-    """Changes with the processor, its cores and the kernels."""
     lines = _CPU.read_text(encoding="utf-8").splitlines() if _CPU.exists() else []
     name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return f"{VERSION}, {name or 'this processor'}, {usable_cpus()} cores, {os.environ.get('QUIRE_CPU_ISA', '')}"
@@ -86,7 +83,6 @@ def _read_rates_by_machine() -> dict[str, CpuRates]:
 
 
 def _write_rates_by_machine(rates_by_machine: dict[str, CpuRates]) -> None:
-    """If it is not writable, the next plan measures again."""
     try:
         file = _rates_file()
         file.parent.mkdir(parents=True, exist_ok=True)

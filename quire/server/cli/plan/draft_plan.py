@@ -1,5 +1,3 @@
-"""Weights and memory of a draft model or heads."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -23,19 +21,18 @@ class DraftPlan:
     speculative_config: SpeculativeConfig
     stored: CheckpointSize
     sizes: ModelSizes | None
-    """Of what keeps its own KV; None: none."""
+    """None: no KV of its own."""
 
     @property
     def is_separate_model(self) -> bool:
-        """Tiers store nothing of a separate model's KV, but heads' KV with the served model's."""
+        """Its KV is not stored in tiers, unlike that of heads."""
         return self.speculative_config.method == "draft_model"
 
     def draft_weight_bytes(self, width: int) -> int:
-        """`width`: bytes per number."""
         return self.stored.num_floats * width + self.stored.packed_bytes
 
     def num_extra_blocks_for_draft_tokens(self, block_size: int) -> int:
-        """Per request, as in worker/loading/drafts/draft_model_loader.py."""
+        """Per request; see worker/loading/drafts/draft_model_loader.py."""
         return 1 + -(-self.speculative_config.num_speculative_tokens // block_size)
 
 
@@ -45,7 +42,7 @@ ONE_STATE_SLOT = StateSlotCounts(1, 0)
 def plan_state_slots(
     served: ModelSizes, slot: int, budget: int, state_memory: float | None, sequences: int, *, cached: bool, gpu: bool
 ) -> StateSlotCounts:
-    """Assigns slots of this many bytes. Counts one even if none fits, so that the plan reports that."""
+    """Counts one slot even if none fits, so that the plan reports that."""
     try:
         return count_state_slots(
             slot,
@@ -68,8 +65,8 @@ def state_slot_bytes(
     num_parts: int,
     num_devices_per_memory: int,
 ) -> int:
-    """Bytes per request and device that layers keep outside KV blocks, as in worker/device_memory.py's
-    allocate_slot_states. `num_devices_per_memory`: devices sharing a memory, of which one drafts.
+    """Bytes per request and device outside KV blocks; see worker/device_memory.py. `num_devices_per_memory`: of which
+    one drafts.
     """
     own = 0 if drafting is None else drafting.slot_bytes(max_draft_tokens, number_bytes)
     return served.slot_bytes(max_draft_tokens, number_bytes) // num_parts + own // num_devices_per_memory
@@ -78,9 +75,7 @@ def state_slot_bytes(
 def plan_draft(
     speculative_config: SpeculativeConfig | None, served: Mapping[str, Any], folder: Path | None
 ) -> DraftPlan | None:
-    """None if drafting needs no weights. `served`: config.json; `folder`: weights, if on this machine. Raises
-    ModelError.
-    """
+    """None: drafting needs no weights. `served`: config.json. Raises ModelError."""
     if speculative_config is not None and speculative_config.method == "mtp":
         return _plan_mtp(speculative_config, extract_text_config(served), folder)
     if speculative_config is None or speculative_config.model is None:
@@ -102,7 +97,7 @@ def _plan_mtp(speculative_config: SpeculativeConfig, text: Mapping[str, Any], fo
         sizes.num_parameters - sizes.embedding_parameters + 2 * hidden**2 + 2 * hidden
     )  # the final norm is counted there
     draft_weights = None
-    if folder is not None and read_checkpoint_size(folder) is not None:  # otherwise only config.json is there
+    if folder is not None and read_checkpoint_size(folder) is not None:
         names = find_mtp_names(folder, layers)
         draft_weights = read_checkpoint_size(folder, lambda stored: names.mtp_name_from_checkpoint(stored) is not None)
     return DraftPlan(speculative_config, draft_weights or CheckpointSize(numbers, 0), sizes)

@@ -1,7 +1,7 @@
-"""Estimates what fits in a machine's memory, and how fast the model can be at most.
+"""Estimates what fits in memory, and how fast the model can be.
 
 Speed is bounded by the roofline model (Williams et al., 2009): a step takes at least as long as reading its weights and
-keys once, and as its arithmetic. Real steps take longer.
+keys once, and as its arithmetic.
 """
 
 from __future__ import annotations
@@ -31,56 +31,51 @@ class PlanRequest:
     concurrency: int | None = None
     """None: as many as fit."""
     lora_modules: ModuleShapes = field(default_factory=dict)
-    """Modules that may have adapters."""
     draft: DraftPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What fits on a machine. Bytes are per device unless stated otherwise."""
+    """Bytes are per device unless stated otherwise."""
 
     sizes: ModelSizes
     machine: Machine
     config: EngineConfig
     dtype: str
     weight_bytes: int
-    """Of the whole model."""
+    """The whole model's."""
     weight_source: str
     kv_token_bytes: int
     block_size: int
     """In tokens."""
     block_bytes: int
-    """Of all layers, including what their groups leave unused."""
+    """All layers, with what their groups leave unused."""
     block_needs: KVBlockNeeds
     layer_block_bytes: int
-    """Of one layer, not divided among devices."""
+    """One layer, not divided among devices."""
     kv_budget_bytes: int
     device_weight_bytes: int = 0
-    """As stored on the device."""
     step_bytes: int = 0
-    """Of the largest step on a GPU, and of graphs."""
+    """The largest step on a GPU, with graphs."""
     num_blocks: int = 0
-    """Allocated by the server started with `flags`."""
     context: int = 0
     concurrency: int = 0
-    """Full contexts that fit at once, at most --max-num-seqs."""
+    """Full contexts at once, at most --max-num-seqs."""
     kv_cache_dtype: str = "auto"
     """auto: `dtype`."""
     fitting: tuple[tuple[int, int], ...] = ()
-    """(context length, how many fit at once), for powers of two."""
+    """(context length, how many fit), for powers of two."""
     adapter_bytes: int = 0
     draft_bytes: int = 0
-    """Of draft weights."""
     state_bytes: int = 0
-    """Of recurrent states in all slots."""
+    """Recurrent states in all slots."""
     state_shares: StateSlotCounts = ONE_STATE_SLOT
     experts_plan: ExpertsPlan = _NO_EXPERTS
     layers_plan: StreamedLayersPlan = _NO_STREAMED_LAYERS
     tier_plans: tuple[KVTierSize, ...] = ()
     reasons: tuple[str, ...] = ()
-    """Why the model does not fit; empty if it does."""
+    """Empty if the model fits."""
     flags: tuple[str, ...] = ()
-    """Of `quire serve`."""
 
     @property
     def fits(self) -> bool:
@@ -88,12 +83,10 @@ class Estimate:
 
     @property
     def extra_weight_names(self) -> list[str]:
-        """What else `device_weight_bytes` includes."""
         return [name for name, size in (("adapters", self.adapter_bytes), ("drafts", self.draft_bytes)) if size]
 
     @property
     def num_fitting_blocks(self) -> int:
-        """0 if the model keeps no KV."""
         return self.kv_budget_bytes // self.block_bytes if self.block_bytes else 0
 
     @property
@@ -102,28 +95,26 @@ class Estimate:
 
     @property
     def total_group_blocks(self) -> int:
-        """Blocks of single KV cache groups."""
         return self.num_fitting_blocks * len(self.block_needs.windows)
 
     def context_kv_bytes(self, length: int) -> int:
-        """The maximum at any time."""
         if self.block_needs.windows == (None,):
             return length * self.kv_token_bytes
         return self.block_needs.max_blocks(length) * self.block_bytes // len(self.block_needs.windows)
 
     def max_decode_tokens_per_second(self, streams: int, context: int) -> float | None:
-        """Of all streams together, with `context` tokens each. None if the machine's speed is unknown."""
+        """Of all streams together. None: unknown machine speed."""
         machine, sizes = self.machine, self.sizes
         if machine.bandwidth is None or machine.flops is None:
             return None
-        together, turns = -(-streams // machine.stages), max(streams, machine.stages)  # stages take turns
+        together, turns = -(-streams // machine.stages), max(streams, machine.stages)
         read = self.weight_bytes * sizes.weight_fraction_read(together) * machine.stages / machine.count
         read += turns * context * self.kv_token_bytes
         work = turns * (2 * sizes.active_parameters + 4 * sizes.attention_width * context) / machine.count
         return streams / max(read / machine.bandwidth, work / machine.flops)
 
     def min_prefill_seconds(self, tokens: int) -> float | None:
-        """Until the first token. None if the machine's speed is unknown."""
+        """None: unknown machine speed."""
         machine, sizes = self.machine, self.sizes
         if machine.bandwidth is None or machine.flops is None:
             return None

@@ -50,7 +50,7 @@ def estimate_model(
 class _WeightPlan:
     model_bytes: int
     device_bytes: int
-    """Includes adapters, drafts and the vision tower."""
+    """With adapters, drafts and the vision tower."""
     adapter_bytes: int
     draft_bytes: int
     experts: ExpertsPlan
@@ -60,13 +60,12 @@ class _WeightPlan:
 @dataclass(frozen=True, slots=True)
 class _KVBytesPerToken:
     model: int
-    """On all devices together."""
+    """All devices together."""
     draft: int
-    """On one device."""
+    """One device."""
     draft_share: int
-    """Divided by the devices of its memory."""
     split: int
-    """Parts into which devices divide the model's KV."""
+    """Parts of the model's KV among devices."""
 
     @property
     def per_device(self) -> int:
@@ -78,20 +77,17 @@ class _BlockPlan:
     size: int
     """In tokens."""
     num_bytes: int
-    """Of all layers, including what their groups leave unused."""
     needs: KVBlockNeeds
 
 
 @dataclass(frozen=True, slots=True)
 class _StatePlan:
-    """Recurrent state."""
-
     num_bytes: int
     shares: StateSlotCounts
 
 
 class EstimateBuilder:
-    """Counts memory per device in the order of `build`, then fits contexts in the rest."""
+    """Counts memory per device, then fits contexts in the rest."""
 
     def __init__(
         self, sizes: ModelSizes, machine: Machine, request: PlanRequest, stored: CheckpointSize | None
@@ -106,7 +102,7 @@ class EstimateBuilder:
         self._dtype, self._kv_type = resolve_dtypes(self._sizes, machine, request.config)
         self._quantized = request.config.online_quantization
         self._width = DTYPE_BYTES[self._dtype]
-        """Bytes per number of activations."""
+        """Bytes per activation."""
 
     def build(self) -> Estimate:
         weights = self._plan_weights()
@@ -148,7 +144,7 @@ class EstimateBuilder:
 
     @property
     def _num_devices_sharing_draft(self) -> int:
-        """Only one rank has a draft model; all ranks have whole heads."""
+        """One rank has the draft model; all ranks have whole heads."""
         return self._machine.devices_per_memory if self._has_separate_draft_model else 1
 
     @property
@@ -176,7 +172,7 @@ class EstimateBuilder:
         return _WeightPlan(model_bytes, on_device, adapter_bytes, draft_bytes, experts, layers)
 
     def _count_adapter_bytes(self) -> int:
-        """At the maximum rank on all linears. On CPUs those cached count too."""
+        """At the maximum rank on all linears; on CPUs including cached adapters."""
         config = self._config
         on_gpu = self._machine.gpu
         if not config.enable_lora:
@@ -186,7 +182,7 @@ class EstimateBuilder:
         return count * num_weights * self._width
 
     def _vision_tower_bytes(self) -> int:
-        """Each rank has all of it; of pipeline stages only the first."""
+        """Each rank has all of it, but only the first pipeline stage."""
         return self._sizes.tower_bytes(self._width, self._quantized) // self._machine.stages
 
     def _count_kv_token_bytes(self) -> _KVBytesPerToken:
@@ -225,7 +221,7 @@ class EstimateBuilder:
         return _BlockPlan(block_size, num_bytes, KVBlockNeeds(groups.windows, block_size, at_once))
 
     def _kv_budget_bytes(self, on_device: int, step_bytes: int) -> int:
-        """Per device. `on_device`: its weights."""
+        """Per device."""
         machine = self._machine
         config = self._config
         parts = machine.devices_per_memory * machine.replicas
@@ -260,7 +256,7 @@ class EstimateBuilder:
 
     def _plan_tiers(self, token_bytes: _KVBytesPerToken, block_size: int) -> tuple[KVTierSize, ...]:
         tier_token_bytes = token_bytes.per_device
-        if self._has_separate_draft_model:  # see ModelRunner.make_block_mover
+        if self._has_separate_draft_model:
             tier_token_bytes -= token_bytes.draft_share
         return plan_tiers(self._config, self._machine.replicas, tier_token_bytes * block_size, block_size)
 
@@ -270,15 +266,15 @@ def max_step_tokens(machine: Machine, config: EngineConfig) -> int:
 
 
 def max_step_bytes(sizes: ModelSizes, width: int, tokens: int) -> int:
-    """Rough estimate for a GPU; the engine measures it. About 20 hidden states per token of `width` bytes per number,
-    and the sampler's copies of the logits.
+    """Rough; the engine measures it. About 20 hidden states per token of `width` bytes per number, and copies of the
+    logits.
     """
     hidden = sizes.head_parameters // sizes.vocab_size
     return tokens * 20 * hidden * width + _DEFAULTS.max_num_seqs * sizes.vocab_size * 4 * 4
 
 
 def _graph_bytes(sizes: ModelSizes, machine: Machine, config: EngineConfig, step_bytes: int, tokens: int) -> int:
-    """CUDA graphs in addition to the largest step, as the engine counts them."""
+    """Without the largest step itself."""
     if not machine.gpu or config.enforce_eager:
         return 0
     backend = config.attention_backend
@@ -290,7 +286,7 @@ def _graph_bytes(sizes: ModelSizes, machine: Machine, config: EngineConfig, step
 
 
 def _step_and_graph_bytes(sizes: ModelSizes, machine: Machine, config: EngineConfig, width: int) -> int:
-    """On a GPU, including the encoder cache. `width`: bytes per number."""
+    """On a GPU, with the encoder cache. `width`: bytes per number."""
     tokens = max_step_tokens(machine, config)
     step_bytes = max_step_bytes(sizes, width, tokens)
     if machine.gpu and sizes.tower_parameters:
@@ -299,7 +295,6 @@ def _step_and_graph_bytes(sizes: ModelSizes, machine: Machine, config: EngineCon
 
 
 def _complete_estimate(estimate: Estimate, request: PlanRequest) -> Estimate:
-    """Add what fits, or why nothing does."""
     if not estimate.block_bytes:
         return _complete_encoder_estimate(estimate)
     reason = misfit_reason(estimate, request)
@@ -326,7 +321,6 @@ def _complete_estimate(estimate: Estimate, request: PlanRequest) -> Estimate:
 
 
 def _fitting_contexts(estimate: Estimate) -> tuple[tuple[int, int], ...]:
-    """See Estimate.fitting."""
     longest = estimate.sizes.max_position
     lengths = [2**power for power in range(9, 24) if 2**power < longest]
     lengths.append(longest)
@@ -335,7 +329,6 @@ def _fitting_contexts(estimate: Estimate) -> tuple[tuple[int, int], ...]:
 
 
 def _complete_encoder_estimate(estimate: Estimate) -> Estimate:
-    """An encoder needs room only for its weights."""
     machine = estimate.machine
     config = estimate.config
     on_device = estimate.device_weight_bytes

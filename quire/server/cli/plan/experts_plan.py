@@ -1,5 +1,3 @@
-"""Routed experts: whole ones per device (expert parallelism), or on disk."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ from quire.server.cli.plan.weight_sizes import device_linear_bytes
 
 
 def experts_problem(config: EngineConfig, sizes: ModelSizes, machine: Machine) -> str | None:
-    """None: experts can be placed as requested."""
+    """None if possible."""
     ranks = machine.count // machine.stages
     if config.enable_expert_parallel and not sizes.num_experts:
         return "the model has no experts, to be whole on devices"
@@ -26,15 +24,14 @@ class ExpertsPlan:
     """Per device."""
 
     min_experts: int
-    """Fewest experts of a layer on a device, whole or in part."""
+    """Per layer."""
     max_experts: int
     has_whole_experts: bool
     disk_bytes: int = 0
-    """0: all are in memory."""
+    """0: all in memory."""
     memory_bytes: int = 0
-    """Kept in memory too."""
     token_read_bytes: int = 0
-    """Of a token's experts, without the share kept in memory."""
+    """Without the share kept in memory."""
 
 
 def plan_experts(config: EngineConfig, sizes: ModelSizes, machine: Machine, dtype: str) -> ExpertsPlan:
@@ -52,13 +49,12 @@ def plan_experts(config: EngineConfig, sizes: ModelSizes, machine: Machine, dtyp
 
 
 def imbalance_bytes(config: EngineConfig, sizes: ModelSizes, machine: Machine, device_weight_bytes: int) -> int:
-    """Extra bytes of the device with the most experts, compared with an even division."""
+    """Excess of the device with the most experts over an even division."""
     more = fullest_device_ratio(config, sizes, machine) - 1
     return round(device_weight_bytes * more * sizes.expert_parameters / sizes.num_parameters)
 
 
 def fullest_device_ratio(config: EngineConfig, sizes: ModelSizes, machine: Machine) -> float:
-    """Its experts as a multiple of an even division."""
     ranks = machine.count // machine.stages
     whole = config.enable_expert_parallel and sizes.num_experts
     return -(-sizes.num_experts // ranks) * ranks / sizes.num_experts if whole else 1.0

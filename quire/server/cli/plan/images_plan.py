@@ -19,14 +19,11 @@ from quire.server.cli.plan.estimate import Estimate
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _PLACEHOLDER_TOKEN = re.compile(r"<[^>]*>|\n+")
-"""Marks, and breaks between rows."""
 _IMAGES_FORMAT = re.compile(r"(?:([1-9]\d{0,3})x)?([1-9]\d{0,5})x([1-9]\d{0,5})")
 
 
 @dataclass(frozen=True, slots=True)
 class ImageCountAndSize:
-    """Images of a request, all of one size."""
-
     count: int
     width: int
     height: int
@@ -38,14 +35,14 @@ class ImagesPlan:
 
     images: ImageCountAndSize
     tiles: int
-    """Inputs of the tower."""
+    """Tower inputs."""
     tokens: int
-    """Includes those around and between features."""
+    """With those around and between features."""
     feature_bytes: int
     pixel_bytes: int
-    """The server and the engine keep them while a request is open."""
+    """Kept by server and engine while a request is open."""
     tower_bytes: int
-    """0 if it is not loaded."""
+    """0: not loaded."""
 
     def to_json_dict(self) -> dict[str, Any]:
         images = self.images
@@ -63,7 +60,7 @@ class ImagesPlan:
 
 
 def parse_image_count_and_size(text: str) -> ImageCountAndSize:
-    """Parse COUNTxWIDTHxHEIGHT or WIDTHxHEIGHT for argparse."""
+    """COUNTxWIDTHxHEIGHT or WIDTHxHEIGHT."""
     match = _IMAGES_FORMAT.fullmatch(text.lower())
     if match is None:
         raise argparse.ArgumentTypeError(f"COUNTxWIDTHxHEIGHT, as 1x1024x1024, got {text!r}")
@@ -74,7 +71,7 @@ def parse_image_count_and_size(text: str) -> ImageCountAndSize:
 
 
 def load_required_vision_spec(model: str, revision: str | None, raw: dict[str, Any], folder: Path | None) -> VisionSpec:
-    """Fetches a hub id's processor files. Raises ConfigError if the model reads no images, and ModelError."""
+    """May fetch processor files. Raises ConfigError if the model reads no images, and ModelError."""
     vision: VisionSpec | None = None
     if can_read_images(raw):
         for file in _PROCESSOR_FILES if folder is None else ():

@@ -1,5 +1,3 @@
-"""The machine of a plan: a GPU of the table or of a given memory, or this machine."""
-
 from __future__ import annotations
 
 import re
@@ -22,49 +20,45 @@ _CPU_INFO = Path("/proc/cpuinfo")
 CPU_RANK_BLOCK_SIZE = 256
 """Tokens per rank if ranks divide tokens on a CPU."""
 BLOCK_SIZE, FLASH_BLOCK_SIZE = 16, 256
-"""In tokens: of most attention backends, and of most based on flash-attn."""
+"""Tokens: most attention backends, and most based on flash-attn."""
 FLASH_BLOCK_SIZES = {
     "flash3": FLASH_BLOCK_SIZE,
     "flash4": 128,
     "flash": FLASH_BLOCK_SIZE,
     "torch_varlen": FLASH_BLOCK_SIZE,
 }
-"""By requested backend."""
 MAX_FLASH_HEAD_DIM = 256
-"""flash-attn's limit; it also needs 16-bit numbers and a GPU with bfloat16."""
+"""flash-attn's limit."""
 ENGINE_HOST_BYTES = 200 * 2**20
-"""API and engine processes without weights and KV cache; measured on Linux."""
+"""Processes without weights and KV cache; measured on Linux."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`count` equal devices; numbers are per device."""
+    """Numbers are per device."""
 
     name: str
     memory: int
-    """Bytes: a GPU's whole memory, or a CPU machine's free memory."""
+    """Bytes: all of a GPU's, or what is free of a CPU machine's."""
     gpu: bool
     bandwidth: float | None = None
     """Bytes per second; None: unknown."""
     flops: float | None = None
     """16-bit operations per second; None: unknown."""
     measured: bool = False
-    """bandwidth and flops were measured here, rather than specified by the maker."""
+    """Otherwise bandwidth and flops are the maker's figures."""
     bf16: bool = True
-    """Computes bfloat16."""
     compresses_weights: bool = False
-    """The CPU's kernels compress bfloat16 linear layers to 12 bits."""
+    """CPU kernels compress bfloat16 linear layers to 12 bits."""
     count: int = 1
     stages: int = 1
-    """`count` if the devices divide layers as pipeline stages, 1 if every layer."""
+    """`count` with pipeline parallelism, otherwise 1."""
     replicas: int = 1
-    """Each has `count` devices; all are parts of one CPU machine."""
+    """Of `count` devices each, all on one CPU machine."""
     nodes: int = 1
-    """Machines that the devices are spread over."""
 
     @property
     def devices_per_memory(self) -> int:
-        """An engine's devices in one memory: parts of a CPU machine."""
         return 1 if self.gpu else self.count // self.nodes
 
     def kv_block_size(
@@ -77,11 +71,10 @@ class Machine:
         divides_tokens: bool = False,
         block_size: int | None = None,
     ) -> int:
-        """Tokens per KV block, which the attention backend determines.
+        """Tokens per KV block, by attention backend.
 
-        "auto" is the backend of a GPU with everything installed: flash-attn if possible. `is_8_bit`: not held by
-        flash-attn's larger blocks. `divides_tokens`: ranks divide the tokens. `block_size`: the requested size, if the
-        backend has it.
+        "auto": flash-attn if possible, assuming that everything is installed. `is_8_bit`: not held by flash-attn's
+        larger blocks. `block_size`: used if the backend has it.
         """
         if divides_tokens:
             return self.count * (BLOCK_SIZE if self.gpu or backend == "reference" else CPU_RANK_BLOCK_SIZE)
@@ -93,12 +86,11 @@ class Machine:
         return FLASH_BLOCK_SIZE if backend == "auto" and flash else FLASH_BLOCK_SIZES.get(backend, BLOCK_SIZE)
 
     def max_kv_bytes(self, weight_bytes: int, step_bytes: int) -> int:
-        """Bytes per device if nothing else needed memory."""
         others = CUDA_CONTEXT_BYTES + step_bytes if self.gpu else ENGINE_HOST_BYTES
         return max(self.memory - weight_bytes - others, 0)
 
     def kv_budget_bytes(self, weight_bytes: int, step_bytes: int, utilization: float) -> int:
-        """Bytes per device by the engine's own rule. `step_bytes`: of the largest step on a GPU."""
+        """Per device, by the engine's own rule. `step_bytes`: of the largest step on a GPU."""
         if self.gpu:
             free = self.memory - CUDA_CONTEXT_BYTES - weight_bytes
             return max(device_kv_budget(free, self.memory, utilization) - step_bytes, 0)
@@ -107,7 +99,6 @@ class Machine:
 
 
 def read_gpu_table() -> dict[str, Machine]:
-    """Common GPUs by name."""
     table = tomllib.loads(_GPU_TABLE.read_text(encoding="utf-8"))
     return {
         name: Machine(
@@ -123,9 +114,7 @@ def read_gpu_table() -> dict[str, Machine]:
 
 
 def find_gpu(name: str) -> Machine:
-    """Find a GPU by its table name or driver name, such as NVIDIA H100 80GB HBM3. Raises ConfigError with similar
-    names.
-    """
+    """By table name or driver name, such as NVIDIA H100 80GB HBM3. Raises ConfigError with similar names."""
     cards = read_gpu_table()
     plain_name = _normalize_gpu_name(name)
     for known, gpu in cards.items():
@@ -157,10 +146,8 @@ def detect_machine(*, gpu: bool = True) -> Machine:
 def divide_machine_by_parallelism(
     machine: Machine, ranks: int, replicas: int = 1, stages: int = 1, nodes: int = 1
 ) -> Machine:
-    """A GPU counts once per rank or stage. A CPU machine is divided into equal parts, one per process, because they
-    share its memory and cores; `nodes` is the number of such machines.
-
-    Raises ConfigError for replicas on GPUs, ranks together with stages, and ranks that do not divide among machines.
+    """A GPU counts once per rank or stage. A CPU machine is divided into equal parts, one per process, because these
+    share its memory and cores. Raises ConfigError for combinations that are not supported or do not divide.
     """
     if machine.gpu and replicas > 1:
         message = "data_parallel_size: replicas are served on CPUs alone so far, not with --gpu or --memory"

@@ -1,5 +1,3 @@
-"""Explains why a model does not fit on a machine, and what would help."""
-
 from __future__ import annotations
 
 from quire.engine.checkpoint.kv_cache_plan import CUDA_CONTEXT_BYTES, GIB
@@ -9,7 +7,7 @@ from quire.server.cli.plan.machine import FLASH_BLOCK_SIZES
 
 
 def misfit_reason(estimate: Estimate, request: PlanRequest) -> str | None:
-    """The first reason; None if it fits."""
+    """None if it fits."""
     return (
         _dtype_or_block_size_reason(estimate)
         or _parallelism_reason(estimate)
@@ -57,7 +55,6 @@ def _too_few_layers_or_positions_reason(estimate: Estimate) -> str | None:
 
 
 def _kv_cache_too_large_reason(estimate: Estimate) -> str | None:
-    """For an explicit size."""
     machine = estimate.machine
     gib = estimate.config.kv_cache_memory
     available_bytes = machine.max_kv_bytes(estimate.device_weight_bytes, estimate.step_bytes)
@@ -97,7 +94,6 @@ def _concurrency_reason(estimate: Estimate, concurrency: int) -> str | None:
 
 
 def _too_many_contexts_message(estimate: Estimate, concurrency: int, context: int, num_contexts: int) -> str:
-    """`num_contexts`: how many fit."""
     needs = estimate.block_needs
     needed = concurrency * needs.max_blocks(context) * estimate.block_bytes / len(needs.windows)
     shorter = needs.max_context_tokens(estimate.total_group_blocks // concurrency, context)

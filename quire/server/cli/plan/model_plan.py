@@ -23,7 +23,7 @@ from quire.server.cli.plan.machine import Machine, divide_machine_by_parallelism
 def build_plan_request(
     config: EngineConfig, raw: dict[str, Any], folder: Path | None, concurrency: int | None = None
 ) -> PlanRequest:
-    """`folder`: the weights, if on this machine. Raises ModelError for an unreadable draft model."""
+    """Raises ModelError for an unreadable draft model."""
     modules = modules_of_config(raw) if config.enable_lora else {}
     return PlanRequest(config, concurrency, modules, plan_draft(config.speculative_config, raw, folder))
 
@@ -41,22 +41,20 @@ def model_sizes_with_served_context(config: EngineConfig, raw: dict[str, Any]) -
 
 
 def divide_machine_by_config_parallelism(machine: Machine, config: EngineConfig) -> Machine:
-    """Raises ConfigError as `divide_machine_by_parallelism`."""
+    """Raises ConfigError."""
     counts = config.tensor_parallel_size, config.data_parallel_size, config.pipeline_parallel_size
     return divide_machine_by_parallelism(machine, *counts, config.nnodes)
 
 
 def predict_kv_tokens(config: EngineConfig, machine: Machine) -> int | None:
-    """Capacity of the KV cache. None if it cannot be estimated, or num_kv_blocks is given. The model's files must
-    exist.
-    """
+    """None if it cannot be estimated, or num_kv_blocks is given. The model's files must exist."""
     if config.num_kv_blocks is not None or (plan := _plan_model(config, machine)) is None:
         return None
     return plan.estimate.num_blocks * plan.estimate.block_size or None
 
 
 def memory_advice(config: EngineConfig, machine: Machine) -> str:
-    """Why the model does not fit, and what to do; "" if it should fit or cannot be estimated."""
+    """ "" if the model should fit or cannot be estimated."""
     plan = _plan_model(config, machine)
     if plan is None or plan.estimate.fits:
         return ""
@@ -88,13 +86,12 @@ def _plan_model(config: EngineConfig, machine: Machine) -> _ModelPlan | None:
 
 
 _DEVICE_COUNTS = (1, 2, 4, 8)
-"""Tried by `find_smallest_gpu`."""
 
 
 def find_smallest_gpu(
     sizes: ModelSizes, request: PlanRequest, stored: CheckpointSize | None, at_least: int = 1
 ) -> Machine | None:
-    """Least memory of a table's GPU, or `at_least` such GPUs; None if none fits."""
+    """By memory; several GPUs if needed. None if none fits."""
     cards = sorted(read_gpu_table().values(), key=lambda card: (card.memory, card.bandwidth or 0.0))
     for count in (each for each in _DEVICE_COUNTS if each >= at_least):
         for card in cards:
@@ -107,7 +104,7 @@ def find_smallest_gpu(
 def find_fitting_quantization(
     sizes: ModelSizes, machine: Machine, request: PlanRequest, stored: CheckpointSize | None
 ) -> str | None:
-    """The --quantization that changes the model least; None if none fits."""
+    """The one that changes the model least; None if none fits."""
     config = request.config
     if config.online_quantization is not None or sizes.quantization or sizes.num_experts:
         return None

@@ -15,7 +15,6 @@ from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine
 
 MIB = 2**20
 _SHORT_CONTEXT = 1024
-"""For the speed of a single stream."""
 
 
 def format_report(
@@ -25,7 +24,7 @@ def format_report(
     fitting_quantization: str | None = None,
     images_plan: ImagesPlan | None = None,
 ) -> str:
-    """`smallest_gpu`: where a misfit would fit; `fitting_quantization`: the --quantization with which it would."""
+    """`smallest_gpu` and `fitting_quantization`: what would fit."""
     if not estimate.block_bytes:
         return _format_encoder_text(estimate, name, smallest_gpu)
     lines = [
@@ -195,7 +194,7 @@ def _format_encoder_text(estimate: Estimate, name: str, smallest_gpu: Machine | 
 def estimate_dict(
     estimate: Estimate, smallest_gpu: Machine | None, images_plan: ImagesPlan | None = None
 ) -> dict[str, Any]:
-    """In bytes, tokens and seconds."""
+    """Bytes, tokens and seconds."""
     sizes, machine = estimate.sizes, estimate.machine
     many = max(estimate.concurrency, 1)
     return {
@@ -281,7 +280,6 @@ def format_gpu_table(estimates: Sequence[Estimate]) -> str:
 
 
 def estimate_notes(estimate: Estimate) -> list[str]:
-    """Reservations about the figures."""
     sizes = estimate.sizes
     talk = ["what GPUs send each other, and NCCL's buffers, are not counted"]
     texts = [*sizes.notes, *(talk if estimate.machine.gpu and estimate.machine.count > 1 else [])]
@@ -327,7 +325,6 @@ def _sliding_window_note(estimate: Estimate) -> str:
 
 
 def unserved_reasons(estimate: Estimate) -> list[str]:
-    """Empty if Quire serves the model there."""
     reasons = list(estimate.sizes.unsupported_reasons)
     if estimate.machine.stages > 1 and estimate.machine.gpu:
         reasons.append("Quire has pipelines on CPUs alone so far; --tensor-parallel-size is for GPUs too")
@@ -343,13 +340,13 @@ def _serve_command(name: str, flags: Sequence[str]) -> str:
 
 
 _ROUNDING_MIB = 4
-"""By which four rounded figures may differ."""
+"""Maximum difference of four rounded figures."""
 
 
 def _memory_text(estimate: Estimate) -> str:
     machine, utilization = estimate.machine, estimate.config.gpu_memory_utilization
     each = f"{machine.count} x {machine.name}, each" if machine.count > 1 else f"{machine.name},"
-    # Whole MiB that add up: rounding goes into the rough estimate of the largest step or of Quire itself.
+    # whole MiB that add up: rounding goes into the estimate of the largest step or of Quire itself
     all_of_it, weights_mib, cache = (
         round(size / MIB)
         for size in (machine.memory * utilization, estimate.device_weight_bytes, estimate.kv_budget_bytes)
@@ -366,7 +363,7 @@ def _memory_text(estimate: Estimate) -> str:
     if all_of_it < cuda + weights_mib:
         return f"{each} {whole} - {cuda:,} MiB for CUDA - {weights}: {cuda + weights_mib - all_of_it:,} MiB too few"
     room = all_of_it - cuda - weights_mib - step
-    if room > cache + _ROUNDING_MIB:  # less than fits was requested
+    if room > cache + _ROUNDING_MIB:
         left = f"{room:,} MiB; of it {cache:,} MiB for the KV cache"
     else:
         step, left = max(all_of_it - cuda - weights_mib - cache, 0), f"{cache:,} MiB for the KV cache"

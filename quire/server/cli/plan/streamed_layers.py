@@ -1,6 +1,4 @@
-"""Streamed layers: a dense model's from a CPU's disk (--weights-on-disk), or from a GPU's host memory
-(--cpu-offload-gb).
-"""
+"""A dense model's layers streamed from a CPU's disk (--weights-on-disk), or a GPU's host memory (--cpu-offload-gb)."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine
 from quire.server.cli.plan.weight_sizes import device_linear_bytes
 
 _BUS_BYTES_PER_SECOND, _DISK_BYTES_PER_SECOND = 25e9, 1e9
-"""16 lanes of PCIe 4.0; the unit in which disk speed is reported."""
+"""16 lanes of PCIe 4.0; speed is reported per GB/s of a disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +32,11 @@ class StreamedLayersPlan:
     read_bytes: int = 0
     """Per step."""
     saved_bytes: int = 0
-    """Of device memory."""
     problem: str | None = None
-    """Why layers cannot be streamed as requested."""
 
     @property
     def max_steps_per_second(self) -> float:
-        """For a disk, per GB/s that it reads."""
+        """For a disk, per GB/s."""
         return (
             (_DISK_BYTES_PER_SECOND if self.from_disk else _BUS_BYTES_PER_SECOND) / self.read_bytes
             if self.read_bytes
@@ -51,7 +47,6 @@ class StreamedLayersPlan:
 def plan_streamed_layers(
     config: EngineConfig, sizes: ModelSizes, machine: Machine, dtype: str, device_weight_bytes: int
 ) -> StreamedLayersPlan:
-    """`device_weight_bytes`: without streaming."""
     from_disk, offloaded = config.weights_on_disk is not None, config.cpu_offload_gb
     if offloaded and not machine.gpu:
         return StreamedLayersPlan(

@@ -1,5 +1,3 @@
-"""SVG of memory use, and of how many requests of which context fit."""
-
 from __future__ import annotations
 
 import math
@@ -37,7 +35,6 @@ def draw_estimate_svg(estimate: Estimate, name: str) -> str:
 
 
 def memory_bytes_by_use(estimate: Estimate) -> dict[str, int]:
-    """Per device."""
     machine = estimate.machine
     weights = estimate.weight_bytes // machine.count
     overhead = CUDA_CONTEXT_BYTES if machine.gpu else ENGINE_HOST_BYTES
@@ -62,7 +59,7 @@ def _draw_memory_bar(estimate: Estimate) -> list[str]:
         parts.append(f'<rect x="{key}" y="{BAR_TOP + 58}" width="10" height="10" fill="{fill}"/>')
         parts.append(_draw_text(key + 15, BAR_TOP + 67, f"{label} {size / GIB:,.2f} GiB"))
     limit = LEFT + estimate.machine.memory * scale
-    if limit < RIGHT - 1:  # more is needed than there is
+    if limit < RIGHT - 1:
         parts.append(f'<path d="M{limit:.1f} {BAR_TOP - 8}v{BAR_HEIGHT + 16}" stroke="{MARK_COLOR}" stroke-width="2"/>')
         parts.append(_draw_text(limit - 4, BAR_TOP - 10, "memory ends here", anchor="end", fill=MARK_COLOR))
     return parts

@@ -13,7 +13,7 @@ from quire.engine.common.config import EngineConfig
 from quire.server.cli.plan.machine import Machine
 
 COMPRESSION_SAVING = 0.24
-"""Share of linear layers' bytes saved by 12-bit compression: a quarter, less the few weights stored uncompressed
+"""By 12-bit compression of linear layers: a quarter, less the few weights stored uncompressed
 (kernels/cpu/compress12.h).
 """
 
@@ -27,9 +27,7 @@ def total_and_device_weight_bytes(
     *,
     in_8_bits: bool,
 ) -> tuple[int, int]:
-    """(all weights as read, each device's as stored). `quantized`: online quantization; `in_8_bits`: also of the
-    embedding.
-    """
+    """(all weights as read, a device's as stored). `in_8_bits`: the embedding too."""
     width = DTYPE_BYTES[dtype]
     weights = (
         _weight_bytes_from_sizes(sizes, dtype) if stored is None else stored.num_floats * width + stored.packed_bytes
@@ -49,7 +47,6 @@ def total_and_device_weight_bytes(
 
 
 def device_linear_bytes(numbers: int, sizes: ModelSizes, machine: Machine, dtype: str, quantized: str | None) -> int:
-    """`numbers`: weights of linears, before division among devices."""
     bits = QUANTIZED_BITS[quantized] if quantized is not None else sizes.bits_per_weight or 8.0 * DTYPE_BYTES[dtype]
     if quantized is None and not sizes.bits_per_weight and machine.compresses_weights and dtype == "bfloat16":
         bits *= 1 - COMPRESSION_SAVING
@@ -57,20 +54,18 @@ def device_linear_bytes(numbers: int, sizes: ModelSizes, machine: Machine, dtype
 
 
 def _weight_bytes_from_sizes(sizes: ModelSizes, dtype: str) -> int:
-    """Quantized linear layers have their own bits."""
     return round(sizes.num_parameters * DTYPE_BYTES[dtype] * sizes.weight_ratio)
 
 
 def _quantized_embedding_bits(stored: CheckpointSize | None, in_8_bits: bool) -> float | None:
-    """None: not quantized, online or in the checkpoint."""
     if in_8_bits:
         return QUANTIZED_EMBEDDING_BITS
     return None if stored is None else stored.embedding_bits
 
 
 def _tied_head_copy_bytes(sizes: ModelSizes, machine: Machine, width: int, bits: float | None) -> int:
-    """Extra bytes per device for a tied head: both ends of a pipeline hold it, and CPU kernels pack a copy of one in
-    full precision. `bits`: of a quantized embedding.
+    """Extra bytes per device for a tied head: both ends of a pipeline hold it, and CPU kernels pack a copy of an
+    unquantized one. `bits`: of a quantized embedding.
     """
     tied = sizes.embedding_parameters < 2 * sizes.head_parameters
     if not tied or (machine.stages == 1 and (bits is not None or machine.gpu)):
@@ -94,9 +89,7 @@ def kv_token_bytes(sizes: ModelSizes, dtype: str, kv_cache_dtype: str) -> int:
 
 
 def resolve_dtypes(sizes: ModelSizes, machine: Machine, config: EngineConfig) -> tuple[str, str]:
-    """(model dtype, KV dtype). "auto" becomes what worker/device_plan.py chooses here; the KV dtype stays "auto" if it
-    is the model's.
-    """
+    """(model, KV) dtypes as worker/device_plan.py chooses them here; KV stays "auto" if it is the model's."""
     dtype, kv_cache_dtype = config.dtype, config.kv_cache_dtype
     if dtype == "float16" and not machine.gpu and config.attention_backend in ("auto", "cpu"):
         return "bfloat16", kv_cache_dtype

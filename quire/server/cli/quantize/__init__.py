@@ -77,7 +77,7 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def _tokenized_samples_json(file: Path, strength: float, name: str, path: Path) -> str:
-    """Input of the writing process. Raises ConfigError."""
+    """Raises ConfigError."""
     if name != "int8":
         raise ConfigError(f"smooth: {name} does not round activations to integers: --format int8", param="smooth")
     if not 0 <= strength <= 1:
@@ -88,7 +88,7 @@ def _tokenized_samples_json(file: Path, strength: float, name: str, path: Path) 
 
 
 def _check_output_folder(out: Path) -> None:
-    """Raise ConfigError if it cannot be a new directory."""
+    """Raises ConfigError."""
     if out.is_dir() and not out.is_symlink():
         if any(out.iterdir()):
             raise ConfigError(f"OUT: {out} is there already, and is not empty")

@@ -1,4 +1,4 @@
-"""Token ids of the texts that show `quire quantize --smooth` which inputs of linears are large."""
+"""Texts that show `quire quantize --smooth` which inputs of linears are large."""
 
 from __future__ import annotations
 
@@ -18,20 +18,17 @@ MAX_SAMPLE_TOKENS = 512
 MAX_TOTAL_TOKENS = 16_384
 """More changes little: only each input's maximum counts, and large inputs are large everywhere."""
 _MAX_CHARACTERS = 16 * MAX_TOTAL_TOKENS
-"""Enough of a text."""
 
 
 class _SampleLine(msgspec.Struct):
-    """A JSONL line with one of these."""
-
     text: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
 
 
 def read_tokenized_samples(file: Path, tokenizer: Tokenizer, max_tokens: int) -> list[list[int]]:
-    """Return samples of at most `max_tokens` and MAX_SAMPLE_TOKENS tokens: each line's beginning of a .jsonl file, or
-    all of another text. Raises ConfigError for an unreadable file or one without tokens.
+    """Each line's beginning of a .jsonl file, or all of another text. Raises ConfigError for an unreadable or empty
+    file.
     """
     max_tokens = min(MAX_SAMPLE_TOKENS, max_tokens)
     try:

@@ -47,12 +47,12 @@ RECEIPT_SETTINGS = (
     "rope_context",
     "tensor_parallel_size",
 )
-"""Taken from the first receipt unless given."""
+"""The first receipt's, unless given."""
 MakeLink = Callable[[EngineConfig], EngineCoreClient]
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    """Return 0 if all receipts gave the same tokens, else 1, also if there was nothing to compare."""
+    """Return 0 if all receipts gave the same tokens, else 1, also if nothing was compared."""
     several = {"action": "extend", "nargs": "+", "default": []}
     flags = {
         "file": {"type": Path, "help": "an answer or a receipt as JSON, or a line for each (--receipt-log)"},
@@ -70,7 +70,6 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 async def _replay_and_print(config: EngineConfig, args: argparse.Namespace) -> int:
-    """Returns the exit status."""
     counts: Counter[str] = Counter()
     tokens, last_warning = 0, ""
     async for verdict in replay_receipts(config, args.file, args.adapter, args.image, ProcessClient):
@@ -98,16 +97,14 @@ async def _replay_and_print(config: EngineConfig, args: argparse.Namespace) -> i
 
 
 def escape_unprintable(text: str) -> str:
-    """A receipt's control characters could overwrite lines of the terminal."""
+    """Control characters could overwrite terminal lines."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 async def replay_receipts(
     config: EngineConfig, file: Path, adapters: Sequence[str], images: Sequence[str], make_link: MakeLink
 ) -> AsyncIterator[ReplayVerdict]:
-    """Yield a verdict per receipt, in order. Raises what starting the engine raises, InvalidRequest for unreadable
-    adapters and images, and EngineError if the engine fails.
-    """
+    """Raises what starting the engine raises, InvalidRequest for unreadable adapters and images, and EngineError."""
     path = resolve_model_with_overrides(config)
     model_config = load_model_config(config, path)
     folder = resolve_model(config.tokenizer, config.revision) if config.tokenizer else path
@@ -163,7 +160,7 @@ def _add_line_to_id(receipt: Receipt, where: str) -> Receipt:
 
 
 def read_encoded_receipts(file: Path) -> Iterator[bytes]:
-    """Yield receipts as JSON: one per line, in stream events, or one that is the whole file. Raises ConfigError."""
+    """JSON lines, stream events, or one receipt as the whole file. Raises ConfigError."""
     try:
         with file.open("rb") as lines:
             first = lines.readline()
@@ -180,7 +177,7 @@ def read_encoded_receipts(file: Path) -> Iterator[bytes]:
 
 
 def read_first_receipt(file: Path) -> Receipt:
-    """Raises ConfigError if there is none."""
+    """Raises ConfigError."""
     why = "it has no lines of JSON"
     for encoded in read_encoded_receipts(file):
         try:
@@ -191,7 +188,7 @@ def read_first_receipt(file: Path) -> Receipt:
 
 
 def replay_config(config: EngineConfig, receipt: Receipt, *, lora: bool) -> EngineConfig:
-    """Settings not given come from the receipt. Raises ConfigError if its model cannot be found by name."""
+    """Settings not given are the receipt's. Raises ConfigError if its model cannot be found."""
     given_settings = config.model_fields_set
     update = {name: getattr(receipt.computed, name) for name in RECEIPT_SETTINGS if name not in given_settings}
     if lora:
@@ -208,7 +205,7 @@ def replay_config(config: EngineConfig, receipt: Receipt, *, lora: bool) -> Engi
 
 
 def read_images_by_digest(path: Path, tokenizer: Tokenizer, files: Sequence[str]) -> dict[str, Image]:
-    """By hexadecimal digest. Raises ConfigError and InvalidRequest."""
+    """Hexadecimal digests. Raises ConfigError and InvalidRequest."""
     if not files:
         return {}
     reader, images = make_multimodal_prompt_builder(path, tokenizer), list[RequestImage]()

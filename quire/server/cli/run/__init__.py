@@ -43,9 +43,7 @@ from quire.server.cli.settings_flags import add_settings_flags, parse_settings
 from quire.server.config import ServerConfig
 
 MAX_SHOWN_CHARACTERS = 160
-"""Per failure message at the end."""
 MAX_SHOWN_NAMES = 8
-"""Parameters without effect listed at the end."""
 MAX_ATTEMPTS = 5
 """After 429 or 503."""
 
@@ -58,11 +56,9 @@ class RequestTally:
     num_tokens: int = 0
     failures_by_kind: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
-    """One per kind, with its custom_id."""
+    """One per kind, with custom_id."""
     num_refused: int = 0
-    """Permanent failures."""
     ignored_params: Counter[str] = field(default_factory=Counter)
-    """Parameters without effect, and the number of requests with them."""
 
 
 def is_failure(result: dict[str, Any]) -> bool:
@@ -70,7 +66,7 @@ def is_failure(result: dict[str, Any]) -> bool:
 
 
 def is_permanent_failure(result: dict[str, Any]) -> bool:
-    """The request was refused, not for lack of capacity or time."""
+    """Refused, not for lack of capacity or time."""
     response, error = result["response"], result.get("error") or {}
     if response is None:
         return error.get("code") == "invalid_request"
@@ -91,10 +87,10 @@ def failure_kind_and_message(result: dict[str, Any]) -> tuple[str, str]:
 def trim_output_and_read_finished_ids(
     path: Path, requested: Collection[str], *, retry_refused: bool = False
 ) -> tuple[set[str], set[str]]:
-    """Prepare an output file to be continued; return its answered custom_ids, and those refused for good.
+    """Return answered and permanently refused custom_ids.
 
-    Removes failures of `requested` ids for a retry (permanent ones only with `retry_refused`), and an incomplete last
-    line. Raises ConfigError and leaves the file unchanged if it is not an output of this command.
+    Removes failures of `requested` ids (permanent ones only with `retry_refused`) and an incomplete last line. Raises
+    ConfigError and leaves the file unchanged if it is not an output of this command.
     """
     done: set[str] = set()
     refused: set[str] = set()
@@ -126,7 +122,7 @@ def trim_output_and_read_finished_ids(
 
 
 class ResultFile:
-    """Appends to a file, or stdout for `-`, unbuffered: written data persists, and closing cannot fail."""
+    """Unbuffered, so that written data persists and closing cannot fail. `-` is stdout."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -143,8 +139,6 @@ class ResultFile:
 
 
 class RequestFileRunner:
-    """Writes each result as soon as it is ready."""
-
     def __init__(
         self,
         http: httpx.AsyncClient,
@@ -164,7 +158,7 @@ class RequestFileRunner:
         self._bar = progress.add_task("requests", total=total)
 
     async def answer_all(self, lines: Iterator[tuple[int, str]], concurrency: int) -> None:
-        """Raises EngineError if the engine is gone; written results stay."""
+        """Raises EngineError if the engine is gone."""
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(concurrency):
@@ -203,7 +197,6 @@ class RequestFileRunner:
         return response
 
     def _write_and_count_result(self, line: bytes) -> None:
-        """`line`: OpenAI's batch output."""
         self._out.write_all(line + b"\n")
         result = json.loads(line)
         failed = is_failure(result)
@@ -301,8 +294,8 @@ def shorten_line(text: str) -> str:
 
 
 def _resume_output_and_get_finished_ids(args: argparse.Namespace, requested: set[str]) -> tuple[set[str], set[str]]:
-    """Return the answered and the permanently refused custom_ids. Raises ConfigError if the output has results without
-    --resume, or is not writable, so that this is noticed at the start.
+    """Raises ConfigError if the output has results without --resume, or is not writable, so that this is noticed at the
+    start.
     """
     output: Path = args.output
     if str(output) == "-":

@@ -15,7 +15,7 @@ _IGNORED_FLAGS = {
     "--port": 1,
     "--url": 1,
 }
-"""Without effect, by number of values: results are always appended as they finish."""
+"""By number of values: results are always appended as they finish."""
 _INPUT_FLAGS, _OUTPUT_FLAGS = ("-i", "--input-file"), ("-o", "--output-file")
 
 
