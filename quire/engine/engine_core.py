@@ -1,6 +1,5 @@
-"""The engine core: scheduler, executor and step runner.
-
-Only this module, engine_core_process.py and engine_builder import both the torch-free control half and the worker.
+"""The engine core: scheduler, executor and step runner. Only this module, engine_core_process.py and engine_builder
+import both the torch-free half and the worker.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from quire.engine.worker.startup_steps.started_worker import StartedWorker
 
 
 class EngineCore:
-    """Raises ConfigError for a configuration it cannot start with."""
+    """Raises ConfigError if it cannot start."""
 
     def __init__(
         self,
@@ -46,9 +45,7 @@ class EngineCore:
         steps_ahead: int | None = None,
         make_tiers: Callable[..., TieredKVOffloader] = TieredKVOffloader,
     ) -> None:
-        """`tensors`: weights by checkpoint name, instead of files. `steps_ahead`: see StepRunner; the default suits the
-        device.
-        """
+        """`tensors`: weights by checkpoint name, instead of files. `steps_ahead`: see StepRunner."""
         began = time.perf_counter()
         heartbeat = heartbeat or NullHeartbeat()
         builder = EngineCoreBuilder(config, heartbeat, tensors)
@@ -98,7 +95,7 @@ class EngineCore:
 
     def run_next_warmup(self) -> bool:
         """False when no warm-up is left."""
-        self._heartbeat.begin_step([])  # a hanging warm-up is detected like a hanging step
+        self._heartbeat.begin_step([])  # a hang is detected like a hanging step
         more = self.executor.warm_up_next() or (
             self._device_drafter is not None and self._device_drafter.capture_next_graph()
         )
@@ -110,17 +107,17 @@ class EngineCore:
         self.scheduler.kv_offloader.clear_tiers()
 
     def run_collective_rpc(self, content: bytes) -> list[bytes]:
-        """Run a call on every rank. Raises InvalidRequest if the model takes none."""
+        """Raises InvalidRequest if the model takes no calls."""
         if self._collective_rpc is None:
             raise InvalidRequest("collective_rpc: encoders and stages (pipeline_parallel_size) take no calls")
-        self._heartbeat.begin_step([])  # a hanging call is detected like a hanging step
+        self._heartbeat.begin_step([])  # a hang is detected like a hanging step
         results = self._collective_rpc(content)
         self._heartbeat.end_step()
         return results
 
     def compute_logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool) -> Logprobs:
         """Runs a separate forward pass. Raises EngineError if several processes compute the model, InvalidRequest for
-        bad token ids.
+        bad ids.
         """
         if not isinstance(self.executor, ModelRunner) or self._config.world_size > 1:
             raise EngineError("a forward pass is computed by one process alone, this model by several")
@@ -131,15 +128,14 @@ class EngineCore:
         self.scheduler.kv_offloader.close_tiers()
 
     def check_replacement_weights(self, config: EngineConfig) -> None:
-        """Raise ConfigError if an engine of `config` could not load its weights."""
+        """Raises ConfigError."""
         if config.weights is not None:
-            # compare with the model's own files: those of the current weights may be gone
+            # files of the current weights may be gone
             model_files = resolve_model_with_overrides(config)
             check_weights(self._expected_weights, self._model, resolve_weights(config), model_files)
 
     @property
     def last_step_record(self) -> StepRecord | None:
-        """Of the step that the last step() applied; None if none."""
         return self._step_runner.last_record
 
     def step(self) -> list[EngineCoreOutput]:

@@ -1,4 +1,4 @@
-"""The engine process: an engine core that serves its parent over a socket."""
+"""The engine process serves an engine core to its parent over a socket."""
 
 from __future__ import annotations
 
@@ -35,18 +35,17 @@ from quire.engine.processes.utility_calls import (
 )
 
 _ERROR_LINGER_MS = 30_000
-"""How long a failed start waits for the parent, which imports slowly, to read the error."""
+"""For the parent, which imports slowly, to read the error."""
 
 
 class EngineChange(NamedTuple):
     call_id: int
-    """The call to answer afterwards."""
     config: EngineConfig | None
-    """Of the next engine; None: sleep."""
+    """None: sleep."""
 
 
 class EngineLetGo(Exception):
-    """Raised by calls that are answered only after the engine is released."""
+    """Raised by calls answered after the engine is released."""
 
     def __init__(self, config: EngineConfig | None) -> None:
         super().__init__()
@@ -54,8 +53,6 @@ class EngineLetGo(Exception):
 
 
 class EngineUtilities(EngineCoreMethods):
-    """Utility calls of an awake engine."""
-
     def __init__(self, engine: EngineCore) -> None:
         self._engine = engine
 
@@ -80,7 +77,7 @@ class EngineUtilities(EngineCoreMethods):
 
 
 def run_engine_core(config: EngineConfig, address: str, heartbeat: Heartbeat) -> int:
-    """Serve the parent until the process ends with it. Returns only if the engine cannot start."""
+    """Returns only if the engine cannot start; otherwise the process ends with its parent."""
     context = zmq.Context()
     socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
     socket.set(zmq.SNDHWM, 0)
@@ -90,7 +87,7 @@ def run_engine_core(config: EngineConfig, address: str, heartbeat: Heartbeat) ->
     try:
         engine, failure = EngineCore(config, heartbeat), None
         call_id = START
-        # a rebuilt engine keeps the context and blocks, whatever memory is free then
+        # a rebuilt engine keeps the context and blocks
         config = config.model_copy(update=capacity_settings_from_info(engine.info))
         while True:
             _send_message(socket, make_result(call_id, EngineStarted(engine.info, failure)))
@@ -123,7 +120,7 @@ def _run_until_change(engine: EngineCore, socket: zmq.Socket[bytes]) -> EngineCh
 
 
 def _handle_messages_and_get_change(engine: EngineCore, socket: zmq.Socket[bytes]) -> EngineChange | None:
-    """Handle all messages that have arrived. If idle, warm up or wait for a message."""
+    """If idle, warm up or wait for a message."""
     is_idle = not engine.has_work
     while is_idle or socket.poll(0):
         if is_idle and not socket.poll(0) and engine.run_next_warmup():
@@ -157,7 +154,6 @@ def _run_call_or_get_change(engine: EngineCore, socket: zmq.Socket[bytes], call:
 def _sleep_then_build_engine(
     config: EngineConfig, socket: zmq.Socket[bytes], heartbeat: Heartbeat
 ) -> tuple[int, EngineConfig, EngineCore]:
-    """Return the id of the call to answer, the new configuration and its engine."""
     while True:
         call = decode_to_engine(socket.recv())
         if not isinstance(call, UtilityCall):  # sent before the sleep
@@ -178,8 +174,8 @@ def _sleep_then_build_engine(
 def _rebuild_engine_or_previous(
     previous: EngineConfig, config: EngineConfig, heartbeat: Heartbeat
 ) -> tuple[EngineConfig, EngineCore, str | None]:
-    """Return an engine of `config`, or of `previous` and the error if it cannot start. The old engine must have been
-    released. Raises ConfigError if neither can start.
+    """Fall back to `previous`, and return the error. The old engine must have been released. Raises ConfigError if
+    neither can start.
     """
     try:
         return config, EngineCore(config, heartbeat), None

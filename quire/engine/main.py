@@ -1,7 +1,7 @@
 """`python -m quire.engine.main ADDRESS HEARTBEAT_FD`: the engine process. Its configuration is a line of JSON on stdin.
 
-Torch is imported last, because three threads must run from the start: heartbeats to the parent, exit when the parent is
-gone, and distinguishing signals of other processes from this process's own faults.
+Torch is imported last, because three threads must run first: heartbeats to the parent, exit when the parent is gone,
+and telling signals of other processes from this process's own faults.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 
 def block_fault_signals() -> None:
-    """Block FAULT_SIGNALS, so that those sent by other processes wait for `start_fault_signal_reporter`.
+    """Let FAULT_SIGNALS of other processes wait for `start_fault_signal_reporter`.
 
-    Call before other threads start: they inherit the mask. A fault of this process still ends it at once, because the
-    kernel does not block signals raised by its own instructions.
+    Call before other threads start: they inherit the mask. A fault of this process still ends it, because the kernel
+    does not block signals raised by its own instructions.
     """
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, FAULT_SIGNALS)
 
 
 def start_fault_signal_reporter(heartbeat: PipeHeartbeat) -> None:
-    """Start a thread that reports the sender of FAULT_SIGNALS to the parent, then lets the signal end the process."""
+    """Report a signal's sender to the parent, then let it end the process."""
 
     def report_signal() -> None:
         info = signal.sigwaitinfo(FAULT_SIGNALS)
@@ -47,8 +47,7 @@ def start_fault_signal_reporter(heartbeat: PipeHeartbeat) -> None:
 
 
 def run_node(config: EngineConfig) -> int:
-    """Run a worker node in this process; see worker_node.py."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it prints a page of warnings whenever machine 0 ends
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise it prints a page of warnings when machine 0 ends
     from quire.engine.worker_node import run_worker_node_until_signal
 
     return run_worker_node_until_signal(config)
@@ -56,7 +55,7 @@ def run_node(config: EngineConfig) -> int:
 
 def main() -> None:
     address, descriptor = sys.argv[1], int(sys.argv[2])
-    faulthandler.register(signal.SIGUSR1)  # prints to the server's stderr
+    faulthandler.register(signal.SIGUSR1)
     block_fault_signals()
     line = read_configuration()
     heartbeat = PipeHeartbeat(descriptor)
@@ -66,7 +65,7 @@ def main() -> None:
     from quire.engine.common.config import EngineConfig
 
     config = EngineConfig.model_validate_json(line)
-    os.nice(config.niceness)  # this thread and those started from here on, which compute
+    os.nice(config.niceness)  # this thread and those started from here on
 
     from quire.engine.engine_core_process import run_engine_core
 

@@ -1,4 +1,4 @@
-"""Suggestions for unknown settings: typos, or flags of vLLM and llama.cpp."""
+"""Suggestions for unknown settings: typos, and flags of vLLM and llama.cpp."""
 
 from __future__ import annotations
 
@@ -12,30 +12,26 @@ from pathlib import Path
 from typing import Any
 
 _MIN_PREFIX_LENGTH = 3
-"""For an abbreviation."""
 _ALREADY_DONE = "so it is anyway"
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignFlag:
-    """A flag of another server that Quire lacks."""
-
     text: str
     """Why it changes nothing, or what to do instead."""
     is_harmless: bool
-    """It changes nothing, whatever its value."""
     value_kind: str
-    """Number of values: "" none, "=" one, "+" any."""
+    """"" no value, "=" one, "+" any number."""
     default_values: tuple[str, ...] = ()
-    """Values that request what is done anyway."""
+    """Values without effect."""
 
     def redundancy_reason(self, value: str) -> str:
-        """ "" if this value would change something."""
+        """ "": this value would have an effect."""
         return self.text if self.is_harmless else _ALREADY_DONE if value in self.default_values else ""
 
 
 def suggest_nearest(name: str, known: Iterable[str]) -> str:
-    """Return `did you mean …?`, or "" if no known name is near and no single one starts with `name`."""
+    """`did you mean …?`, or ""."""
     names = list(known)
     longer = [each for each in names if each.startswith(name)] if len(name.strip("-")) >= _MIN_PREFIX_LENGTH else []
     near = get_close_matches(name, names, 1, 0.75) or (longer if len(longer) == 1 else [])
@@ -44,7 +40,6 @@ def suggest_nearest(name: str, known: Iterable[str]) -> str:
 
 @cache
 def foreign_flags() -> Mapping[str, ForeignFlag]:
-    """Keys lack dashes."""
     table = _read_table()
     return {**_parse_section(table["without_effect"], True), **_parse_section(table["instead"], False)}
 
@@ -57,19 +52,19 @@ def _server_only_flag_table() -> Mapping[str, ForeignFlag]:
 
 
 def redundant_vllm_value_reason(name: str, value: object) -> str:
-    """Why one of vLLM's values for our flag changes nothing; "" for other values. `name`: without dashes."""
+    """ "": not a redundant value. `name`: without dashes."""
     foreign = _parse_section(_read_table()["usual"], False).get(name.replace("_", "-"))
     return foreign.text if foreign is not None and str(value) in foreign.default_values else ""
 
 
 def is_server_only(name: str) -> bool:
-    """True for a server setting that vLLM's `LLM` takes too."""
+    """A server setting that vLLM's `LLM` takes too."""
     return name.replace("_", "-") in _server_only_flag_table()
 
 
 @cache
 def flag_aliases() -> Mapping[str, str]:
-    """Our flag by another server's equivalent, without dashes."""
+    """Ours by another server's, without dashes."""
     return {theirs: ours for ours, names in _read_table()["same"].items() for theirs in names.split()}
 
 
@@ -85,8 +80,8 @@ def find_foreign_flag(name: str) -> ForeignFlag | None:
 
 
 def redundant_option_reason(name: str, value: object) -> str:
-    """Why an option of vLLM's `LLM` changes nothing; "" if Quire has it, does not know it, or would have to act. None
-    requests nothing, False what `--no-…` does.
+    """For options of vLLM's `LLM`. "": Quire has it, does not know it, or would have to act. None requests nothing,
+    False what `--no-…` does.
     """
     flag = name.replace("_", "-")
     foreign = (
@@ -100,7 +95,6 @@ def redundant_option_reason(name: str, value: object) -> str:
 
 
 def summarize_redundant(reasons_by_flag: Mapping[str, str]) -> str:
-    """Each reason appears once."""
     reasons = dict.fromkeys(reasons_by_flag.values())
     return "changes nothing: " + "; ".join(
         f"{', '.join(flag for flag, why in reasons_by_flag.items() if why == reason)} ({reason})" for reason in reasons
@@ -124,13 +118,13 @@ def _read_table() -> Mapping[str, Any]:
 
 
 def suggest_flag(flag: str, known: Iterable[str]) -> str:
-    """ "" if there is no suggestion. `known`: with dashes."""
+    """ "": no suggestion. `known`: with dashes."""
     foreign = find_foreign_flag(flag.lstrip("-").partition(".")[0])
     return foreign.text if foreign else suggest_nearest(flag, known)
 
 
 def suggest_setting(name: str, known: Iterable[str]) -> str:
-    """Like suggest_flag, for names as in Python, TOML and variables: `max_model_len`."""
+    """For names as in Python, TOML and variables: `max_model_len`."""
     flag = name.replace("_", "-")
     foreign = _server_only_flag_table().get(flag) or find_foreign_flag(flag)
     text = f"use --{flag_aliases()[flag]}" if flag in flag_aliases() else foreign.text if foreign else ""

@@ -1,7 +1,7 @@
-"""A machine of `quire serve --node-rank` 1 and up: computes for machine 0 and serves nothing itself.
+"""`quire serve --node-rank` 1 and up: a machine that computes for machine 0 and serves nothing itself.
 
-Each rank is a process that joins machine 0 at its store (worker/ranks/remote_ranks.py) and ends with its engine; then a
-new process joins the next engine, until this one is stopped.
+Each rank is a process that joins machine 0 at its store and ends with its engine; then a new process joins the next
+engine.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ _CONNECT_SECONDS = 10.0
 _STOP_SECONDS = 5.0
 """For a process to end by itself once machine 0 is gone."""
 _LOST_SECONDS = 30.0
-"""Machine 0 counts as gone after this silence of its store."""
+"""Silence of its store after which machine 0 counts as gone."""
 _OUT_OF_MEMORY_CODE = 137
-"""A shell's code for SIGKILL, reported if the kernel may have killed the process for lack of memory. Machine 0 cannot
-tell, and would blame an unrelated process for the signal.
+"""A shell's code for SIGKILL, reported if the kernel may have killed the process for lack of memory. Otherwise machine
+0 would blame some other process.
 """
 
 
 def run_worker_node_until_signal(config: EngineConfig) -> int:
-    """Run until SIGTERM, SIGINT or SIGHUP; returns the exit status. Raises QuireError if this machine cannot join."""
+    """Return the exit status after SIGTERM, SIGINT or SIGHUP. Raises QuireError if this machine cannot join."""
     node = WorkerNode(config)
 
     def request_stop(number: int, frame: FrameType | None) -> None:
@@ -78,8 +78,6 @@ def run_worker_node_until_signal(config: EngineConfig) -> int:
 
 
 class WorkerNode:
-    """Set `stop_event` to end its ranks."""
-
     def __init__(self, config: EngineConfig, join_message: JoinRequest | None = None) -> None:
         self._config = config
         self._join_message = join_message or make_join_request(config, config.node_rank, 0)
@@ -88,7 +86,7 @@ class WorkerNode:
         self._has_joined = False
 
     def keep_rank_running(self, local_rank: int) -> None:
-        """Restart the rank until stopped or a rank cannot join."""
+        """Until stopped, or until a rank cannot join."""
         try:
             while not self.stop_event.is_set():
                 self._run_rank(local_rank)
@@ -115,15 +113,15 @@ class WorkerNode:
                     if process.returncode == -signal.SIGKILL and (kills_before is None or oom_kills() != kills_before):
                         code = _OUT_OF_MEMORY_CODE
                     heartbeat.report_exit(code)
-            except ConnectionError:  # machine 0 is gone again
+            except ConnectionError:
                 pass
             finally:
-                child.destroy()  # it holds nothing to save
+                child.destroy()
                 child.end()
 
     def _join_engine(self, local_rank: int, process: subprocess.Popen[bytes], copies: str) -> RankAssignment | None:
-        """None if stopped or the process ended. Raises ConfigError if machine 0 refuses for good, or does not answer in
-        time at the start.
+        """None if stopped or the process ended. Raises ConfigError if machine 0 refuses for good or does not answer in
+        time at first.
         """
         address = f"{self._config.master_addr}:{self._config.master_port}"
         node_name = f"machine {self._config.node_rank} of {self._config.nnodes}"
@@ -181,7 +179,7 @@ class WorkerNode:
         return RankAssignment((peer[0], peer[1]), rank, settings, bound_cores, config.niceness, local[0], copies)
 
     def _wait_for_rank_or_kill_stopped(self, process: subprocess.Popen[bytes], heartbeat: NodeHeartbeat) -> None:
-        """Wait until it ends, the node stops, or machine 0 is gone. Kills a stopped process."""
+        """Also returns when the node stops or machine 0 is gone."""
         stopped, timer = Stopped(), WatchTimer(_POLL_SECONDS)
         while not self.stop_event.is_set():
             with suppress(subprocess.TimeoutExpired):
@@ -198,8 +196,6 @@ class WorkerNode:
 
 
 class NodeHeartbeat:
-    """Signals to machine 0 that this one is alive, and finally how the rank ended."""
-
     def __init__(self, joined: RankAssignment, silence: timedelta = SILENCE_TIMEOUT) -> None:
         """`silence`: after which machine 0 takes this one for gone. Raises ConnectionError."""
         self._silence = silence
@@ -213,7 +209,7 @@ class NodeHeartbeat:
 
     @property
     def is_engine_gone(self) -> bool:
-        """Machine 0 is gone, and the rank had time to end."""
+        """And the rank had time to end."""
         silent = clock.monotonic() - self._last_success
         return silent > (_STOP_SECONDS if self._has_failed else _LOST_SECONDS)
 

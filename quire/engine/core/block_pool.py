@@ -1,8 +1,7 @@
 """The pool of KV blocks: reference counts, and the prefix cache's map from block hashes to blocks.
 
-A block larger than `hash_block_size` is also found by the hash of each of its beginnings. Blocks without references
-keep content and hashes until reallocated: those without hashes go first, then the least recently freed, then pinned
-ones.
+A block larger than `hash_block_size` is also found by the hash of each of its beginnings. Unreferenced blocks keep
+their content until reallocated: those without hashes first, then the least recently freed, then pinned ones.
 """
 
 from __future__ import annotations
@@ -15,21 +14,21 @@ from hashlib import blake2b
 from quire.engine.common.types import MediaSpan
 
 NULL_BLOCK = -1
-"""Block table entry of a block freed because it left the attention window."""
+"""Replaces a block that left the attention window."""
 
 
 def root_hash(salt: str, adapter: str = "") -> bytes:
-    """Prefixes with different cache salts or adapters never match. `adapter`: hex digest of its content."""
+    """Prefixes with different salts or adapters never match. `adapter`: hex digest of its content."""
     return blake2b(salt.encode(), digest_size=16, person=bytes.fromhex(adapter)[:16]).digest()
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> bytes:
-    """16 bytes for these tokens and all before them."""
+    """16 bytes, for these tokens and all before them."""
     return blake2b(parent + array("q", token_ids).tobytes() + extra, digest_size=16).digest()
 
 
 def media_extra_keys(spans: Sequence[MediaSpan], begin: int, end: int) -> bytes:
-    """Hash input for tokens [begin, end): digests of overlapping spans and the offset into each."""
+    """Digests of spans that overlap tokens [begin, end), and the offset into each."""
     overlapping_spans = [span for span in spans if span.start < end and begin < span.start + span.count]
     offsets = ((span.start - span.offset - begin).to_bytes(8, "little", signed=True) for span in overlapping_spans)
     return b"".join(span.digest + first for span, first in zip(overlapping_spans, offsets, strict=True))
@@ -40,7 +39,7 @@ def block_hash_with_group_id(digest: bytes, group: int) -> bytes:
 
 
 class BlockPool:
-    """Allocates block ids 0 to num_blocks - 1. Not thread-safe; one scheduler owns it."""
+    """Block ids are 0 to num_blocks - 1. Not thread-safe; one scheduler owns it."""
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks > 0
@@ -50,7 +49,6 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._pin_counts: dict[int, int] = {}
         self._free_pinned: set[int] = set()
-        """Pinned blocks without references."""
         self.unpin_some: Callable[[int], None] | None = None
         """Callback: unpin at least `count` free pinned blocks."""
         self._block_hashes: dict[int, list[bytes]] = {}
@@ -80,7 +78,6 @@ class BlockPool:
 
     @property
     def cached_blocks(self) -> Collection[int]:
-        """Used or free."""
         return self._block_hashes.keys()
 
     def allocate(self, count: int) -> list[int]:
@@ -103,7 +100,6 @@ class BlockPool:
         return digest in self._block_by_hash
 
     def get_cached_block(self, digest: bytes) -> int | None:
-        """Takes no reference: see `ref`."""
         return self._block_by_hash.get(digest)
 
     def get_cached_prefix(self, digests: Iterable[bytes]) -> list[int]:
@@ -117,7 +113,6 @@ class BlockPool:
         return blocks
 
     def count_unreferenced_among(self, blocks: Iterable[int]) -> int:
-        """Return by how much `ref` would lower num_free."""
         return sum(self.ref_counts[block] == 0 for block in blocks)
 
     def ref(self, blocks: Iterable[int]) -> None:
@@ -138,7 +133,7 @@ class BlockPool:
             self._pin_counts[block] = self._pin_counts.get(block, 0) + 1
 
     def unpin(self, blocks: Iterable[int]) -> None:
-        """Blocks no longer pinned are allocated next, the last one first."""
+        """Unpinned blocks are allocated next, the last one first."""
         for block in blocks:
             self._pin_counts[block] -= 1
             if not self._pin_counts[block]:
@@ -168,7 +163,7 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def evict(self, block: int) -> None:
-        """Forget the hashes of a block without references or pins, and allocate it first."""
+        """Allocate it next. It must have no references or pins."""
         assert self.ref_counts[block] == 0
         assert block not in self._pin_counts
         self._evict_hashes(block)

@@ -1,4 +1,4 @@
-"""Interface of drafters. Drafts only change how many tokens a step yields, because that step verifies them."""
+"""Interface of drafters. The step that computes drafts verifies them, so they only change how many tokens it yields."""
 
 from __future__ import annotations
 
@@ -11,25 +11,23 @@ from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.request import Request
 
 RequestsToDraft = Sequence[tuple[Request, int]]
-"""Requests with all tokens known on the host, and their maximum useful drafts."""
+"""All tokens are known on the host. The number is the most drafts that are useful."""
 
 
 KIND_DEFAULT = 0
-"""Kinds from 1 on are n-gram lookup's bit lengths of the match: kind 3 follows matches of four to seven tokens."""
+"""Kinds from 1 on are bit lengths of n-gram matches: kind 3 follows matches of four to seven tokens."""
 KIND_FORCED = -1
-"""Forced by a grammar. Nearly all are accepted, unless the model splits text or spaces JSON differently."""
+"""Nearly all are accepted, unless the model splits text or spaces JSON differently."""
 KIND_FORCED_TEXT = -2
-"""The text is forced, but the token may continue beyond it."""
+"""Forced text whose token may continue beyond it."""
 NUM_PROBABILITY_BUCKETS = 10
-"""Acceptance is tracked per bucket over all requests."""
 FIRST_BUCKET_KIND = 100
 
 
 class Draft(NamedTuple):
     token_ids: list[int]
     kinds: Sequence[int] = ()
-    """One per token; tokens of a kind are accepted about equally often. Empty: KIND_DEFAULT, or `probabilities` is set.
-    """
+    """One per token; acceptance is tracked by kind. Empty: KIND_DEFAULT, or `probabilities` is set."""
     probabilities: Sequence[float] = ()
 
     def truncate_to(self, count: int) -> Draft:
@@ -52,7 +50,7 @@ def request_grammar(request: EngineCoreRequest) -> Grammar | None:
 class Drafter(ABC):
     @abstractmethod
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
-        """`num_step_tokens`: tokens in the step without drafts."""
+        """`num_step_tokens`: without drafts."""
 
     def can_ever_draft(self, request: EngineCoreRequest) -> bool:
         """If True, the host must see each token before the next step."""
@@ -70,11 +68,11 @@ class TokenwiseDrafter(ABC):
 
     @abstractmethod
     def draft_first_tokens(self, draft_requests: RequestsToDraft) -> list[Draft]:
-        """Return drafts of one token or none; `draft_next_tokens` appends to them."""
+        """One token or none each; `draft_next_tokens` appends to them."""
 
     @abstractmethod
     def draft_next_tokens(self, indices: Sequence[int]) -> None:
-        """`indices`: ascending, of drafts that got a token in the last call."""
+        """`indices`: ascending, among drafts extended by the last call."""
 
     def forget_request(self, request: Request) -> None:  # noqa: B027
         """Called when it has finished."""

@@ -15,10 +15,9 @@ from quire.engine.core.stats import EngineView, Phase, RequestView, sum_stats
 from quire.engine.processes.procfs import resident_bytes
 
 MAX_LISTED_REQUESTS = 512
-"""Keeps a view small; others are only counted."""
 MAX_LISTED_IMAGES = 32
 _MAX_TILE_GAP = 4
-"""Maximum tokens between two spans of one image: tile marks."""
+"""Between two spans of one image: tile marks."""
 EMPTY_BLOCK = 0
 CACHED_BLOCK = 1
 FIRST_OWNER = 2
@@ -88,7 +87,6 @@ def _request_phase(request: Request) -> Phase:
         return "loading"
     if request.status is RequestStatus.WAITING:
         return "queued" if request.num_cached_tokens is None else "preempted"
-    # After a preemption a request recomputes its own output too.
     return (
         "prefill"
         if request.num_computed_tokens < len(request.token_ids) - 1 or not request.num_output_tokens

@@ -2,8 +2,8 @@
 
 Virtual token counters (Sheng et al., 2024, "Fairness in Serving Large Language Models"): a tenant's counter grows by
 its computed tokens divided by its weight; the waiting tenant with the smallest goes next. A tenant that starts to wait
-is raised to the smallest waiting counter: idle time earns no credit. The paper never preempts, so long answers of one
-tenant could hold all slots for minutes; here they can be preempted.
+is raised to the smallest waiting counter, so idle time earns no credit. The paper never preempts; here requests can be
+preempted, because long answers of one tenant could hold all slots for minutes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ OUTPUT_TOKEN_COST = 2
 
 
 MIN_LOW_PRIORITY_TOKENS = 16
-"""Per step."""
 URGENT_MEMORY_STEPS, SHORT_STEP_TOKENS = 200, 64
-"""Steps stay short for this long after an urgent request, so that the next one does not wait for a long step."""
+"""Steps stay short after an urgent request, so that the next one does not wait for a long step."""
 
 
 class TokenBudget:
-    """The tokens of a step. While more urgent requests run or wait, less urgent ones get as many tokens as those
-    generate, and at least MIN_LOW_PRIORITY_TOKENS.
+    """While more urgent requests run or wait, less urgent ones get as many tokens as those generate, and at least
+    MIN_LOW_PRIORITY_TOKENS.
     """
 
     def __init__(self, tokens: int, running: Sequence[Request], next_waiting: Request | None) -> None:
@@ -57,16 +56,14 @@ class TokenBudget:
 class FairQueue:
     def __init__(self) -> None:
         self._urgency = self._short_steps_left = 0
-        """The most urgent recent priority, and when to forget it."""
         self._served: dict[str, float] = {}
-        """Virtual token counters by tenant."""
         self._queues: dict[tuple[int, str], list[Request]] = {}
-        """By (priority, tenant), in sort-key order, never empty."""
+        """By (priority, tenant), in sort-key order. Empty lists are removed."""
         self._last_served = 0.0
-        """Counter of the tenant that stopped waiting last, from which a tenant starts if no other waits."""
+        """A tenant starts from it if no other waits."""
 
     def make_step_budget(self, tokens: int, running: Sequence[Request], *, whole_prompts: bool) -> TokenBudget:
-        """`whole_prompts`: prompts are never cut, so the step cannot be short."""
+        """`whole_prompts`: prompts cannot be cut, so the step cannot be short."""
         budget = TokenBudget(tokens, running, self.peek())
         if budget.urgency <= self._urgency or not self._short_steps_left:
             self._urgency, self._short_steps_left = budget.urgency, URGENT_MEMORY_STEPS
@@ -112,8 +109,7 @@ class FairQueue:
 
     def preemption_candidates(self, waiting_request: Request, running: Sequence[Request]) -> list[Request]:
         """In order: less urgent requests, or ones with a larger sort key and a tenant that, without them, still runs at
-        least as many per weight as the waiting tenant would. Each preemption evens the shares, so none provokes another
-        in return.
+        least as many per weight as the waiting tenant would. No preemption provokes another in return.
         """
         tenant = waiting_request.engine_request.tenant
         urgency = waiting_request.engine_request.priority
@@ -143,16 +139,13 @@ class FairQueue:
         return 0
 
     def release_adapter(self, request: Request) -> None:
-        """Called when a request that does not wait has ended."""
+        """The request has ended and does not wait."""
 
     def take_adapter_load_times(self) -> list[tuple[str, float]]:
-        """See SchedulerOutput.adapter_loads."""
         return []
 
     def process_adapter_loads(self) -> Sequence[tuple[Request, str]]:
-        """Make requests with loaded adapters eligible. Returns those that failed, with the reason; the caller must
-        remove them.
-        """
+        """Return requests with failed loads and the reasons; the caller must remove them."""
         return ()
 
     def wait_for_loads(self) -> None:

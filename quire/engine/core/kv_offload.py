@@ -11,10 +11,9 @@ from quire.engine.core.stats import TierStats
 
 
 class KVOffloader(ABC):
-    """Moves KV blocks that leave the device to tiers, and loads them back."""
+    """Moves KV blocks to tiers and loads them back."""
 
     capacity_text: str
-    """For the log."""
     load_seconds: float
     """Time requests waited for loads."""
 
@@ -38,7 +37,7 @@ class KVOffloader(ABC):
 
     @abstractmethod
     def try_begin_load(self, request: Request, cached: list[int]) -> bool:
-        """True if the request must wait for more than the device's blocks `cached`. It is then in no queue until
+        """True if the request must wait for blocks beyond the device's `cached` ones. It is then in no queue until
         `take_loaded_requests` returns it. The pool has free blocks for all its tokens.
         """
 

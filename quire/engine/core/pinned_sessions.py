@@ -1,12 +1,10 @@
-"""Pins KV blocks of a paused conversation for its next turn. Pinned blocks count as free but are allocated last.
+"""Pins KV blocks of a paused conversation for its next turn. They count as free but are allocated last.
 
-A conversation is known by its session id, or by a prompt that continues where an earlier request ended; the latter are
-pinned from the second turn on, because most prompts are never continued. Above a share of the pool, the tenant with the
-most pinned blocks loses blocks first.
-
-All blocks cost about the same to compute, so the conversation least likely to continue loses first: the one with the
-longest pause relative to earlier pauses. With recurrent state, snapshots are pinned too; without its last snapshot a
-conversation loses all blocks, because no request can start.
+A conversation is known by its session id, or by a prompt that continues where an earlier request ended; without an id
+it is pinned from the second turn on, because most prompts are never continued. Above a share of the pool, the tenant
+with the most pinned blocks loses first, and of its conversations the least likely to continue: the one with the longest
+pause relative to earlier ones. With recurrent state, snapshots are pinned too. Without its last snapshot no request can
+start, so all blocks are unpinned.
 """
 
 from __future__ import annotations
@@ -26,11 +24,10 @@ MAX_PINNED_SHARE = 0.5
 """Share of the pool."""
 DEFAULT_PAUSE_SECONDS = 60.0
 _MAX_LISTED_RATIO = 4
-"""Conversations may list the same pinned block. All lists together hold at most this many times the share."""
+"""Conversations may list the same block. All lists together hold at most this many times the share."""
 _EXTRA_UNPINNED = 64
-"""Blocks unpinned beyond those needed now."""
 MAX_SESSIONS = 4096
-"""Remembered conversations, with or without pinned blocks."""
+"""With or without pinned blocks."""
 
 
 @dataclass(eq=False, slots=True)
@@ -45,10 +42,8 @@ class Session:
     """Pinned blocks from the start of the last request."""
     snapshots: list[SnapshotPosition] = field(default_factory=list)
     tail_hash: bytes = b""
-    """Hash of the last full block."""
     paused_at: float = 0.0
     mean_pause: float = DEFAULT_PAUSE_SECONDS
-    """Weighted mean; later pauses count more."""
 
     def overdue_ratio(self, now: float) -> float:
         """The larger, the less likely it continues."""
@@ -64,7 +59,7 @@ class PinnedSessions:
         snapshots: StateSnapshots | None = None,
         counts: LiveCounters | None = None,
     ) -> None:
-        """`share`: maximum pinned share of the blocks, and of the snapshots."""
+        """`share`: maximum pinned share of blocks and of snapshots."""
         self.counts = counts or LiveCounters()
         self._pool = pool
         self._max_pinned = int(pool.num_blocks * share)
@@ -76,13 +71,11 @@ class PinnedSessions:
         self._share = share
         self._by_key: dict[str, Session] = {}
         self._by_tail: dict[tuple[str, bytes], Session] = {}
-        """Keyed by tenant too, because prompts of several tenants may share blocks."""
+        """By tenant too, because prompts of several tenants may share blocks."""
         self._sessions: OrderedDict[Session, None] = OrderedDict()
-        """Least recently used first."""
         self._running: dict[str, Session] = {}
-        """By request id."""
         self._num_listed = Counter[str]()
-        """By tenant; a block listed by several conversations counts several times."""
+        """A block listed by several conversations counts several times."""
         self._next_expiry = 0.0
 
     @property
@@ -102,7 +95,7 @@ class PinnedSessions:
         )
 
     def record_session_resume(self, request: Request, digests: Sequence[bytes]) -> None:
-        """Called when a request starts for the first time."""
+        """The request starts for the first time."""
         session = self._find_session_adopting_key(request, digests)
         if session is not None:
             session.mean_pause = max((session.mean_pause + self._clock() - session.paused_at) / 2, 1.0)
@@ -112,7 +105,7 @@ class PinnedSessions:
             self._sessions.move_to_end(session)
 
     def pause_session(self, request: Request, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
-        """Called before a request frees its blocks. `blocks`: those in the prefix cache."""
+        """The request is about to free its blocks. `blocks`: those in the prefix cache."""
         engine_request = request.engine_request
         session = self._running.pop(engine_request.id, None) or self._find_session_adopting_key(request, digests)
         if not blocks:
@@ -144,7 +137,7 @@ class PinnedSessions:
             self._forget_session(each)
 
     def _find_session_adopting_key(self, request: Request, digests: Sequence[bytes]) -> Session | None:
-        """Search by session key, then by where the prompt continues. A session found the second way adopts the key."""
+        """A session found by where the prompt continues adopts the key."""
         key = _session_key(request)
         if key is not None and (session := self._by_key.get(key)) is not None:
             return session
@@ -219,7 +212,6 @@ class PinnedSessions:
             self._unpin_last_blocks(victim, len(victim.blocks))
 
     def _unpin_some_blocks(self, count: int) -> None:
-        """See BlockPool.unpin_some."""
         now = self._clock()
         needed = self._pool.num_free_unpinned + count
         enough = needed + min(_EXTRA_UNPINNED, self._pool.num_blocks // 16)

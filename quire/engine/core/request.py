@@ -30,12 +30,12 @@ class RequestStatus(Enum):
 
 
 class Request:
-    """A request while the scheduler, which alone changes it, runs it.
+    """A request while the scheduler runs it; only the scheduler changes it.
 
-    `num_computed_tokens` includes steps in flight. `num_tokens_in_flight` is the most tokens that these may sample; the
-    device knows them first. A request is caught up when num_computed_tokens == len(token_ids) + num_tokens_in_flight -
-    1: the next step computes the last token and samples another. Until their step is applied, draft tokens count as
-    computed and in flight but are not in `token_ids`, so they are neither hashed nor shared.
+    `num_computed_tokens` includes steps in flight. `num_tokens_in_flight` is the most tokens that these may sample. A
+    request is caught up when num_computed_tokens == len(token_ids) + num_tokens_in_flight - 1: the next step computes
+    the last token and samples another. Until verified, draft tokens count as computed and in flight but are not in
+    `token_ids`, so they are neither hashed nor shared.
     """
 
     def __init__(
@@ -48,14 +48,13 @@ class Request:
         pools_all_tokens: bool = False,
         needs_host_tokens: bool = False,
     ) -> None:
-        """`pools_all_tokens`: an embedding needs all tokens' hidden states, so the prefix cache cannot be used."""
+        """`pools_all_tokens`: an embedding needs all hidden states, so the prefix cache cannot be used."""
         assert engine_request.prompt_ids, "an empty prompt is refused before it comes here"
         self.engine_request = engine_request
         self.arrival = arrival
         self.sort_key = (0.0, arrival)
-        """Order within a priority and tenant; the smallest goes first."""
+        """Within a priority and tenant; the smallest goes first."""
         self.priority_key = (engine_request.priority, *self.sort_key)
-        """Order among running requests; the smallest goes first."""
         self.max_output_tokens = limit
         """0 for a pooling request."""
         self.token_ids = engine_request.prompt_ids + engine_request.emitted_ids
@@ -65,18 +64,16 @@ class Request:
         self.num_tokens_in_flight = 0
         self.slot: int | None = None
         self.block_ids: list[int] = []
-        """Layout: see BlockTables."""
         self.num_trimmed_tokens = 0
-        """Blocks outside the window at this position are freed."""
+        """Blocks outside this position's window are freed."""
         self.num_sent_blocks = 0
-        """First blocks of the table, known to the device."""
+        """Blocks known to the device."""
         self.num_cached_hashes = 0
         self.num_snapshot_tokens = 0
-        """Tokens up to the last state snapshot taken or restored."""
         self.num_cached_tokens: int | None = None
-        """Prefix cache hits when first scheduled."""
+        """None before it is first scheduled."""
         self.num_charged_tokens = 0
-        """Prompt tokens cached or charged: recomputing them after a preemption is free."""
+        """Recomputing these prompt tokens after a preemption is free."""
         sampling = engine_request.sampling_params
         wants_prompt_logprobs = sampling is not None and sampling.prompt_logprobs is not None
         self.prompt_logprobs_pending = wants_prompt_logprobs and not engine_request.emitted_ids
@@ -85,7 +82,6 @@ class Request:
         has_grammar = sampling is not None and sampling.grammar is not None
         self.can_draft = drafting and sampling is not None
         self.needs_host_tokens = needs_host_tokens or self.can_draft or has_grammar
-        """A grammar or a drafter needs each token before the next step."""
         self._encoded_digests: set[bytes] = set()
         self._current_encoder_chunk: EncoderChunk | None = None
         self._block_hashes: list[bytes] = []
@@ -94,7 +90,7 @@ class Request:
         )
 
     def set_sort_key_or_return_error(self, place: Callable[[EngineCoreRequest], float]) -> str | None:
-        """Return an error message if `place`, which a user may override, raises or gives a non-number."""
+        """`place` may be a user's, and raise or give a non-number."""
         try:
             sort_key = place(self.engine_request)
             problem = (
@@ -128,8 +124,8 @@ class Request:
         return len(self.token_ids) + self.num_tokens_in_flight - self.num_computed_tokens
 
     def next_chunk(self, max_tokens: int, budget: int) -> ScheduledChunk:
-        """A large image is encoded over several steps within `budget`. A bidirectional span is never split: it waits
-        for the next step, or, if first and encoded, exceeds `max_tokens`.
+        """Large images are encoded over several steps. A bidirectional span is never split: it waits for the next step,
+        or, if first and encoded, exceeds `max_tokens`.
         """
         if self.num_computed_tokens >= self.num_prompt_tokens or max_tokens <= 0 or not self.engine_request.spans:
             return ScheduledChunk(max_tokens, max_tokens)
@@ -172,7 +168,7 @@ class Request:
         self._current_encoder_chunk = chunks[-1] if chunks else self._current_encoder_chunk
 
     def block_hashes(self, count: int, size: int) -> Sequence[bytes]:
-        """All tokens must be known, and `size` the same in all calls."""
+        """`size` must be the same in all calls."""
         assert count * size <= len(self.token_ids), "hashing tokens that are not known yet"
         while len(self._block_hashes) < count:
             begin = len(self._block_hashes) * size

@@ -1,5 +1,5 @@
-"""Timelines of requests and steps, kept by the client's process so that they outlive engines. All requests of a step
-share its record, so a token costs one reference.
+"""Timelines of requests and steps, kept by the client's process so that they outlive engines. Requests share a step's
+record, so a token costs one reference.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, Prefi
 from quire.engine.core.stats import Phase, StepRecord
 
 TimelinePhase = Phase | Literal["recompute", "recovering", "delivery"]
-"""Three phases only the client knows: recomputing a prefill, waiting for an engine after a crash, sleep or change of
-weights, and waiting for the last output.
+"""Three phases only the client knows: prefill again, waiting for an engine after a crash, sleep or change of weights,
+and waiting for the last output.
 """
 MAX_REQUESTS = 1000
 MAX_STEPS_PER_REQUEST = 2000
 """Later ones are only counted."""
 MAX_TOTAL_STEPS = 100_000
-"""At most about 500 bytes each. Beyond it, the oldest ended requests lose steps and keep phases."""
+"""At most about 500 bytes each. Beyond it, the oldest requests keep only their phases."""
 
 
 def make_step_record(
@@ -64,7 +64,6 @@ def make_step_record(
 class StepEntry(msgspec.Struct, frozen=True, gc=False):
     record: StepRecord
     engine_number: int
-    """Counts up after each crash."""
     request_ids: tuple[str, ...]
     replica: int = 0
     """Data-parallel rank."""
@@ -74,8 +73,6 @@ class StepEntry(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class Timeline:
-    """`marks`: when its phases began."""
-
     id: str
     prompt_tokens: int
     submitted_at: float
@@ -87,21 +84,18 @@ class Timeline:
     tier_loads: list[tuple[str, int, float, float]] = field(default_factory=list)
     """(tier, tokens, began, ended)."""
     image_tokens: int = 0
-    """Prompt tokens of images."""
     cached_tokens: int | None = None
     prefix_report: PrefixMissReport | None = None
-    """None if unknown."""
     output_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
     first_token_at: float | None = None
     last_token_at: float = 0.0
-    """0: none yet."""
     ended_at: float | None = None
     finish_reason: str | None = None
 
     def phase_seconds(self, now: float) -> dict[str, float]:
-        """They sum to the time from submission to the end, or to `now` while open."""
+        """They sum to the time until the end, or until `now`."""
         seconds_by_phase: dict[str, float] = {}
         for phase, began, end in self.phase_intervals(now):
             seconds_by_phase[phase] = seconds_by_phase.get(phase, 0.0) + end - began
@@ -127,7 +121,7 @@ class Timeline:
             self.num_dropped_steps += 1
 
     def count_step_tokens(self, num_new: int, num_drafts: int) -> None:
-        """The last new token of a step is never a draft."""
+        """The last new token is never a draft."""
         self.output_tokens += num_new
         if num_drafts:
             self.draft_tokens += num_drafts
@@ -142,12 +136,12 @@ class RequestRecorder(Protocol):
     def record_submission(self, request: EngineCoreRequest) -> None: ...
 
     def record_step(self, outputs: Sequence[EngineCoreOutput], record: StepRecord | None, replica: int = 0) -> None:
-        """Without a record, outputs come from adding or aborting requests."""
+        """None: outputs of adding or aborting requests."""
 
     def record_engine_death(
         self, replica: int = 0, ids: Iterable[str] | None = None, *, for_good: bool = False
     ) -> None:
-        """The requests `ids`, or all open ones, wait for another engine, or with `for_good` end."""
+        """The requests `ids`, or all, wait for another engine, or with `for_good` end."""
 
     def end_request(self, request_id: str, reason: str) -> None:
         """Ignores requests that are not open."""
@@ -162,7 +156,7 @@ class RequestHistory:
         self.listeners: list[Callable[[StepEntry], None]] = []
         self.end_listeners: list[Callable[[Timeline], None]] = []
         self.token_gap_listeners: list[Callable[[float], None]] = []
-        """Called with seconds between a request's steps that gave it tokens."""
+        """Called with seconds between tokens of a request."""
         self.counts_steps = True
         self._open_timelines: dict[str, Timeline] = {}
         self._ended_timelines: dict[str, Timeline] = {}
@@ -170,16 +164,13 @@ class RequestHistory:
         self._timelines_with_steps: deque[Timeline] = deque()
         self._num_steps = 0
         self._engine_numbers = [*range(replicas)]
-        """By replica."""
         self._last_request_ids: list[tuple[str, ...]] = [()] * replicas
-        """By replica."""
 
     @property
     def num_replicas(self) -> int:
         return len(self._engine_numbers)
 
     def response_timelines(self, response_id: str) -> list[Timeline]:
-        """Request ids begin with the response's."""
         return [
             each
             for each in [*self._open_timelines.values(), *self._ended_timelines.values()]
@@ -195,7 +186,6 @@ class RequestHistory:
 
     @property
     def ended_timelines(self) -> list[Timeline]:
-        """Last ended last."""
         return [self._ended_timelines[request_id] for request_id in self._ended_ids]
 
     def record_submission(self, request: EngineCoreRequest) -> None:
@@ -216,7 +206,7 @@ class RequestHistory:
         if record.chunks:
             request_ids = list(dict.fromkeys([*(request_id for request_id, _, _ in record.chunks), *request_ids]))
         timelines = [self._open_timelines.get(request_id) for request_id in request_ids]
-        # Keep our own id objects, not the message's: equal objects compare faster.
+        # our own id objects, not the message's: identical objects compare faster
         known_ids = [
             request_id if timeline is None else timeline.id
             for request_id, timeline in zip(request_ids, timelines, strict=True)
@@ -236,7 +226,7 @@ class RequestHistory:
             listener(step)
 
     def _make_step_entry(self, request_ids: tuple[str, ...], record: StepRecord, replica: int) -> StepEntry:
-        # Consecutive steps mostly share a tuple of requests.
+        # consecutive steps mostly share a tuple
         if request_ids != self._last_request_ids[replica]:
             self._last_request_ids[replica] = request_ids
         return StepEntry(

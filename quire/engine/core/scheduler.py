@@ -1,10 +1,10 @@
 """Decides what each step computes. One rule: every request catches its computed count up to its token count.
 
 Decodes go first, then prefills in chunks, within a token budget. This covers chunked prefill, prefix cache hits, mixed
-batches, draft tokens and preemption. No device, no clock.
+batches, draft tokens and preemption. It touches no device and reads no clock.
 
 `schedule()` may run ahead of `update_from_output()`: effects count when a step is scheduled, tokens are appended when
-it is applied. Device work runs in scheduling order, so blocks freed while a step is in flight may be reallocated.
+it is applied. Device work runs in scheduling order, so freed blocks may be reallocated while a step is in flight.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Scheduler:
 
     @property
     def needs_host_tokens(self) -> bool:
-        """A running request must see its last token on the host before it can be scheduled."""
+        """A request must see its last token on the host before it can be scheduled."""
         return self._config.micro_batches == 1 and any(request.needs_host_tokens for request in self._running)
 
     def make_stats(self) -> EngineStats:
@@ -74,18 +74,17 @@ class Scheduler:
         )
 
     def list_requests(self) -> tuple[list[Request], list[Request]]:
-        """Running and waiting, by priority and arrival."""
         waiting = [each for each in self._requests.values() if each.status is not RequestStatus.RUNNING]
         return sorted(self._running, key=lambda each: each.priority_key), sorted(
             waiting, key=lambda request: request.priority_key
         )
 
     def place(self, request: EngineCoreRequest) -> float:
-        """Sort key within a priority and tenant; ties go by arrival. A class given by --scheduler-cls overrides it."""
+        """Sort key within a priority and tenant; ties go by arrival. --scheduler-cls may override it."""
         return 0.0
 
     def add_request(self, engine_request: EngineCoreRequest) -> None:
-        """Answers with an error output at once if the request can never fit."""
+        """Outputs an error at once if the request can never fit."""
         assert engine_request.id not in self._requests, f"request id {engine_request.id} is in use"
         if engine_request.task not in self._config.tasks:
             self._queue_error_output(
@@ -126,26 +125,24 @@ class Scheduler:
             self._waiting.push_request(request)
 
     def abort_request(self, request_id: str) -> None:
-        """Ignores an unknown id: the request may just have finished."""
+        """Ignores unknown ids: the request may just have finished."""
         request = self._requests.get(request_id)
         if request is not None:
             self._finish_request(request)
             self._outputs.append(EngineCoreOutput(request_id, [], finish_reason="abort"))
 
     def wait_for_loads(self) -> None:
-        """Called only while there is nothing to compute."""
         if self.kv_offloader.has_open_loads:
             self.kv_offloader.wait_for_loads()
         else:
             self._waiting.wait_for_loads()
 
     def take_outputs(self) -> list[EngineCoreOutput]:
-        """Outputs since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def schedule(self) -> SchedulerOutput | None:
-        """The step counts as computed from now on. None if there is nothing to compute."""
+        """The step counts as computed from now on. None: nothing to compute."""
         for waiting_request, why in self._waiting.process_adapter_loads():
             self._finish_request(waiting_request)
             self._queue_error_output(waiting_request.engine_request, why)
@@ -177,13 +174,12 @@ class Scheduler:
         )
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> None:
-        """Steps are applied in scheduling order."""
         if model_output.used_cuda_graph:
             self._counts.count_cuda_graph_step(has_prefill=scheduler_output.has_prefill)
         for scheduled_request in scheduler_output.scheduled_requests:
             request = self._requests.get(scheduled_request.request_id)
             if request is None:
-                continue  # finished while the step was in flight
+                continue
             if request.prompt_logprobs_pending:
                 # a preempted prompt may be recomputed in other chunks
                 num_known = len(request.prompt_logprobs) - scheduled_request.start
@@ -223,7 +219,7 @@ class Scheduler:
             self._preempt(victim)
 
     def _schedule_running(self) -> tuple[dict[Request, ScheduledChunk], TokenBudget]:
-        """Also returns the remaining budget. Preempts if blocks run out."""
+        """Preempts if blocks run out."""
         budget = self._waiting.make_step_budget(
             self._config.max_num_batched_tokens, self._running, whole_prompts=self._config.whole_prompts
         )
@@ -259,7 +255,7 @@ class Scheduler:
     def _schedule_waiting(
         self, scheduled_requests: list[ScheduledRequest], copies: list[BlockCopy], budget: TokenBudget
     ) -> list[NewRequestData]:
-        """Preempts none. Appends to `scheduled_requests` and to `copies`."""
+        """Preempts none. Appends to `scheduled_requests` and `copies`."""
         new_requests = []
         while self._free_slots and (request := self._waiting.peek()) is not None:
             max_tokens = budget.remaining if self._config.whole_prompts else budget.max_tokens(request)
@@ -308,7 +304,7 @@ class Scheduler:
     def _draft_tokens_for_step(
         self, chunks: dict[Request, ScheduledChunk], budget: TokenBudget
     ) -> dict[Request, list[int]]:
-        """Planned chunks have their blocks already, so drafts cause no preemption."""
+        """Chunks have their blocks already, so drafts cause no preemption."""
         draft_requests = [
             (each, each.max_output_tokens - each.num_output_tokens - 1)
             for each, chunk in chunks.items()
@@ -333,9 +329,7 @@ class Scheduler:
         return draft_ids
 
     def _commit_scheduled_chunk(self, request: Request, chunk: ScheduledChunk, drafts: list[int]) -> ScheduledRequest:
-        """Full blocks can be shared even within this step: each layer stores keys and values before any request
-        attends.
-        """
+        """Full blocks can be shared even within this step: each layer stores keys and values before it attends."""
         assert request.slot is not None
         start, count = request.num_computed_tokens, chunk.num_tokens
         sample = (

@@ -1,5 +1,5 @@
-"""Snapshots of recurrent states too large to keep for every block. A request that starts after a cached block needs one
-taken there. A snapshot is a slot that no request has: saving and restoring copy slots.
+"""Snapshots of recurrent states too large to keep for every block: a request that starts after a cached block needs one
+taken there. A snapshot is a slot without a request; slots are copied to save and restore.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from quire.engine.core.block_pool import BlockPool
 from quire.engine.core.request import Request
 
 _MIN_SNAPSHOT_TOKENS = 64
-"""Since the last snapshot, for one at the prompt's end to be worth its own step."""
+"""For one at the prompt's end to be worth its own step."""
 
 
 class SnapshotConfig(NamedTuple):
@@ -30,15 +30,14 @@ class SnapshotPosition(NamedTuple):
 class _PendingSnapshot(NamedTuple):
     snapshot: int
     block_hash: bytes
-    """Hash of the block it follows."""
     slot: int
 
 
 class StateSnapshots(ABC):
     interval_tokens: int
-    """Snapshots are taken at multiples of it, and at prompt ends."""
+    """Snapshots are also taken at prompt ends."""
     is_required: bool
-    """A request needs a snapshot to start after a cached block."""
+    """To start after a cached block."""
     pool: BlockPool | None
     """None if nothing can be pinned."""
 
@@ -68,7 +67,7 @@ class StateSnapshots(ABC):
 
     @abstractmethod
     def take_slot_copies(self) -> list[SlotCopy]:
-        """Copies to make, in order, before the step being scheduled."""
+        """To run in order before the step being scheduled."""
 
     @abstractmethod
     def clear_snapshots(self) -> None:
@@ -88,13 +87,11 @@ class StateSnapshots(ABC):
 
     @abstractmethod
     def snapshots_for_next_turn(self, request: Request, num_blocks: int) -> list[SnapshotPosition]:
-        """Return the last one, and the last within the prompt, because a template may later render the answer
-        differently.
-        """
+        """The last one, and the last within the prompt, because a template may later render the answer differently."""
 
     @abstractmethod
     def reserve_slot_for_load(self) -> int | None:
-        """Reserve a slot until `finish_load`; None if there is none now."""
+        """Until `finish_load`; None: no slot now."""
 
     @abstractmethod
     def finish_load(self, slot: int, digest: bytes, *, is_complete: bool) -> None:
@@ -102,8 +99,6 @@ class StateSnapshots(ABC):
 
 
 class NullStateSnapshots(StateSnapshots):
-    """For models whose blocks hold all state."""
-
     interval_tokens = 0
     is_required = False
     pool = None
@@ -152,14 +147,13 @@ class NullStateSnapshots(StateSnapshots):
 
 
 class PooledStateSnapshots(StateSnapshots):
-    """Takes snapshots every `interval_tokens` and at the last block end within the prompt, for a conversation's next
-    turn; steps end there. Evicts those without a cached block, then the least recently used.
+    """Steps end every `interval_tokens`, and at the last block end within the prompt, where the next turn may start.
+    Evicts snapshots without a cached block, then the least recently used.
     """
 
     is_required = True
 
     def __init__(self, block_pool: BlockPool, block_size: int, plan: SnapshotConfig, first_slot: int) -> None:
-        """Snapshots are the slots from `first_slot` on."""
         assert plan.interval_tokens % block_size == 0
         self._block_pool = block_pool
         self._block_size = block_size
@@ -169,7 +163,7 @@ class PooledStateSnapshots(StateSnapshots):
         self._snapshot_hashes: dict[int, bytes] = {}
         self._slot_copies: list[SlotCopy] = []
         self._pending: list[_PendingSnapshot] = []
-        """Of the last scheduled step, which must compute them first."""
+        """The last scheduled step must compute them first."""
 
     def num_usable_blocks(self, digests: Sequence[bytes]) -> int:
         return next((count for count in range(len(digests), 0, -1) if self._pool.has_hash(digests[count - 1])), 0)
@@ -186,7 +180,6 @@ class PooledStateSnapshots(StateSnapshots):
         return min(max_tokens, self._next_snapshot_end(request) - request.num_computed_tokens)
 
     def limit_draft_tokens(self, num_known: int, max_drafts: int) -> int:
-        """The step must be able to end at the next snapshot."""
         return min(max_drafts, self._next_interval_end(num_known) - num_known - 1)
 
     def restore_state(self, request: Request) -> None:
@@ -230,7 +223,7 @@ class PooledStateSnapshots(StateSnapshots):
         return self._pool.has_hash(digest)
 
     def request_prefix_snapshots(self, request: Request) -> list[tuple[int, bytes]]:
-        """Leaves out those filled only when the next step begins; the next request stores them."""
+        """Leaves out those filled only when the next step begins."""
         filling, slots = {copy.target for copy in self._slot_copies}, []
         for digest in request.block_hashes(
             min(request.num_computed_tokens, len(request.token_ids)) // self._block_size, self._block_size
@@ -257,7 +250,7 @@ class PooledStateSnapshots(StateSnapshots):
         (snapshot,) = self._pool.allocate(1)
         digest, slot = self._snapshot_hashes.pop(snapshot, None), self._first_slot + snapshot
         if any(slot in (copy.source, copy.target) for copy in self._slot_copies):  # the next step still copies it
-            if digest is not None:  # keep its hash: the asking request may be about to start there
+            if digest is not None:  # the asking request may start there
                 self._pool.cache_block(snapshot, digest)
                 self._snapshot_hashes[snapshot] = digest
             self._pool.unref([snapshot])
@@ -279,7 +272,7 @@ class PooledStateSnapshots(StateSnapshots):
         return (tokens // self.interval_tokens + 1) * self.interval_tokens
 
     def _prompt_snapshot_end(self, request: Request) -> int | None:
-        """Block end before the prompt's last token, which must be computed; None if too few tokens precede it."""
+        """The prompt's last token must be computed. None: too few tokens precede the block end."""
         end = (request.num_prompt_tokens - 1) // self._block_size * self._block_size
         return end if end - request.num_snapshot_tokens >= _MIN_SNAPSHOT_TOKENS else None
 

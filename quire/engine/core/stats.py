@@ -11,8 +11,6 @@ Phase = Literal["queued", "loading", "preempted", "prefill", "decode"]
 
 
 class TierStats(msgspec.Struct, frozen=True, array_like=True):
-    """Gauges are current; counters start with the engine."""
-
     name: str
     pages: int = 0
     """0 if unknown."""
@@ -21,11 +19,11 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True):
     fetched_tokens: int = 0
     fetched_bytes: int = 0
     fetch_seconds: float = 0.0
-    """Summed over all blocks."""
+    """Sum over blocks."""
     stored_pages: int = 0
     stored_bytes: int = 0
     off: bool = False
-    """It hung and is no longer used."""
+    """It hung."""
 
     def add_earlier(self, earlier: TierStats) -> TierStats:
         sums = {name: getattr(self, name) + getattr(earlier, name) for name in self.__struct_fields__[3:-1]}
@@ -39,29 +37,24 @@ class _Counters(msgspec.Struct, array_like=True):
     generation_tokens: int = 0
     steps: int = 0
     captured_steps: int = 0
-    """Steps run as a CUDA graph."""
     captured_prompt_steps: int = 0
-    """Captured steps with prefill."""
     drafts: int = 0
-    """Verified drafts, not tokens."""
+    """Not tokens."""
     draft_tokens: int = 0
     accepted_drafts: list[int] = []
     """By position in the draft."""
     prefix_queries: int = 0
-    """Prompt tokens looked up."""
     prefix_hits: int = 0
     kept_sessions: int = 0
-    """Conversations with pinned blocks."""
+    """With pinned blocks."""
     session_returns: int = 0
-    """Prompts that continue one."""
     session_return_tokens: int = 0
-    """Cached tokens of returning prompts."""
     sessions_given_up: int = 0
-    """Times a conversation lost pinned blocks."""
+    """A conversation lost pinned blocks."""
 
 
 class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc]  # a struct can
-    """Gauges are current; counters start with the engine. `saved_blocks`: freed by sliding windows."""
+    """Gauges, and counters since the engine's start. `saved_blocks`: freed by sliding windows."""
 
     running: int = 0
     waiting: int = 0
@@ -80,9 +73,8 @@ class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc
     kept_blocks: int = 0
     """Pinned blocks, used or free."""
     cache_tokens: int = 0
-    """Constant capacity."""
     experts_read: int = 0
-    """Experts on disk, on the first rank; see kernels/streaming/weight_offloader.py."""
+    """On disk, first rank only; see kernels/streaming/weight_offloader.py."""
     experts_kept: int = 0
     experts_guessed: int = 0
     experts_guessed_right: int = 0
@@ -93,7 +85,6 @@ class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc
         return msgspec.structs.replace(self, tiers=tiers, **dict.fromkeys(_ZEROED_GAUGES, 0))
 
     def add_earlier(self, earlier: EngineStats) -> EngineStats:
-        """Add counters of earlier engines."""
         sums = {name: getattr(earlier, name) + getattr(self, name) for name in _COUNTERS}
         places = zip_longest(earlier.accepted_drafts, self.accepted_drafts, fillvalue=0)
         before = {tier.name: tier for tier in earlier.tiers}
@@ -126,11 +117,10 @@ _COUNTERS = (
     "experts_guessed_right",
     "disk_bytes",
 )
-"""Only grow, as accepted_drafts does."""
 
 
 class LiveCounters(_Counters):
-    """The list is replaced, never changed, because EngineStats keeps it."""
+    """The list is replaced, never changed: EngineStats keeps it."""
 
     def as_dict(self) -> dict[str, Any]:
         return msgspec.structs.asdict(self)
@@ -151,12 +141,11 @@ class RequestView(msgspec.Struct, frozen=True):
     phase: Phase
     prompt_tokens: int
     cached_tokens: int
-    """Prefix cache hits at admission."""
+    """At admission."""
     computed_tokens: int
     """Includes the step in flight."""
     output_tokens: int
     limit: int
-    """Maximum output tokens."""
     blocks: int
     shared_blocks: int
     priority: int
@@ -170,17 +159,16 @@ class EngineView(msgspec.Struct, frozen=True):
     """Running, then waiting; at most MAX_LISTED_REQUESTS."""
     block_codes: bytes
     """zlib-compressed little-endian uint16 per block: 0 empty, 1 cached and unreferenced, 0x8000 + n shared by n
-    requests, 0x7fff used by an unlisted request, otherwise 2 + its request's index in `requests`.
+    requests, 0x7fff used by an unlisted request, otherwise 2 + its request's index.
     """
     resident_bytes: int
     """0 if unknown."""
     seconds: float
-    """Time to make this view."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Times are seconds of time.monotonic(), one clock for all processes. Holds nothing that the garbage collector
-    tracks: with 100,000 records, collections held up the event loop for milliseconds.
+    """Times are seconds of time.monotonic(), one clock for all processes. The garbage collector tracks no field: with
+    100,000 records, collections held up the event loop for milliseconds.
     """
 
     number: int
@@ -192,14 +180,14 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_requests: int
     num_tokens: int
     chunks: tuple[tuple[str, int, int], ...]
-    """(request, first token, tokens), except plain decodes, each of which has an output."""
+    """(request, first token, tokens), without plain decodes."""
     preempted_ids: tuple[str, ...]
     tier_loads: tuple[tuple[str, str, int, float, float], ...] = ()
     """(request, tier, tokens, began, ended), before the step."""
     drafts: tuple[tuple[str, int], ...] = ()
     """(request, tokens). An output has one token more than were accepted."""
     adapter_loads: tuple[tuple[str, float], ...] = ()
-    """(adapter, seconds) that the step waited; reading and packing overlap earlier steps."""
+    """(adapter, seconds) that the step waited."""
     num_generated_tokens: int = 0
     used_cuda_graph: bool = False
 
@@ -208,7 +196,6 @@ _SUMMED_GAUGES = ("running", "waiting", "used_blocks", "total_blocks", "cached_b
 
 
 def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
-    """`stats` must not be empty."""
     summed_stats = reduce(lambda all_before, each: each.add_earlier(all_before), stats)
     tier_sizes = [(tier.name, tier.pages, tier.bytes) for each in stats for tier in each.tiers]
     tiers = [

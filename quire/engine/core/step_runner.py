@@ -24,11 +24,9 @@ class _LaunchedStep:
 
 
 class StepRunner:
-    """Schedules, launches and applies steps in order.
-
-    `steps_ahead`: steps in flight while the next is scheduled. With 1, the device never waits for Python, but a stop
-    condition is found one step late and the extra token dropped. A running request that needs its tokens on the host
-    makes the oldest step apply first: otherwise it would sit out every other step.
+    """`steps_ahead`: steps in flight while the next is scheduled. With 1, the device never waits for Python, but a stop
+    condition is found one step late. A request that needs its tokens on the host makes the oldest step apply first:
+    otherwise it would sit out every other step.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, steps_ahead: int, heartbeat: Heartbeat) -> None:
@@ -39,14 +37,14 @@ class StepRunner:
         self._in_flight: deque[_LaunchedStep] = deque()
         self._num_applied = 0
         self.last_record: StepRecord | None = None
-        """Of the step that the last run_step() applied; None if none."""
+        """None if the last run_step() applied no step."""
 
     @property
     def has_work(self) -> bool:
         return self._scheduler.has_requests or bool(self._in_flight)
 
     def run_step(self) -> list[EngineCoreOutput]:
-        """Returns outputs of the applied step, if any, and of adds and aborts."""
+        """Also returns outputs of adds and aborts."""
         self.last_record = None
         if self._in_flight and self._scheduler.needs_host_tokens:
             self._heartbeat.begin_step([])

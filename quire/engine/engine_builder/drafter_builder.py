@@ -10,7 +10,7 @@ from quire.engine.worker.startup_steps.started_worker import StartedWorker
 
 
 def make_configured_drafter(worker: StartedWorker, config: EngineConfig) -> Drafter | None:
-    """By default drafts what grammars force, but not on a GPU, where it was not measured."""
+    """By default drafts what grammars force, except on GPUs, where it was not measured."""
     speculative = config.speculative_config
     if "generate" not in worker.engine_info.tasks or (speculative is None and worker.engine_info.device != "cpu"):
         return None

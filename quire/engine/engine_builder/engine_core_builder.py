@@ -26,10 +26,10 @@ from quire.engine.worker.warmup import warm_up_runner
 
 
 class EngineCoreBuilder:
-    """Starts the worker when constructed. Hold it only while the engine core is built: it holds the weights."""
+    """Starts the worker. Do not keep it: it holds the weights."""
 
     def __init__(self, config: EngineConfig, heartbeat: Heartbeat, tensors: NamedTensors | None) -> None:
-        """`tensors`: weights by checkpoint name, instead of files. Raises ConfigError."""
+        """`tensors`: by checkpoint name, instead of files. Raises ConfigError."""
         path = resolve_model_with_overrides(config)
         model = apply_context_settings(load_model_config(config, path), config)
         config = config.without_redundant_quantization((model.raw.get("quantization_config") or {}).get("quant_method"))
@@ -38,7 +38,6 @@ class EngineCoreBuilder:
             check_same_model(model, resolve_weights(config), path)
         check_tiers(config, is_encoder=is_encoder(model))
         self.config = config
-        """With the device's defaults."""
         self.model = model
         self._weight_files = WeightFiles(config) if tensors is None else None
         self.worker = start_worker(config, path, model, heartbeat.progress, tensors, heartbeat.rank_ended)
@@ -69,7 +68,6 @@ class EngineCoreBuilder:
         return make_scheduler(self.config, self.worker, self.model.eos_token_ids, drafter, kv_offloader)
 
     def build_engine_info(self, kv_offloader: KVOffloader, load_seconds: float) -> EngineInfo:
-        """`load_seconds`: start-up time of the engine core."""
         info = self.worker.engine_info
         return msgspec.structs.replace(
             info,

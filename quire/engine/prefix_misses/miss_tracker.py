@@ -1,7 +1,7 @@
 """Reports which prompt tokens were computed before, and why the prefix cache did not have them.
 
-It compares each prompt with the tokens recently computed for its tenant. The client's process feeds it; the scheduler
-never calls it. Evictions are not attributed, so that a tenant learns nothing of other tenants.
+Prompts are compared with the tokens recently computed for their tenant, outside the scheduler. Evictions are not
+attributed, so that a tenant learns nothing of other tenants.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ MAX_TENANT_BYTES = 16 << 20
 MAX_TOTAL_BYTES = 64 << 20
 """The tenant with the oldest last request loses tokens first."""
 _MAX_TURN_SLACK = 8
-"""Last prompt tokens that the next turn may lack: they start the answer."""
+"""The next turn may lack these last prompt tokens, which start the answer."""
 _NUM_CONTEXT_TOKENS = 24
-"""Tokens shown on each side of a difference."""
+"""Shown on each side of a difference."""
 
 
 @dataclass(slots=True)
@@ -40,17 +40,16 @@ class _OpenRequest:
     request: EngineCoreRequest
     turn: _PromptInConversation
     visit: Visit | None = None
-    """None: no engine has started it, or that engine has ended."""
+    """None: no engine is computing it."""
     report: PrefixMissReport | None = None
     num_computed: int = 0
-    """Prompt tokens only."""
     seconds: float = 0.0
-    """Their share of step time."""
+    """Share of step time."""
 
 
 @dataclass(slots=True)
 class _PromptInConversation:
-    """All requests of a call with the same prompt share it."""
+    """Shared by a call's requests with the same prompt."""
 
     prompt: list[int]
     conversation: Conversation | None = None
@@ -67,16 +66,13 @@ class PrefixMissTracker:
     def __init__(
         self, engines: int, max_tenant_bytes: int = MAX_TENANT_BYTES, max_total_bytes: int = MAX_TOTAL_BYTES
     ) -> None:
-        """`engines`: each has its own cache."""
         self._engines = [_EngineCacheInfo() for _ in range(engines)]
         self._max_tenant_bytes, self._max_total_bytes = max_tenant_bytes, max_total_bytes
         self._trees: OrderedDict[str, PrefixTree] = OrderedDict()
-        """By `_get_or_make_tenant_tree`'s key, least recent first."""
         self._open_requests: dict[str, _OpenRequest] = {}
         self.total_bytes = 0
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
-        """Add all requests of a call."""
         turn = None
         for each in requests:
             if each.sampling_params is None:
@@ -86,7 +82,7 @@ class PrefixMissTracker:
             self._open_requests[each.id] = _OpenRequest(each, turn)
 
     def track_step(self, step: StepRecord, engine: int, stats: EngineStats, weights: str) -> None:
-        """`stats`: after the step. `weights`: their version."""
+        """`stats`: after the step."""
         self._engines[engine].stats = stats
         if not stats.prefix_unit:
             return
@@ -135,7 +131,7 @@ class PrefixMissTracker:
         self._engines[engine].generation += 1
 
     def record_engine_loss(self, engine: int, request_ids: Iterable[str] | None) -> None:
-        """`request_ids`: those that another engine will compute; None: all of this engine's."""
+        """`request_ids`: those that another engine will compute; None: all."""
         self.record_cache_reset(engine)
         for each in [*self._open_requests] if request_ids is None else request_ids:
             open_request = self._open_requests.get(each)
@@ -203,7 +199,6 @@ class PrefixMissTracker:
         return tree
 
     def _store_visit(self, tree: PrefixTree, tokens: bytes, visit: Visit) -> None:
-        """Above the total limit, the least recent tenants lose tokens."""
         self.total_bytes -= tree.num_bytes
         tree.add_visit(tokens, visit)
         self.total_bytes += tree.num_bytes
@@ -281,14 +276,14 @@ class _PrefixMissAnalysis:
         return "adapter" if namespace.adapter != self.namespace.adapter else "cache_salt"
 
     def find_nearest_divergence(self) -> tuple[PrefixDivergence, int, Visit | None, bool]:
-        """Return where the prompt first differs from the nearest earlier sequence; how many later tokens occur there
-        too; its visit, if the prompt continues its conversation; and whether both prompts end alike, so that the later
-        one is a rewritten form.
+        """Return the first difference from the nearest earlier sequence; how many later tokens occur there too; its
+        visit, if the prompt continues its conversation; and whether both prompts end alike, so that one is a rewritten
+        form.
         """
         comparisons = [self._compare_neighbour(each) for each in self.prefix_match.neighbours]
         is_same_conversation, num_shared, same_end, nearest_neighbour = max(
             comparisons, key=lambda comparison: comparison[:2]
-        )  # of equals, the first is the nearest
+        )
         common, visit = nearest_neighbour.num_common, nearest_neighbour.visit
         nearest = PrefixDivergence(
             common,
@@ -307,8 +302,8 @@ class _PrefixMissAnalysis:
         )
 
     def _compare_neighbour(self, neighbour: Neighbour) -> tuple[bool, int, bool, Neighbour]:
-        """Return whether the prompt continues the conversation, how many tokens both share after their first
-        difference, and whether both prompts end alike.
+        """Return whether the prompt continues the conversation, how many later tokens both share, and whether both
+        prompts end alike.
         """
         rest = self.tokens[neighbour.num_common * TOKEN_BYTES :]
         runs = find_equal_runs(neighbour.rest, rest)
@@ -324,9 +319,7 @@ class _PrefixMissAnalysis:
 def _conversation_and_turn_number(
     earlier_visit: Visit | None, request_id: str, *, is_repeat: bool
 ) -> tuple[Conversation, int]:
-    """`earlier_visit`: the one that the prompt continues or repeats. Repeating a first prompt begins a new
-    conversation.
-    """
+    """`earlier_visit`: continued or repeated. Repeating a first prompt begins a new conversation."""
     if earlier_visit is None or (is_repeat and earlier_visit.turn == 1):
         return Conversation(request_id), 1
     return earlier_visit.conversation, earlier_visit.turn if is_repeat else earlier_visit.turn + 1

@@ -1,5 +1,5 @@
-"""A tree of the tokens recently computed for a tenant, in pieces. One lookup per piece finds the known beginning of a
-prompt. Least recently used pieces are dropped first, and the end of a sequence before its beginning.
+"""A tree of the tokens recently computed for a tenant, in pieces. Least recently used pieces are dropped first, and the
+end of a sequence before its beginning.
 """
 
 from __future__ import annotations
@@ -12,31 +12,27 @@ from typing import NamedTuple
 from quire.engine.prefix_misses.token_diff import TOKEN_BYTES, common_prefix_length
 
 PIECE_TOKENS = 64
-"""A sequence's last piece may be shorter."""
+"""The last piece may be shorter."""
 EMPTY_TREE_BYTES = 2000
 NODE_BYTES = 900
-"""A piece without its tokens. Measured, and rounded up."""
+"""Without tokens. Measured, and rounded up."""
 _MAX_NAMESPACES = 3
-"""Remembered per piece."""
 _MAX_NEIGHBOURS = 32
-"""Pieces compared with a prompt, most recently used first."""
 _MAX_COMPARED_TOKENS = 65_536
-"""After a difference."""
 
 
 class CacheNamespace(NamedTuple):
-    """Prefixes of different namespaces share no blocks."""
+    """Different namespaces share no blocks."""
 
     salt: str
     adapter: str
-    """Digest of its content; "": none."""
+    """Digest; "": none."""
     weights: str
 
 
 @dataclass(eq=False, slots=True)
 class Conversation:
     id: str
-    """Id of its first request."""
 
 
 @dataclass(eq=False, slots=True)
@@ -46,7 +42,7 @@ class Visit:
     namespace: CacheNamespace
     engine: int
     cache_generation: int
-    """Counts up when the engine's cache is lost."""
+    """Counts losses of the engine's cache."""
     prompt_tokens: int
     conversation: Conversation
     turn: int = 1
@@ -54,7 +50,7 @@ class Visit:
     num_computed: int = 0
     is_open: bool = True
     tenant_load: int = 0
-    """PrefixTree.total_load when the request ended."""
+    """PrefixTree.total_load at its end."""
 
 
 @dataclass(eq=False, slots=True)
@@ -77,24 +73,22 @@ class Neighbour(NamedTuple):
     rest: bytes
     """At most _MAX_COMPARED_TOKENS after them."""
     visit: Visit
-    """Visit of the last of these tokens."""
 
 
 @dataclass(slots=True)
 class PrefixMatch:
     matched_visits: list[Visit] = field(default_factory=list)
-    """For each first piece: the prompt's own namespace's last visit."""
+    """Per first piece, in the prompt's namespace."""
     other_visits: list[Visit] = field(default_factory=list)
-    """For each later piece: another namespace's last visit."""
+    """Per later piece, in other namespaces."""
     num_tail_tokens: int = 0
-    """Tokens after `matched_visits` shared with the nearest sequence of the namespace."""
+    """Shared after `matched_visits`."""
     tail_visit: Visit | None = None
     neighbours: list[Neighbour] = field(default_factory=list)
     """Nearest first. Empty if an earlier sequence ended here."""
 
     @property
     def num_common_tokens(self) -> int:
-        """First tokens shared with an earlier sequence of the namespace."""
         return len(self.matched_visits) * PIECE_TOKENS + self.num_tail_tokens
 
 
@@ -106,7 +100,7 @@ class PrefixTree:
         """Tokens ever computed for the tenant."""
         self._root = PrefixNode(b"", None)
         self._nodes_by_use: OrderedDict[PrefixNode, None] = OrderedDict()
-        """Least recently used first. A piece comes after those that follow it in a sequence."""
+        """Least recently used first. A piece comes after those that follow it."""
 
     def match_prefix(self, tokens: bytes, namespace: CacheNamespace) -> PrefixMatch:
         prefix_match, node = PrefixMatch(), self._root
@@ -138,7 +132,7 @@ class PrefixTree:
                 child = PrefixNode(key, node)
                 self.num_bytes += NODE_BYTES + len(key)
             node.children = node.children or {}
-            node.children[key] = child  # moves it to the end
+            node.children[key] = child
             others = [each for each in child.visits if each.namespace != visit.namespace]
             child.visits = (visit, *others[: _MAX_NAMESPACES - 1])
             path.append(child)
@@ -164,7 +158,7 @@ class PrefixTree:
             parent.children = None
 
     def _drop_shorter_nodes(self, node: PrefixNode, key: bytes, namespace: CacheNamespace) -> None:
-        """Drop short last pieces that the new one begins with, such as a prompt's end when its answer comes."""
+        """Drop last pieces that the new one extends, such as a prompt's end when its answer comes."""
         for child in [*islice(reversed((node.children or {}).values()), 4)]:
             has_one_namespace = all(each.namespace == namespace for each in child.visits)
             if has_one_namespace and len(child.tokens) < len(key) and key.startswith(child.tokens):
@@ -180,7 +174,7 @@ class PrefixTree:
     def _add_tail_and_neighbours(
         self, prefix_match: PrefixMatch, node: PrefixNode, rest: bytes, namespace: CacheNamespace
     ) -> None:
-        """`rest`: tokens after the pieces up to `node`."""
+        """`rest`: tokens after `node`."""
         num_matched = len(prefix_match.matched_visits) * PIECE_TOKENS
         candidates: list[tuple[int, PrefixNode, Visit]] = []
         for child in islice(reversed((node.children or {}).values()), _MAX_NEIGHBOURS):
@@ -205,7 +199,7 @@ class PrefixTree:
 
     @staticmethod
     def _most_recent_continuation(node: PrefixNode, namespace: CacheNamespace, visit: Visit) -> tuple[bytes, Visit]:
-        """Return the tokens from a piece on, along the most recently used pieces, and the last one's visit."""
+        """Also returns the last piece's visit."""
         parts = [node.tokens]
         while node.children and len(parts) * PIECE_TOKENS < _MAX_COMPARED_TOKENS:
             next_node = next(

@@ -1,4 +1,4 @@
-"""Remembers the last turn of each session, to compute it again before the next."""
+"""Remembers each session's last turn, to compute it again before the next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ MAX_TENANT_BYTES = 8 << 20
 """Two million tokens."""
 MAX_TOTAL_BYTES = 64 << 20
 _TURN_OVERHEAD_BYTES = 500
-"""Added to its tokens."""
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
@@ -23,7 +22,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     """Unix time."""
     tenant: str
     adapter: str
-    """Its name; "": none."""
+    """"": none."""
     keep_seconds: float
     tokens: bytes
     """Prompt and answer, four bytes per token."""
@@ -37,7 +36,6 @@ class LastSessionTurns:
     def __init__(self, max_tenant_bytes: int = MAX_TENANT_BYTES, max_total_bytes: int = MAX_TOTAL_BYTES) -> None:
         self._max_tenant_bytes, self._max_total_bytes = max_tenant_bytes, max_total_bytes
         self._turn_of_session: OrderedDict[tuple[str, str, str], Turn] = OrderedDict()
-        """By tenant, cache salt and session; last ended last."""
         self._bytes_of_tenant = Counter[str]()
 
     @property
@@ -50,7 +48,7 @@ class LastSessionTurns:
             return
         key = request.tenant, request.cache_salt, request.session
         self._drop_turn(key)
-        if request.spans:  # images are not remembered
+        if request.spans:
             return
         tokens = array("i", [*request.prompt_ids, *request.emitted_ids, *generated]).tobytes()
         adapter = "" if request.adapter is None else request.adapter.name

@@ -1,6 +1,4 @@
-"""Finds moved text after the first difference of two token sequences. Sequences are bytes, four per token
-(`array("i")`).
-"""
+"""Finds moved text in token sequences: bytes, four per token (`array("i")`)."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ def common_prefix_length(first: bytes, second: bytes) -> int:
 
 def find_equal_runs(old: bytes, new: bytes) -> list[EqualRun]:
     """Ordered by `new`, without overlaps. Finds all runs of MIN_RUN_TOKENS unless `old` repeats itself."""
-    size = MIN_RUN_TOKENS // 2 * TOKEN_BYTES  # any run of MIN_RUN_TOKENS contains an aligned block of this size
+    size = MIN_RUN_TOKENS // 2 * TOKEN_BYTES  # any run contains an aligned block of this size
     positions: dict[bytes, int] = {}
     for start in range(0, len(old) - size + 1, size):
         positions.setdefault(old[start : start + size], start)

@@ -1,7 +1,5 @@
-"""Hashes of a model and of the code that computes it, for receipts.
-
-Hashing weights takes about a second per GiB, when the first receipt needs it. Files changed meanwhile have no hash,
-because it is unknown which content was loaded.
+"""Hashes of a model and its code, for receipts. Hashing weights takes about a second per GiB, when the first receipt
+needs it. Files changed meanwhile have no hash, because the loaded content is unknown.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from quire.engine.tiers.kv_identity import WeightFiles, code_hash
 
 
 class ModelHasher:
-    """Must be made before the weights are loaded."""
+    """Make it before the weights are loaded."""
 
     def __init__(
         self,
@@ -33,13 +31,12 @@ class ModelHasher:
         paths: Mapping[str, str | None],
         hash_folder: Path | None = None,
     ) -> None:
-        """`paths`: see EngineCoreClient.weights_paths; `hash_folder`: remembers hashes of weights."""
+        """`paths`: see EngineCoreClient.weights_paths."""
         self._config = config
         self._tokenizer = tokenizer
         self._paths = paths
         self._hash_folder = hash_folder
         self._files: dict[str, WeightFiles | None] = {"1": _weight_files_or_none(config)}
-        """By version."""
         self._weight_hashes: dict[str, asyncio.Task[str | None]] = {}
         self._fixed_hashes: asyncio.Task[tuple[str, str, str, str]] | None = None
 
@@ -71,7 +68,7 @@ class ModelHasher:
         )
 
     async def _get_fixed_hashes(self) -> tuple[str, str, str, str]:
-        """Hashes of config.json, tokenizer, template and code."""
+        """See hash_all_but_weights."""
         if self._fixed_hashes is None:
             self._fixed_hashes = asyncio.create_task(
                 asyncio.to_thread(hash_all_but_weights, self._config, self._tokenizer)
@@ -108,7 +105,7 @@ def _weight_files_or_none(config: EngineConfig) -> WeightFiles | None:
 
 
 def hash_all_but_weights(config: EngineConfig, tokenizer: Tokenizer) -> tuple[str, str, str, str]:
-    """Hashes of config.json, tokenizer, chat templates, and the code of kernels, layers and models."""
+    """Hashes of config.json, tokenizer, chat templates, and code."""
     model = ModelFiles(resolve_model_with_overrides(config)).read_json_file("config.json")
     tokenizer_text = f"{tokenizer.backend.to_str()}{tokenizer.eos_token_ids}"
     return _hash_json(model), _hash_json(tokenizer_text), _hash_json(tokenizer.chat_templates), code_hash().hex()

@@ -1,4 +1,4 @@
-"""A receipt: prompts, parameters, seeds and hashes that decided an answer's tokens, and the tokens."""
+"""A receipt: prompts, parameters, seeds and hashes that decided an answer's tokens."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from quire.engine.common.types import Adapter, EngineCoreOutput, MediaSpan, Toke
 
 
 class ComputeInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What computed an answer, except its weights. If all is equal, results are bit-identical."""
+    """If all of it and the weights are equal, results are bit-identical."""
 
     quire: str
-    """Version."""
     kernels: str
-    """Hash of the installed code of kernels, layers and models."""
+    """Hash of the installed kernels, layers and models."""
     backend: str
-    """Chosen kernels and their instruction set."""
+    """Chosen kernels and instruction set."""
     device: str
     dtype: str
     quantization: str | None = None
@@ -31,17 +30,16 @@ class ComputeInfo(msgspec.Struct, frozen=True, kw_only=True):
     rope_context: int | None = None
     tensor_parallel_size: int = 1
     deterministic: bool = True
-    """False: tokens may depend on what else ran, so a replay may differ."""
+    """False: a replay may differ, because tokens depend on what else ran."""
 
 
 class ReceiptHashes(msgspec.Struct, frozen=True, kw_only=True):
     """16 bytes each, in hexadecimal."""
 
     config: str
-    """Of config.json, or a GGUF file's equivalent."""
+    """config.json, or a GGUF file's equivalent."""
     tokenizer: str
     template: str
-    """Of the chat template."""
     weights: dict[str, str | None]
     """By version; None if given as tensors, or if files changed or vanished before hashing."""
 
@@ -59,7 +57,6 @@ class PromptReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 class AdapterReceipt(msgspec.Struct, frozen=True):
     name: str
     digest: str
-    """Of its files."""
 
     @classmethod
     def from_adapter(cls, adapter: Adapter | None) -> AdapterReceipt | None:
@@ -67,22 +64,22 @@ class AdapterReceipt(msgspec.Struct, frozen=True):
 
 
 class ChoiceReceipt(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Grows as tokens arrive. Choice i of prompt p has index p * n + i."""
+    """Choice i of prompt p has index p * n + i."""
 
     index: int
     seed: int
-    """Chosen by the server if the request had none."""
+    """The server's if the request had none."""
     token_ids: list[int] = []
     """Includes the one that ended it."""
     versions: Versions = []
     logprobs: list[float | None] | None = None
-    """If requested; None stands for minus infinity."""
+    """None stands for minus infinity."""
     prompt_logprobs: list[float | None] | None = None
     """From the prompt's second token on."""
     finish_reason: str = ""
 
     def add_output(self, output: EngineCoreOutput, num_used: int) -> None:
-        """Tokens after the first `num_used` follow a stop string."""
+        """Tokens after `num_used` follow a stop string."""
         self.token_ids += output.new_ids[:num_used]
         if output.logprobs is not None:
             self.logprobs = (self.logprobs or []) + logprob_values(output.logprobs[:num_used])
@@ -92,7 +89,6 @@ class ChoiceReceipt(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="receipt"):
     id: str
-    """The answer's."""
     created: int
     """Unix time."""
     model: str
@@ -101,11 +97,11 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag
     computed: ComputeInfo
     adapter: AdapterReceipt | None
     params: SamplingParams
-    """Resolved, with the model's defaults and the grammar. Defaults are omitted."""
+    """Resolved with the model's defaults and the grammar; defaults are omitted."""
     prompts: list[PromptReceipt]
     choices: list[ChoiceReceipt]
     irreproducible: str = ""
-    """Why it cannot be replayed."""
+    """The reason."""
 
     def choice_prompt(self, choice: ChoiceReceipt) -> PromptReceipt:
         return self.prompts[choice.index // self.params.n]
@@ -116,7 +112,7 @@ _decode_json = msgspec.json.Decoder(Receipt).decode
 
 
 def parse_receipt_json(content: bytes) -> Receipt:
-    """Parse a receipt, or an answer with a field `receipt`. Raises InvalidRequest for other JSON."""
+    """Also takes an answer with a field `receipt`. Raises InvalidRequest."""
     try:
         parsed = msgspec.json.decode(content)
         receipt_object = _find_receipt(parsed)
@@ -141,7 +137,7 @@ def _is_consistent_choice(choice: ChoiceReceipt) -> bool:
 
 
 def _find_receipt(parsed: Any) -> Any:
-    """Also finds it in the event that ends a stream, or a line of a batch's output."""
+    """Also in stream events, and lines of a batch's output."""
     for path in ((), ("receipt",), ("x_receipt",), ("response", "receipt"), ("response", "body", "receipt")):
         candidate = parsed
         for name in path:

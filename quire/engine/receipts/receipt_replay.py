@@ -30,14 +30,13 @@ class ReplayVerdict:
     what: str
     """The first difference, the reason of refusal, or what was compared."""
     tokens: int = 0
-    """Recomputed and compared."""
     warning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayModel:
     hashes: ReceiptHashes
-    """Has a single version of the weights."""
+    """With one version of the weights."""
     computed: ComputeInfo
     tokenizer: Tokenizer
     max_model_len: int
@@ -55,7 +54,7 @@ class ReplayModel:
 
 @dataclass(frozen=True, slots=True)
 class ReplaySegment:
-    """Tokens [begin, end) of a choice, computed by one version of the weights."""
+    """Tokens [begin, end), computed by one version of the weights."""
 
     choice: ChoiceReceipt
     begin: int
@@ -63,9 +62,7 @@ class ReplaySegment:
 
 
 async def replay_receipt(receipt: Receipt, model: ReplayModel, client: EngineClient) -> ReplayVerdict:
-    """Recompute what the model's weights computed. Refused if nothing can be compared. Raises EngineError if the engine
-    fails.
-    """
+    """Recompute what the model's weights computed. Raises EngineError."""
     if (why := refusal_reason(receipt, model)) is not None:
         return ReplayVerdict(receipt.id, "refused", why)
     segments, num_other_tokens = select_segments_of_weights(receipt, model.weights_digest)
@@ -89,7 +86,7 @@ async def replay_receipt(receipt: Receipt, model: ReplayModel, client: EngineCli
 
 
 def refusal_reason(receipt: Receipt, model: ReplayModel) -> str | None:
-    """None: the model can recompute these answers."""
+    """None: can be recomputed."""
     if receipt.irreproducible:
         return receipt.irreproducible
     different_files = [
@@ -147,7 +144,7 @@ def _has_valid_image_spans(prompt: PromptReceipt) -> bool:
 
 
 def compute_difference_warning(receipt: Receipt, model: ReplayModel) -> str:
-    """Differences in what computes, which may change bits; "" if none."""
+    """ "" if nothing that may change bits differs."""
     recorded, current = msgspec.structs.asdict(receipt.computed), msgspec.structs.asdict(model.computed)
     differ = [
         f"{name} was {recorded[name]}, is {current[name]}" for name in recorded if recorded[name] != current[name]
@@ -157,7 +154,7 @@ def compute_difference_warning(receipt: Receipt, model: ReplayModel) -> str:
 
 
 def select_segments_of_weights(receipt: Receipt, weights: str | None) -> tuple[list[ReplaySegment], int]:
-    """Also returns the number of tokens that other weights computed."""
+    """Also returns how many tokens other weights computed."""
     segments, num_other_tokens = [], 0
     for choice in receipt.choices:
         begin = 0
@@ -173,7 +170,7 @@ def select_segments_of_weights(receipt: Receipt, weights: str | None) -> tuple[l
 async def _replay_and_compare_segment(
     receipt: Receipt, segment: ReplaySegment, model: ReplayModel, client: EngineClient
 ) -> str | None:
-    """Return the first difference. Raises InvalidRequest if the engine refuses the request."""
+    """Return the first difference. Raises InvalidRequest."""
     choice, expected_ids = segment.choice, segment.choice.token_ids[segment.begin : segment.end]
     request = _make_replay_request(receipt, segment, model)
     stream = client.submit([request], request.id)

@@ -17,11 +17,11 @@ from quire.engine.common.errors import ConfigError
 
 ENV_PREFIX = "QUIRE_"
 OTHER_ENV_VARIABLES = {"QUIRE_CPU_ISA", "QUIRE_LOG_FORMAT"}
-"""Read by kernels/cpu/native_library.py and the server; they look like mistyped load_format and max_loras."""
+"""Read elsewhere; they look like mistyped load_format and max_loras."""
 _KUBERNETES_VARIABLE = re.compile(
     r"QUIRE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_[A-Z]+(_PROTO|_PORT|_ADDR)?)|QUIRE_\w+_PORT"
 )
-"""Set by Kubernetes for services with names that begin with quire, in addition to QUIRE_PORT=tcp://…."""
+"""Set by Kubernetes for services named quire…, in addition to QUIRE_PORT=tcp://…."""
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
@@ -33,10 +33,10 @@ def load_settings(
     origin: str = "flag --{dashed}",
     other_settings: Collection[str] | None = None,
 ) -> Settings:
-    """`explicit` takes precedence over QUIRE_* variables, those over the TOML file `config`, that over defaults.
+    """Precedence: `explicit`, QUIRE_* variables, the TOML file `config`, defaults.
 
-    `origin`: where explicit values came from. `other_settings`: further settings that variables may set; None: any that
-    do not resemble one of the model's. Raises ConfigError in one line with each bad value's key and origin.
+    `origin`: of explicit values. `other_settings`: further settings that variables may set; None: any that do not
+    resemble one of the model's. Raises ConfigError in one line with each bad value's key and origin.
     """
     _check_environment_variables(model, other_settings)
     sources = [
@@ -65,7 +65,7 @@ def load_settings(
 
 
 def _check_environment_variables(model: type[BaseModel], other_settings: Collection[str] | None) -> None:
-    """Raise ConfigError for unknown QUIRE_* variables."""
+    """Raises ConfigError."""
     known = {ENV_PREFIX + name.upper() for name in (*model.model_fields, *(other_settings or ()))}
     problems = []
     for name in sorted(name for name in os.environ if name.startswith(ENV_PREFIX)):
@@ -81,7 +81,7 @@ def _check_environment_variables(model: type[BaseModel], other_settings: Collect
 
 
 def _suggest_variable(name: str, known: Collection[str]) -> str:
-    """ "" if there is no suggestion. A suggested setting is written as its variable."""
+    """ "" if there is no suggestion."""
     text = unsupported_options.suggest_setting(
         name.removeprefix(ENV_PREFIX).lower(), [each.removeprefix(ENV_PREFIX).lower() for each in known]
     )
@@ -98,7 +98,6 @@ def _has_no_surrogates(text: str) -> bool:
 
 
 def preset_names() -> list[str]:
-    """TOML files that come with Quire."""
     return sorted(path.stem for path in PRESETS_FOLDER.glob("*.toml"))
 
 
@@ -141,9 +140,9 @@ def _read_environment(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _read_launcher_variables(values: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Variables by which torchrun and other PyTorch launchers identify a machine
-    (https://docs.pytorch.org/docs/stable/elastic/run.html), for settings not given. Ignored with one machine: a program
-    that torchrun started may hold its own model.
+    """Variables by which PyTorch launchers such as torchrun identify a machine
+    (https://docs.pytorch.org/docs/stable/elastic/run.html). Ignored with one machine: a program that torchrun started
+    may hold its own model.
     """
     if str(values.get("nnodes", 1)) == "1":
         return {}
@@ -154,7 +153,7 @@ def _read_launcher_variables(values: Mapping[str, Any]) -> dict[str, tuple[str, 
 
 
 def _read_toml(config: str) -> dict[str, Any]:
-    """`config`: a path or a preset's name. Keys may have dashes."""
+    """`config`: a path or preset. Keys may have dashes."""
     path = PRESETS_FOLDER / f"{config}.toml" if config in preset_names() and not Path(config).exists() else Path(config)
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))

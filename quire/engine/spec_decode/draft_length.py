@@ -1,4 +1,4 @@
-"""Chooses how many draft tokens pay, from recent acceptance and measured step costs."""
+"""Draft lengths that pay, by recent acceptance and measured step costs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quire.engine.core.drafter import (
 from quire.engine.core.request import Request
 
 PRIOR_ACCEPTANCE = 0.6
-"""Expected acceptance rate before any token of a kind was tried."""
+"""Assumed before a token of a kind was tried."""
 PRIOR_ACCEPTANCE_OF_KIND = {
     KIND_FORCED: 0.97,
     KIND_FORCED_TEXT: 0.9,
@@ -36,23 +36,23 @@ PRIOR_ACCEPTANCE_OF_KIND = {
     6: 0.96,
     7: 0.97,
 }
-"""Measured with SmolLM2 on rewritten texts and JSON, approximately."""
+"""Approximate; measured with SmolLM2 on rewritten texts and JSON."""
 REQUEST_DECAY, GLOBAL_DECAY = 0.8, 0.98
-"""Decay of acceptance counts after a verified draft."""
+"""Applied to acceptance counts per verified draft."""
 UNTRIED_DECAY = 0.99
-"""Decay after a draft not worth trying, so that it is tried again eventually."""
+"""For a kind not worth trying, so that it is tried again eventually."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Seconds of a step by its tokens, measured at startup."""
+    """Seconds by tokens of a step, measured at startup."""
 
     num_tokens: tuple[int, ...]
     """Ascending, at least two."""
     seconds: tuple[float, ...]
 
     def estimate_seconds(self, num_tokens: int) -> float:
-        """Interpolates linearly; extrapolates from the last two points."""
+        """Linear interpolation; extrapolates from the last two points."""
         right = min(max(bisect_left(self.num_tokens, num_tokens), 1), len(self.num_tokens) - 1)
         (low, high), (least, most) = self.num_tokens[right - 1 : right + 1], self.seconds[right - 1 : right + 1]
         return least + (most - least) * (num_tokens - low) / (high - low)
@@ -60,13 +60,12 @@ class StepCosts:
 
 @dataclass(slots=True)
 class AcceptanceRate:
-    """Recent acceptance. Tokens after a rejected one were not tried."""
+    """Tokens after a rejected one were not tried."""
 
     num_accepted: float = 0.0
     num_tried: float = 0.0
 
     def estimate_rate(self, prior: float) -> float:
-        """Close to `prior` while little was tried."""
         return (self.num_accepted + prior) / (self.num_tried + 1)
 
     def add_tokens(self, num_accepted: int, num_tried: int) -> None:
@@ -94,7 +93,7 @@ class AcceptanceTracker:
         )
 
     def cumulative_rates(self, request: Request, kinds: Sequence[int]) -> list[float]:
-        """Probability of each token that it and all before it are accepted."""
+        """Probability that each token and all before it are accepted."""
         return list(accumulate((self.acceptance_rate_of_kind(request, kind) for kind in kinds), mul))
 
     def record_verified_kinds(self, request: Request, kinds: Sequence[int], num_verified: int) -> None:
@@ -120,14 +119,11 @@ class AcceptanceTracker:
 
 
 class TrackingDrafter(Drafter):
-    """Tracks the acceptance of another drafter's tokens."""
-
     def __init__(self, drafter: Drafter | TokenwiseDrafter, max_drafts: int, step_costs: StepCosts) -> None:
-        """`max_drafts`: per request and step."""
         self._max_drafts, self._step_costs = max_drafts, step_costs
         self._acceptance = AcceptanceTracker()
         self._pending_kinds: dict[str, list[int]] = {}
-        """Kinds of the tokens in flight, by request id."""
+        """Of tokens in flight, by request id."""
         self._forget_in_source = drafter.forget_request
 
     def forget_request(self, request: Request) -> None:
@@ -137,13 +133,13 @@ class TrackingDrafter(Drafter):
 
 
 class AdaptiveLengthDrafter(TrackingDrafter):
-    """Cuts another drafter's drafts to the lengths with the most tokens per second."""
+    """Cuts another drafter's drafts to maximize tokens per second."""
 
     def __init__(
         self, drafter: Drafter, max_drafts: int, step_costs: StepCosts, draft_costs: StepCosts | None = None
     ) -> None:
-        """`draft_costs`: of the drafter's steps, each drafting one token for every request; None: drafting is free, and
-        lengths are chosen afterwards.
+        """`draft_costs`: of a step that drafts a token for every request; None: drafting is free, and lengths are
+        chosen afterwards.
         """
         super().__init__(drafter, max_drafts, step_costs)
         self._drafter, self._draft_costs = drafter, draft_costs
@@ -193,10 +189,9 @@ class AdaptiveLengthDrafter(TrackingDrafter):
 def choose_draft_lengths(
     probabilities: Sequence[Sequence[float]], num_step_tokens: int, costs: StepCosts, token_seconds: float = 0.0
 ) -> list[int]:
-    """Return the lengths with the most tokens per second in a step with `num_step_tokens` other tokens.
+    """Maximize tokens per second of a step with `num_step_tokens` other tokens.
 
-    `probabilities`: for each draft token, that it and those before it are accepted. `token_seconds`: to draft one
-    token.
+    `probabilities`: that each draft token and all before it are accepted. `token_seconds`: to draft one token.
     """
     ordered = sorted(
         ((probability, index) for index, row in enumerate(probabilities) for probability in row),

@@ -1,4 +1,4 @@
-"""Drafts tokens that a grammar forces, such as keys of a JSON schema, without a model."""
+"""Drafts tokens that a grammar forces, such as keys of a JSON schema."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 
 _MAX_FORCED_TEXT_BYTES = 256
-"""Forced text tokenized in one step."""
 
 
 @dataclass(slots=True)
@@ -34,11 +33,11 @@ class _GrammarState:
     """None: it cannot follow the answer."""
     num_consumed: int = 0
     forced_run: list[int] = field(default_factory=list)
-    """Computed once, because there may be thousands."""
+    """Computed once: there may be thousands."""
     num_matched: int = 0
-    """Tokens of `forced_run` that the answer has."""
+    """Of `forced_run`."""
     num_from_source: int = 0
-    """Tokens at the start of the draft in flight that the other drafter proposed."""
+    """First tokens of the draft in flight that the other drafter proposed."""
 
     def consume_answer(self, answer: list[int], compiler: Callable[[], GrammarCompiler]) -> None:
         self.num_consumed += len(answer)
@@ -59,15 +58,14 @@ class _GrammarState:
 
 
 class GrammarDrafter(Drafter):
-    """Cuts another drafter's drafts where the grammar forbids them, and adds forced tokens. JSON is drafted with one
-    space after commas and colons, which the answer may lack.
+    """Cuts another drafter's drafts where the grammar forbids them, and adds forced tokens. JSON is drafted with a
+    space after commas and colons.
     """
 
     def __init__(self, drafter: Drafter, compiler: Callable[[], GrammarCompiler]) -> None:
         self._drafter = drafter
         self._compiler = compiler
         self._states: dict[str, _GrammarState] = {}
-        """By id of requests with a grammar."""
 
     def can_ever_draft(self, request: EngineCoreRequest) -> bool:
         return request_grammar(request) is not None or self._drafter.can_ever_draft(request)
@@ -107,7 +105,6 @@ class GrammarDrafter(Drafter):
         return completed_draft
 
     def _advance_grammar(self, request: Request) -> _GrammarState | None:
-        """None: no grammar."""
         if (grammar := request_grammar(request.engine_request)) is None:
             return None
         if (state := self._states.get(request.engine_request.id)) is None:
@@ -123,7 +120,7 @@ class GrammarDrafter(Drafter):
 def merge_draft_with_forced_tokens(
     matcher: LLMatcher, forced_tokens: list[int], draft: Draft, max_drafts: int, compiler: GrammarCompiler
 ) -> Draft:
-    """Forced tokens come first, then those of the draft that fit and are allowed, then what is forced after them."""
+    """Forced tokens come first, then allowed ones of the draft, then what is forced after them."""
     lookahead = matcher.deep_copy()
     token_ids = list[int]()
     kinds = list[int]()
@@ -158,13 +155,13 @@ def _valid_forced_text_tokens(matcher: LLMatcher, compiler: GrammarCompiler) -> 
 
 
 def _valid_continuation(matcher: LLMatcher, token_ids: list[int], draft_tokens: list[int]) -> list[int]:
-    """Return the allowed rest of a draft that starts with `token_ids`."""
+    """The rest of a draft that starts with `token_ids`, as far as allowed."""
     rest = draft_tokens[len(token_ids) :] if draft_tokens[: len(token_ids)] == token_ids else []
     return rest[: matcher.validate_tokens(rest)] if rest else []
 
 
 def _consume_token(matcher: LLMatcher, token: int, compiler: Callable[[], GrammarCompiler]) -> bool:
-    """Consume a token that may lack a space of the usual form. If False, the matcher is unusable."""
+    """A space of the usual form may be missing. If False, the matcher is unusable."""
     if matcher.try_consume_tokens([token]):
         return True
     for byte in compiler().bytes_of_token(token):

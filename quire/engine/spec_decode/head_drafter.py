@@ -1,4 +1,4 @@
-"""Drafts of heads on the served model's hidden states, which the worker holds."""
+"""Drafts of heads on the served model's hidden states."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from quire.engine.spec_decode.model_drafter import DraftBlockLayout
 
 
 class DraftHeads(Protocol):
-    """Implemented by engine/worker/draft_head_runner.py."""
-
     def draft_tokens(self, rows: Sequence[HeadDraftRequest]) -> list[list[int]]:
         """Each row limits its tokens."""
 

@@ -1,5 +1,5 @@
-"""Under load only nearly certain drafts pay: those after long matches, which last for some tokens. So requests without
-drafts are only probed now and then, and drafting costs little when there is nothing to draft.
+"""Under load only nearly certain drafts pay: those after long matches, which last for some tokens. So other requests
+are only probed now and then.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PROBE_INTERVAL = 8
 """In tokens."""
 MAX_DRAFTS = 32
 LOAD_THRESHOLD = 0.5
-"""Break-even acceptance probability from which the server counts as loaded."""
+"""Break-even acceptance probability."""
 
 
 class LoadAwareDrafter(Drafter):
@@ -23,7 +23,6 @@ class LoadAwareDrafter(Drafter):
         self._drafter = drafter
         self._break_even_rate = lru_cache(1024)(partial(break_even_rate, costs=costs))
         self._recently_verified: set[str] = set()
-        """Requests with drafts in the last step."""
 
     def can_ever_draft(self, request: EngineCoreRequest) -> bool:
         return self._drafter.can_ever_draft(request)
@@ -50,7 +49,7 @@ class LoadAwareDrafter(Drafter):
         self._drafter.forget_request(request)
 
     def _should_probe(self, request: Request) -> bool:
-        """Probes are spread over steps. Requests with a grammar always draft, because forced tokens are certain."""
+        """Spreads probes over steps. Requests with a grammar always draft, because forced tokens are certain."""
         is_due = (len(request.token_ids) + request.arrival) % PROBE_INTERVAL == 0
         return (
             is_due
@@ -60,7 +59,7 @@ class LoadAwareDrafter(Drafter):
 
 
 def break_even_rate(num_requests: int, num_step_tokens: int, costs: StepCosts) -> float:
-    """Return the lowest acceptance probability at which 1 to MAX_DRAFTS drafts pay."""
+    """Lowest acceptance probability at which 1 to MAX_DRAFTS drafts pay."""
     step_seconds = costs.estimate_seconds(num_step_tokens)
     measured_counts = [
         count - num_step_tokens for count in costs.num_tokens if 1 < count - num_step_tokens < MAX_DRAFTS

@@ -1,5 +1,5 @@
-"""Drafts of a smaller model (Leviathan et al., 2023). It samples with the request's own parameters and random numbers,
-so that sampled tokens agree too. Its KV blocks have the same ids as the served model's.
+"""Drafts of a smaller model (Leviathan et al., 2023). It samples with the request's parameters and random numbers, so
+that sampled tokens agree too. Its KV blocks have the served model's ids.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from quire.engine.core.request import Request
 
 
 class DraftModel(Protocol):
-    """Implemented by engine/worker/draft_model_runner.py."""
-
     def draft_first_tokens(self, rows: Sequence[DrafterCatchUp]) -> list[DraftToken]:
-        """Return a token for each row that wants one."""
+        """Only rows that want a token get one."""
 
     def draft_next_tokens(self, keep: Sequence[int]) -> list[DraftToken]:
         """`keep`: indices into the rows of the last call."""
@@ -30,11 +28,9 @@ class DraftModel(Protocol):
 class DraftBlockLayout:
     block_size: int
     hash_block_size: int
-    """In tokens; a divisor of block_size."""
+    """A divisor of block_size."""
     first_spare_block: int
-    """Each slot has `num_spare_blocks` blocks from here on, for drafts beyond a request's blocks. Their contents are
-    lost.
-    """
+    """Per slot `num_spare_blocks` from here on, for drafts beyond a request's blocks. Contents are lost."""
     num_spare_blocks: int
     max_model_len: int
 
@@ -48,12 +44,9 @@ class DraftBlockLayout:
 
 @dataclass(slots=True)
 class _DraftModelState:
-    """Computed tokens of a request."""
-
     num_tokens: int
-    """Leading tokens, known when computed."""
+    """Known when computed."""
     drafts: list[int]
-    """Drafts after them."""
     block_ids: list[int]
     """The request's own list; preemption replaces it."""
     num_sent_blocks: int
@@ -61,10 +54,8 @@ class _DraftModelState:
 
 @dataclass(frozen=True, slots=True)
 class _OpenDraft:
-    """A draft that grows token by token."""
-
     index: int
-    """Index in the requests to draft for."""
+    """In the requests to draft for."""
     request: Request
     token_ids: list[int] = field(default_factory=list)
     probabilities: list[float] = field(default_factory=list)
@@ -72,16 +63,13 @@ class _OpenDraft:
 
 class ModelDrafter(TokenwiseDrafter):
     def __init__(self, model: DraftModel, blocks: DraftBlockLayout, max_tokens: int) -> None:
-        """`max_tokens`: per step of the model."""
         self._model = model
         self._blocks = blocks
         self._max_tokens = max_tokens
         self._states: dict[str, _DraftModelState] = {}
-        """By request id."""
         self._slot_requests: dict[int, str] = {}
-        """By slot: the request whose computed tokens it has."""
+        """The request computed in each slot."""
         self._hash_of_block: dict[int, bytes] = {}
-        """By full block that the draft model computed."""
         self._open_drafts: list[_OpenDraft] = []
 
     def draft_first_tokens(self, draft_requests: RequestsToDraft) -> list[Draft]:
@@ -107,7 +95,7 @@ class ModelDrafter(TokenwiseDrafter):
         for each in self._open_drafts:
             state = self._states[each.request.engine_request.id]
             room = len(each.request.block_ids) * self._blocks.block_size - state.num_tokens
-            state.drafts = each.token_ids[:room]  # computed now, in the request's blocks
+            state.drafts = each.token_ids[:room]
         self._append_draft_tokens(self._model.draft_next_tokens(keep))
 
     def forget_request(self, request: Request) -> None:
@@ -119,7 +107,7 @@ class ModelDrafter(TokenwiseDrafter):
             open_draft.probabilities.append(draft_token.probability)
 
     def _plan_catch_up(self, request: Request, budget: int) -> DrafterCatchUp:
-        """The returned tokens count as computed from now on."""
+        """The tokens count as computed from now on."""
         assert request.slot is not None
         request_id, num_known = request.engine_request.id, len(request.token_ids)
         state = self._states.get(request_id)
@@ -176,7 +164,7 @@ class ModelDrafter(TokenwiseDrafter):
         )
 
     def _record_blocks(self, request: Request, begin: int, end: int) -> None:
-        """Tokens [begin, end) are computed, perhaps with drafts after them."""
+        """Drafts may follow tokens [begin, end)."""
         first = begin // self._blocks.block_size
         for block in request.block_ids[first:]:
             self._hash_of_block.pop(block, None)
@@ -187,7 +175,6 @@ class ModelDrafter(TokenwiseDrafter):
 
 
 def _num_tokens_with_matching_drafts(state: _DraftModelState, request: Request) -> int:
-    """Tokens known when computed, and accepted drafts."""
     count = 0
     for draft, token in zip(state.drafts, request.token_ids[state.num_tokens :], strict=False):
         if draft != token:
@@ -197,7 +184,7 @@ def _num_tokens_with_matching_drafts(state: _DraftModelState, request: Request) 
 
 
 def draft_sampling_params(request: Request) -> SamplingParams:
-    """Leaves out logprobs, and the grammar, which would have to follow drafts that may be wrong."""
+    """Without logprobs, and without the grammar, which would have to follow drafts that may be wrong."""
     params = request.engine_request.sampling_params
     assert params is not None
     return msgspec.structs.replace(params, logprobs=None, prompt_logprobs=None, logprob_token_ids=None, grammar=None)

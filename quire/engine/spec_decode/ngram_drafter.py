@@ -1,5 +1,5 @@
 """Drafts copied from earlier text with the same last tokens: the request's own (prompt lookup, Saxena, 2023), or also
-recent answers (suffix decoding, Oliaro et al., 2024). An incremental index finds it; nothing is searched.
+recent answers (suffix decoding, Oliaro et al., 2024).
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from quire.engine.core.request import Request
 NGRAM_LENGTHS = (1, 2, 4, 8)
 """The longest match is used."""
 MAX_CANDIDATES = 8
-"""Latest positions compared."""
 MAX_MATCH_LENGTH = 64
 MAX_INDEXED_PER_STEP = 4096
-"""Tokens per request; takes about 5 ms."""
+"""Per request; about 5 ms."""
 MAX_SHARED_TOKENS = 100_000
 """Per cache salt; up to twice as many are held."""
 MAX_SHARED_SALTS = 64
@@ -27,25 +26,22 @@ MAX_SHARED_SALTS = 64
 class MatchPosition(NamedTuple):
     text: Sequence[int]
     position: int
-    """The first token after the match."""
 
 
 class NgramIndex:
-    """Maps n-grams to the positions that follow them, numbered through all texts."""
+    """Maps n-grams to positions after them, numbered through all texts."""
 
     def __init__(self, min_ngram: int) -> None:
-        # Numbers take a third of the time of objects, which is mostly spent in the garbage collector. N-grams are
-        # stored as hashes; a collision is found when positions are compared.
+        # Numbers take a third of the time of objects, mostly garbage collection. N-grams are stored as hashes;
+        # comparing positions detects collisions.
         lengths = sorted({min_ngram, *(length for length in NGRAM_LENGTHS if length > min_ngram)}, reverse=True)
         self._positions: dict[int, dict[int, int | list[int]]] = {length: {} for length in lengths}
-        """By length, then hash."""
         self._texts: list[Sequence[int]] = []
         self._text_offsets: list[int] = []
-        """The number of each text's first position."""
         self._num_positions = 0
 
     def index_tokens(self, text: Sequence[int], begin: int, end: int) -> None:
-        """Index positions [begin, end). Only the last text may grow."""
+        """Index [begin, end). Only the last text may grow."""
         if not self._texts or self._texts[-1] is not text:
             self._texts.append(text)
             self._text_offsets.append(self._num_positions)
@@ -61,7 +57,7 @@ class NgramIndex:
                     positions[key] = [stored, first + at]
 
     def find_matches(self, text: Sequence[int]) -> list[MatchPosition]:
-        """Positions after the longest known n-gram at the end of `text`, latest first."""
+        """Positions after the longest known n-gram that ends `text`, latest first."""
         for length, positions in self._positions.items():
             if (numbers := positions.get(hash(tuple(text[-length:])))) is not None:
                 latest = numbers[: -MAX_CANDIDATES - 1 : -1] if isinstance(numbers, list) else [numbers]
@@ -74,7 +70,7 @@ class NgramIndex:
 
 
 def longest_match_draft(text: Sequence[int], matches: Sequence[MatchPosition], max_drafts: int) -> Draft:
-    """Of equally long matches the first is used. The longer the match, the likelier acceptance."""
+    """The longer the match, the likelier acceptance."""
     best, longest = None, 0
     for match_position in matches:
         if (length := _match_length(text, match_position)) > longest:
@@ -94,7 +90,7 @@ def _match_length(text: Sequence[int], match_position: MatchPosition) -> int:
 
 
 def copy_continuation(match_position: MatchPosition, max_tokens: int) -> list[int]:
-    """At the end of the text, continue from the position again: it may be repeating."""
+    """At the end of the text, start over: it may be repeating."""
     text, start = match_position
     token_ids = list(text[start : start + max_tokens])
     while token_ids and len(token_ids) < max_tokens:
@@ -106,7 +102,6 @@ class NgramDrafter(Drafter):
     def __init__(self, min_ngram: int) -> None:
         self._min_ngram = min_ngram
         self._indices: dict[str, tuple[NgramIndex, int]] = {}
-        """By request id, with the number of indexed tokens."""
 
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
         return [
@@ -126,13 +121,12 @@ class NgramDrafter(Drafter):
 
 
 class SuffixDrafter(Drafter):
-    """Looks in the request's tokens and in recent answers with the same cache salt."""
+    """Also looks in recent answers with the same cache salt."""
 
     def __init__(self, min_ngram: int) -> None:
         self._min_ngram = min_ngram
         self._prompt_drafter = NgramDrafter(min_ngram)
         self._recent: OrderedDict[str, _RecentAnswers] = OrderedDict()
-        """By salt, least recently used first."""
 
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
         return [
@@ -159,7 +153,7 @@ class SuffixDrafter(Drafter):
 
 
 class _RecentAnswers:
-    """Two indices: when the newer is full, it replaces the older."""
+    """When the newer index is full, it replaces the older."""
 
     def __init__(self, min_ngram: int) -> None:
         self._min_ngram = min_ngram

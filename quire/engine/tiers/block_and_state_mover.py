@@ -1,4 +1,4 @@
-"""Copies KV blocks (numbers from 0) and state snapshots (~slot) for a tier's threads."""
+"""Moves KV blocks (numbers from 0) and state snapshots (~slot)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from quire.engine.common.executor import BlockMover
 
 
 def state_key(digest: bytes) -> bytes:
-    """Key of the snapshot that follows a block with this hash."""
     return blake2b(digest, digest_size=16, person=b"quire state").digest()
 
 

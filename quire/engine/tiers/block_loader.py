@@ -1,6 +1,4 @@
-"""Loads KV blocks from tiers into the prefix cache. Requests then return to the queue and find them as any cached
-prefix.
-"""
+"""Loads KV blocks into the prefix cache, where requests find them when they are scheduled again."""
 
 from __future__ import annotations
 
@@ -26,11 +24,11 @@ _THREADS = 4
 LOAD_TIMEOUT_SECONDS = 10.0
 """Afterwards a request computes its blocks instead."""
 _POLL_SECONDS = 0.005
-"""How long an idle engine waits before it looks for messages."""
+"""An idle engine then looks for messages."""
 
 
 PromoteCallback = Callable[[bytes, BlockContent, Sequence[Tier], int], None]
-"""(digest, block, tiers above the one that had it, generation of the load)."""
+"""(digest, block, higher tiers, generation of the load)."""
 
 
 class IncomingSnapshot(NamedTuple):
@@ -43,25 +41,22 @@ class IncomingSnapshot(NamedTuple):
 class BlockLoad:
     waiting: list[Request]
     cached_blocks: list[int]
-    """Referenced so that they stay on the device."""
     blocks: list[int]
     digests: list[Sequence[bytes]]
     """Per block: hashes of its beginnings, its own last."""
     tiers: list[str]
-    """The tier expected to have each block."""
     began_at: float
     generation: int
     snapshot: IncomingSnapshot | None = None
     has_snapshot: bool = False
     num_filled: int = 0
     loads_by_tier: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """(blocks, seconds) by tier."""
     is_running: bool = False
     ended_at: float = 0.0
 
 
 class BlockLoader:
-    """Public methods are for the engine's loop; threads fetch the blocks."""
+    """Public methods are for the engine's loop; threads fetch blocks."""
 
     def __init__(
         self,
@@ -81,7 +76,7 @@ class BlockLoader:
         self._pool = pool
         self._open_loads: list[BlockLoad] = []
         self._overdue_loads: list[BlockLoad] = []
-        """No request waits for these, but they own their blocks until they end."""
+        """They keep their blocks until they end."""
         self._load_by_hash: dict[bytes, BlockLoad] = {}
         self._finished: deque[BlockLoad] = deque()
         self._finished_event = threading.Event()
@@ -96,7 +91,7 @@ class BlockLoader:
         return bool(self._open_loads or self._overdue_loads)
 
     def join_load(self, request: Request, digest: bytes) -> bool:
-        """False if the block is not already loading."""
+        """False: not loading."""
         if (load := self._load_by_hash.get(digest)) is None:
             return False
         load.waiting.append(request)
@@ -125,7 +120,7 @@ class BlockLoader:
     def take_finished_and_overdue_loads(
         self, now: float
     ) -> tuple[list[BlockLoad], list[tuple[BlockLoad, list[Request]]]]:
-        """Return ended loads, which the caller must release, and overdue ones with the requests that no longer wait."""
+        """The caller must release ended loads. Overdue ones come with the requests that no longer wait."""
         self._finished_event.clear()
         finished = []
         while self._finished:
@@ -152,7 +147,6 @@ class BlockLoader:
         self._pool.unref(load.cached_blocks + load.blocks)
 
     def remove_request(self, request: Request) -> None:
-        """The request has ended; its blocks still arrive."""
         for load in self._open_loads:
             if request in load.waiting:
                 load.waiting.remove(request)

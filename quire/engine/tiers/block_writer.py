@@ -1,6 +1,4 @@
-"""Copies KV blocks to tiers in a thread when a request leaves the device. Most are copied before the device's cache
-reuses them; the others just before they are overwritten.
-"""
+"""Copies KV blocks to tiers in a thread when a request leaves the device, at the latest before they are reused."""
 
 from __future__ import annotations
 
@@ -12,7 +10,6 @@ from quire.engine.common.executor import BlockMover
 from quire.engine.tiers.tier import BlockContent, Tier
 
 _MAX_UNWRITTEN_BYTES = 256 * 2**20
-"""Blocks beyond it are not kept."""
 
 ThreadPoolFactory = Callable[[int, str], Executor]
 """(number of threads, name)."""
@@ -26,22 +23,21 @@ class BlockWriter:
         self._tiers = tiers
         self._mover = mover
         self._uncopied: dict[int, bytes] = {}
-        """Hashes of full blocks to copy. They stay unchanged until `copy_before_reuse`."""
+        """Full blocks, unchanged until `copy_before_reuse`."""
         self._copy_lock = Lock()
         self._store_lock = Lock()
         self.generation = 0
-        """Grows with every reset; earlier transfers are dropped."""
+        """Resets increase it; earlier transfers are dropped."""
         self._unwritten_bytes = 0
-        """From `copy_before_reuse`."""
         self._thread = make_threads(1, "kv-put")
         self.num_stored: dict[str, int] = {tier.name: 0 for tier in tiers}
         self.num_not_stored = 0
-        """Blocks that came too fast."""
+        """They came too fast."""
         self.num_forced_copies = 0
-        """Blocks that the loop copied itself."""
+        """Made by the loop itself."""
 
     def write_blocks(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """The blocks must be full. The first of a prefix count as most recently used."""
+        """Blocks must be full. The first of a prefix count as most recently used."""
         new_blocks = []
         for block, digest in reversed(blocks):
             is_stored = [tier.lookup(digest) for tier in self._tiers]  # a lookup counts as a use
@@ -82,7 +78,7 @@ class BlockWriter:
         wait([last], _CLOSE_TIMEOUT_SECONDS)
 
     def promote_block(self, digest: bytes, copy: BlockContent, tiers: Sequence[Tier], generation: int) -> None:
-        """Store a block in higher tiers. Called by any thread."""
+        """Called by any thread."""
         with self._store_lock:
             if generation == self.generation:
                 for tier in tiers:

@@ -1,8 +1,7 @@
-"""The disk tier: a file per block, evicted least recently used. It survives the engine.
+"""The disk tier: a file per block, evicted least recently used (by modification time). It survives the engine.
 
 Identities (kv_identity.py) have a subfolder each and share the limit, so newer blocks evict those of older weights.
-Folders are 0700, files 0600. Files are renamed when complete and verified when read (sealed_blocks.py), because disks
-and power fail. The modification time is the last use.
+Folders are 0700, files 0600. Files are renamed when complete and verified when read, because disks and power fail.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ class DiskTier:
         self._identity_folder = identity.hex()
         self._max_bytes = max_bytes
         self._files: OrderedDict[str, int] = OrderedDict()
-        """Bytes by path below the root, least recently used first."""
         self._bytes = 0
         self._lock = Lock()
         self._write_failed = False
@@ -133,7 +131,7 @@ class DiskTier:
 
 
 def _scan_and_clean_folder(root: Path) -> list[tuple[str, int]]:
-    """(path, bytes), least recently used first. Removes unfinished files of killed processes."""
+    """(path, bytes), least recently used first. Removes unfinished files of dead processes."""
     for leftover in root.parent.glob(f"{DELETED_PREFIX}{KV_DIR_NAME}-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     files = []

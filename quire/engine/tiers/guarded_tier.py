@@ -14,14 +14,13 @@ log = logging.getLogger("quire.tiers")
 
 CALL_TIMEOUT_SECONDS = 30.0
 _THREADS = 5
-"""As many as callers: the loader's threads and the writer."""
 
 Result = TypeVar("Result")
 
 
 class GuardedTier:
-    """Guards a tier outside the engine's memory: contents are verified, and exceptions are misses. A call that exceeds
-    the timeout, as on a dead network disk, disables the tier until the engine is rebuilt; `lookup` has none.
+    """Verifies blocks of a tier outside the engine's memory, and treats exceptions as misses. A call that exceeds the
+    timeout, as on a dead network disk, disables the tier until the engine is rebuilt. `lookup` has no timeout.
     """
 
     def __init__(self, tier: Tier, identity: bytes, timeout: float = CALL_TIMEOUT_SECONDS) -> None:
@@ -56,13 +55,12 @@ class GuardedTier:
             self._call_or_disable_on_timeout(lambda: self._tier.drop(digest))
 
     def disable_and_stop_threads(self) -> None:
-        """Threads end after their current calls; queued calls get no answer."""
+        """Queued calls get no answer."""
         self.is_disabled = True
         for _ in range(_THREADS):
             self._calls.put(None)
 
     def _call_or_disable_on_timeout(self, call: Callable[[], Result]) -> Result | None:
-        """Return None if the call raises or times out."""
         if self.is_disabled:
             return None
         future: Future[Result | None] = Future()
@@ -81,7 +79,7 @@ class GuardedTier:
             future.set_result(call())
 
     def _call_or_none(self, call: Callable[[], Result]) -> Result | None:
-        """An exception is logged once until a call succeeds."""
+        """Logs an exception once until a call succeeds."""
         try:
             result = call()
         except Exception:

@@ -1,7 +1,7 @@
-"""16-byte fingerprint of what a KV block depends on other than tokens. Blocks of another identity are not read.
+"""16-byte fingerprint of all but the tokens that a KV block depends on.
 
-Weights count by content. Hashing takes about a second per GiB, so the hash is stored next to the blocks with the files'
-sizes, times and inodes.
+Weights count by content. Hashing takes about a second per GiB, so the hash is stored with the files' sizes, times and
+inodes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ log = logging.getLogger("quire.tiers")
 
 _CODE_SUFFIXES = (".py", ".so", ".cpp", ".h")
 _NUM_SAMPLES, _SAMPLE_BYTES = 1024, 4096
-"""Per model."""
 _MIN_SAMPLES_PER_FILE = 16
 _PART_BYTES = 64 * 2**20
-"""Hashed per thread at a time."""
 _THREADS = 4
 _HASHES_FILE = "weights.json"
 _MAX_REMEMBERED = 64
@@ -36,7 +34,7 @@ FileStamp = tuple[str, int, int, int, int, int]
 
 
 def compute_identity(config: EngineConfig, model: ModelConfig, weights: bytes, layout: str) -> bytes:
-    """`layout`: see BlockMover. Includes the code that computes keys and values."""
+    """`layout`: see BlockMover. Includes the code of kernels, layers and models."""
     settings = (
         config.online_quantization,
         config.quantize_embedding,
@@ -60,9 +58,7 @@ def compute_identity(config: EngineConfig, model: ModelConfig, weights: bytes, l
 
 
 def model_sample_digest(model: ModelConfig, files: WeightFiles | None) -> str:
-    """Hash of config.json and samples of the weights, independent of the path. "" if these are in no file or changed
-    while loading.
-    """
+    """Independent of the path. "" if the weights are in no file or changed while loading."""
     if files is None or (sample := files.sample_digest()) is None:
         return ""
     raw = json.dumps(model.raw, sort_keys=True, default=repr)
@@ -70,7 +66,6 @@ def model_sample_digest(model: ModelConfig, files: WeightFiles | None) -> str:
 
 
 def code_hash() -> bytes:
-    """Hash of the installed kernels, layers and models."""
     engine = Path(__file__).resolve().parent.parent
     hasher = blake2b(digest_size=16)
     for folder in (engine.parent / "kernels", engine / "layers", engine / "models"):
@@ -89,9 +84,7 @@ class WeightFiles:
         self._stamps = [] if self._is_dummy else _file_stamps(resolve_weights(config))
 
     def sample_digest(self) -> bytes | None:
-        """Takes milliseconds at any size. Another training changes it; a change of a few rows may not. None if files
-        changed.
-        """
+        """Takes milliseconds. Another training changes it; a change of a few rows may not. None if files changed."""
         if self._is_dummy:
             return b"%d" % self._seed
         hasher = blake2b(digest_size=16)
@@ -107,7 +100,7 @@ class WeightFiles:
         return bool(self._stamps) and [_file_stamp(Path(stamp[0])) for stamp in self._stamps] == self._stamps
 
     def content_hash(self, hash_folder: Path | None) -> bytes | None:
-        """None if files changed, because it is unknown which content was loaded. `hash_folder`: remembers hashes."""
+        """None if files changed, because the loaded content is then unknown."""
         if self._is_dummy:
             return bytes(16)  # the identity includes the seed
         if not self._are_files_unchanged():
@@ -155,7 +148,6 @@ def _hash_file_part(part: tuple[str, int]) -> bytes:
 
 
 def _read_hashes(hash_folder: Path) -> dict[str, str]:
-    """Empty if the file is damaged."""
     try:
         hashes = json.loads((hash_folder / _HASHES_FILE).read_text())
         return {key: bytes.fromhex(value).hex() for key, value in hashes.items() if len(value) == 32}

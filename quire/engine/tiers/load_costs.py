@@ -6,20 +6,18 @@ _EMA_WEIGHT = 0.2
 _MIN_STEP_TOKENS = 32
 """Smaller steps do not show the cost of prompt tokens."""
 _PROBE_INTERVAL = 32
-"""After this many refusals load anyway: the tier may be fast again."""
+"""Load anyway after this many refusals: the tier may be fast again."""
 
 
 class LoadCosts:
-    """Decides by measured costs whether to load or compute. An unmeasured tier counts as free, so that it gets
-    measured.
-    """
+    """Whether to load or compute, by measured costs. An unmeasured tier counts as free, so that it gets measured."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self.token_seconds: float | None = None
-        """To compute one prompt token."""
+        """Per prompt token."""
         self.block_seconds: dict[str, float] = {}
-        """To load one block, by tier."""
+        """Per block, by tier."""
         self._num_refused = 0
 
     def record_compute(self, tokens: int, seconds: float) -> None:
@@ -30,7 +28,7 @@ class LoadCosts:
         self.block_seconds[tier] = _moving_average(self.block_seconds.get(tier), seconds / num_blocks)
 
     def num_blocks_worth_loading(self, tiers: Sequence[str]) -> int:
-        """First blocks that save most time over computing. `tiers`: of each block."""
+        """Return how many first blocks save most time. `tiers`: of each block."""
         if self.token_seconds is None:
             return len(tiers)
         compute_seconds = self.token_seconds * self._block_tokens

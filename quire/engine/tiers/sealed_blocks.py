@@ -1,5 +1,5 @@
-"""Blocks stored outside the engine's memory have a header: identity (kv_identity.py), hash, length and a checksum. A
-torn or changed block, or one of another model or other tokens, is a miss.
+"""Blocks outside the engine's memory have a header: identity (kv_identity.py), hash, length and checksum. Damaged or
+foreign blocks are misses.
 """
 
 from __future__ import annotations

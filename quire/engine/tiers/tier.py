@@ -6,14 +6,13 @@ BlockContent = bytes | memoryview
 
 
 class Tier(Protocol):
-    """A place for KV blocks below the device's cache: host memory, a disk, or a shared store.
+    """A place for KV blocks: host memory, a disk, or a shared store.
 
     `digest`s have 16 bytes. Any method may be called from several threads at once. Exceptions are logged and count as
     misses.
     """
 
     name: str
-    """Appears in metrics: "host", "disk"."""
 
     def lookup(self, digest: bytes) -> bool:
         """Counts as a use. The engine's loop calls this between steps, so it must answer at once, from memory. It may

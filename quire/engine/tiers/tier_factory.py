@@ -27,7 +27,7 @@ def requested_tier_setting_names(config: EngineConfig) -> list[str]:
 
 
 def check_tiers(config: EngineConfig, *, is_encoder: bool) -> None:
-    """Raise ConfigError if tiers are impossible here, or a disk size has no folder."""
+    """Raises ConfigError."""
     has_no_folder = config.kv_offload_disk is not None and config.kv_offload_dir is None
     refuse_setting_if(
         "kv_offload_disk", has_no_folder and "says how much --kv-offload-dir DIR may take, which is not given"
@@ -54,9 +54,7 @@ def make_kv_offloader(
     make_state_offload_mover: Callable[[], BlockMover | None] | None = None,
     make_tiered_offloader: Callable[..., TieredKVOffloader] = TieredKVOffloader,
 ) -> tuple[KVOffloader, list[str]]:
-    """Also returns notes for the log. `weight_files`: None: the weights are in no file, so later engines could not
-    recognize them.
-    """
+    """Also returns notes. `weight_files`: None: the weights are in no file, so a later engine could not verify them."""
     if not (settings := requested_tier_setting_names(config)):
         return NullKVOffloader(), []
     if (mover := make_block_mover()) is None:
@@ -100,7 +98,7 @@ def _capacity_text(name: str, max_gib: float | None, block_bytes: int, block_tok
 
 
 def _make_custom_tier(name: str, identity: bytes) -> Tier:
-    """`name`: module:function. Raises ConfigError if it fails."""
+    """`name`: module:function. Raises ConfigError."""
     module, _, function = name.partition(":")
     try:
         tier: Tier = getattr(import_module(module), function)(identity)
@@ -113,7 +111,7 @@ def _make_custom_tier(name: str, identity: bytes) -> Tier:
 
 
 def _measure_copy_seconds(mover: BlockMover) -> float:
-    """Overwrites block 0 with itself, so no request may use the device yet."""
+    """Rewrites block 0, so no request may use the device yet."""
     mover.announce_block_writes([0])
     content = mover.read_block(0)
     began = clock.monotonic()

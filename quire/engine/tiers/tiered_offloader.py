@@ -31,7 +31,7 @@ class TransferOptions:
 
 
 class TieredKVOffloader(KVOffloader):
-    """Stores each block in all tiers when its request leaves the device; loads it from the first that has it."""
+    """Stores blocks in all tiers when a request leaves the device, and loads them from the first that has them."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class TieredKVOffloader(KVOffloader):
         state_mover: BlockMover | None = None,
         transfer_options: TransferOptions | None = None,
     ) -> None:
-        """`tiers`: nearest first. `state_mover`: copies slots if prefixes need state snapshots."""
+        """`tiers`: nearest first. `state_mover`: for state snapshots."""
         self.load_costs = load_costs
         self.capacity_text = capacity_text
         self.load_seconds = 0.0
@@ -55,11 +55,10 @@ class TieredKVOffloader(KVOffloader):
         self._writer = BlockWriter(tiers, self._mover, self._transfer_options.store_threads)
         self._loaded_ids: set[str] = set()
         """Requests that compute what is missing: after an incomplete load, and after any load until they have run,
-        because others may take the loaded blocks again and again.
+        because others may take the loaded blocks repeatedly.
         """
         self._loaded_blocks: list[BlockLoadRecord] = []
         self._load_counts = {tier.name: (0, 0.0) for tier in tiers}
-        """(blocks loaded, seconds) by tier."""
 
     def attach_cache(self, pool: BlockPool, prefixes: PrefixCache) -> None:
         self._prefix_cache = prefixes
@@ -125,7 +124,7 @@ class TieredKVOffloader(KVOffloader):
         return True
 
     def _choose_snapshot_and_num_blocks(self, digests: Sequence[bytes]) -> tuple[IncomingSnapshot | None, int]:
-        """Load only as many blocks as end at a snapshot if one is required. Reserves a slot for one from a tier."""
+        """Load only blocks up to a snapshot if one is required; reserves a slot for one from a tier."""
         snapshots = self._prefix_cache.snapshots
         for count in range(len(digests), 0, -1):
             if snapshots.can_resume_after_block(digest := digests[count - 1]):

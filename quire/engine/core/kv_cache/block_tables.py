@@ -8,8 +8,8 @@ from quire.engine.core.request import Request
 
 
 class BlockTables:
-    """Request.block_ids interleaves KV cache groups: a block of each per block_size tokens. Blocks freed behind a
-    sliding window leave NULL_BLOCK.
+    """Request.block_ids interleaves KV cache groups: a block of each per block_size tokens. Blocks that left a sliding
+    window become NULL_BLOCK.
     """
 
     def __init__(self, pool: BlockPool, needs: KVBlockNeeds) -> None:
@@ -17,7 +17,6 @@ class BlockTables:
         self.needs = needs
         self.num_groups = len(needs.windows)
         self.num_blocks_saved = 0
-        """Blocks freed by sliding windows."""
         self._block_size = needs.block_size
         self._full_groups = [group for group, window in enumerate(needs.windows) if window is None]
         self.windowed_groups = [(group, window) for group, window in enumerate(needs.windows) if window is not None]
@@ -33,7 +32,7 @@ class BlockTables:
         return self.num_groups * -(-tokens // self._block_size) - len(request.block_ids)
 
     def num_free_blocks_needed(self, request: Request, cached: Sequence[int]) -> int:
-        """To compute all tokens of a waiting request starting with `cached`. It frees some on the way."""
+        """To compute all tokens, starting with `cached`. Blocks freed on the way count."""
         tokens = len(request.token_ids)
         num_to_allocate = self.needs.max_blocks(
             tokens, len(cached) // self.num_groups
@@ -45,7 +44,7 @@ class BlockTables:
 
     def free_behind_window(self, request: Request) -> None:
         """A step in flight may still read freed blocks, but their next owner writes later, or in layers already read.
-        Rejected drafts never lead back to before their step's first token.
+        Rejected drafts never lead back before their step's first token.
         """
         for group, window in self.windowed_groups:
             first, last = (
@@ -71,8 +70,8 @@ class BlockTables:
         request.block_ids = []
 
     def find_cached_blocks(self, digests: Sequence[bytes]) -> list[int]:
-        """Return the longest cached prefix after which a request can continue. Windowed groups hold NULL_BLOCK for
-        blocks that the next token does not attend to.
+        """The longest cached prefix after which a request can continue. NULL_BLOCK stands for blocks outside the next
+        token's window.
         """
         tables: list[list[int]] = [[] for _ in self.needs.windows]
         for group in self._full_groups:
@@ -90,7 +89,7 @@ class BlockTables:
         return [block for row in zip(*(table[: len(digests)] for table in tables), strict=True) for block in row]
 
     def _find_in_window(self, digests: Sequence[bytes], group: int, window: int) -> list[int]:
-        """Search backwards: the prefix ends before a block missing in the window."""
+        """Search backwards: the prefix ends before a missing block."""
         count, blocks = len(digests), [NULL_BLOCK] * len(digests)
         index = count - 1
         while index >= self.needs.first_visible_block(window, count * self._block_size):

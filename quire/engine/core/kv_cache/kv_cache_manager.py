@@ -1,6 +1,6 @@
 """The KV cache of all requests, after vLLM's class of this name. Differences:
 
-- Groups share one interleaved table of plain ids, Request.block_ids: no coordinator, no KVCacheBlocks.
+- Groups share one interleaved table of plain ids, Request.block_ids.
 - `get_computed_blocks` takes no reference, because blocks may first be loaded from a tier. `use_computed_blocks` then
   starts the request; vLLM's allocate_slots does both.
 - `allocate_slots` takes a request's total tokens, not the new ones.
@@ -44,12 +44,11 @@ class KVCacheManager:
         return self._needs.max_context_tokens(self.block_pool.num_blocks, num_tokens)
 
     def begin_step(self) -> None:
-        """Call before scheduling anything of a step."""
         self.prefix_cache.reset_writes_and_unpin_expired()
         self._snapshots.publish_snapshots()
 
     def get_computed_blocks(self, request: Request) -> list[int]:
-        """Leaves out the last token. See BlockTables.find_cached_blocks."""
+        """See BlockTables.find_cached_blocks. The last token must be computed."""
         digests = [hashes[-1] for hashes in self.prefix_cache.hashes_of_full_blocks(request)]
         blocks = self._block_tables.find_cached_blocks(digests)
         num_found = len(blocks) // self._block_tables.num_groups
@@ -59,7 +58,7 @@ class KVCacheManager:
         return self._block_tables.find_cached_blocks(digests[:num_usable])
 
     def num_lacking_blocks(self, request: Request, computed: Sequence[int]) -> int:
-        """Blocks that must become free before the request can compute all its tokens; 0 or less: none."""
+        """Blocks that must become free to compute all tokens; may be negative."""
         return self._block_tables.num_free_blocks_needed(request, computed) - self.block_pool.num_free
 
     def num_exclusive_blocks(self, request: Request) -> int:
@@ -67,7 +66,7 @@ class KVCacheManager:
         return sum(ref_counts[block] == 1 for block in without_null_blocks(request.block_ids))
 
     def use_computed_blocks(self, request: Request, computed: list[int]) -> list[BlockCopy]:
-        """Returns the partial block copies that it needs."""
+        """Return the partial block copies that it needs."""
         self._block_tables.set_cached_blocks(request, computed)
         self.prefix_cache.set_num_cached_hashes(request, len(computed) // self._block_tables.num_groups)
         self._snapshots.restore_state(request)
@@ -77,7 +76,7 @@ class KVCacheManager:
         return copies
 
     def allocate_slots(self, request: Request, num_tokens: int) -> bool:
-        """False if there are too few blocks: then none is allocated. Frees blocks that left a window."""
+        """Allocates nothing and returns False if there are too few blocks. Frees those that left a window."""
         if self._block_tables.windowed_groups:
             self._block_tables.free_behind_window(request)
         num_missing = self._block_tables.num_missing_blocks(request, num_tokens)
@@ -88,7 +87,6 @@ class KVCacheManager:
         return True
 
     def limit_tokens_to_snapshot(self, request: Request, max_tokens: int) -> int:
-        """Lower `max_tokens` if the next step has to end at a snapshot."""
         return self._snapshots.limit_step_tokens(request, max_tokens)
 
     def limit_draft_tokens(self, request: Request, max_drafts: int) -> int:

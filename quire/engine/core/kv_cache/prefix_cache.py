@@ -21,7 +21,7 @@ class PrefixCache:
         enabled: bool,
         snapshots: StateSnapshots,
     ) -> None:
-        """`hash_block_size`: tokens per hash; a divisor of the block size. If not `enabled`, nothing is found."""
+        """`hash_block_size`: in tokens; a divisor of the block size."""
         self.block_size = block_size = tables.needs.block_size
         assert block_size % hash_block_size == 0
         self.is_enabled = enabled
@@ -33,7 +33,7 @@ class PrefixCache:
         self._hash_block_size = hash_block_size
         self._hashes_per_block = block_size // hash_block_size
         self._first_written: dict[int, int] = {}
-        """Per block: the first token that the step being scheduled writes."""
+        """By block: the first token written by the step being scheduled."""
 
     @property
     def match_unit(self) -> int:
@@ -45,7 +45,7 @@ class PrefixCache:
         self._sessions.unpin_expired()
 
     def hashes_of_full_blocks(self, request: Request) -> list[Sequence[bytes]]:
-        """Hashes of each block's beginnings, its own last. Leaves out the last token, which must be computed."""
+        """Hashes of each block's beginnings, its own last. The last token must be computed."""
         if not self.is_enabled or request.skips_prefix_cache_reads:
             return []
         digests = request.block_hashes((len(request.token_ids) - 1) // self._hash_block_size, self._hash_block_size)
@@ -55,11 +55,10 @@ class PrefixCache:
         ]
 
     def set_num_cached_hashes(self, request: Request, num_blocks: int) -> None:
-        """`num_blocks`: per group."""
+        """`num_blocks` is per group."""
         request.num_cached_hashes = num_blocks * self._hashes_per_block
 
     def count_hits_and_resume_session(self, request: Request) -> None:
-        """Only when the request first starts."""
         if request.num_cached_tokens is None:
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
             self._counts.prefix_queries += request.num_prompt_tokens
@@ -84,8 +83,8 @@ class PrefixCache:
         self._sessions.clear_sessions()
 
     def prepare_partial_block_copies(self, request: Request) -> list[BlockCopy]:
-        """Allocate blocks if each group has a cached one that begins as the request's next one. Copies run before the
-        step computes anything, so its own writes cannot be copied.
+        """Allocate blocks if each group has a cached one that begins like the request's next. Copies run before the
+        step, so its own writes cannot be copied.
         """
         if self._hashes_per_block == 1 or not self.is_enabled or request.skips_prefix_cache_reads:
             return []
@@ -107,7 +106,7 @@ class PrefixCache:
         return []
 
     def _find_partial_blocks(self, digest: bytes, tokens: int) -> list[int]:
-        """Those written before this step."""
+        """Only blocks written before this step."""
         candidates = [
             self._pool.get_cached_block(block_hash_with_group_id(digest, group)) for group in range(self._num_groups)
         ]
