@@ -21,18 +21,17 @@ from quire.server.http.write_batching import TRANSPORT_SCOPE_KEY, BatchingTransp
 log = logging.getLogger("quire.server")
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Of a request line with headers, and of anything that brings no body byte: a chunk's line with extensions, trailers.
-"""
+"""For a request line with headers, and for anything without body bytes: a chunk's line with extensions, trailers."""
 MAX_HEADERS = 256
-"""Including trailers. Each header lookup scans them all."""
+"""Including trailers. Each lookup scans them all."""
 MAX_FRAMING_BYTES = 1 << 20
-"""Bytes outside the body: head, chunk lines with extensions, trailers."""
+"""Outside the body: head, chunk lines with extensions, trailers."""
 _BODY_BYTES_PER_FRAMING_BYTE = 4
-"""A body earns another framing byte per this many bytes, so chunks of 24 bytes and more are never refused."""
+"""Earn another framing byte, so chunks of 24 bytes and more are never refused."""
 MAX_PIPELINED_REQUESTS = 100
-"""Waiting behind the one being answered. Reading pauses meanwhile, but a single read could bring thousands."""
+"""Reading pauses while requests wait, but a single read could bring thousands."""
 BODY_PIECE_BYTES = 16 * 1024
-"""That must arrive per read timeout."""
+"""Must arrive per read timeout."""
 _HEAD_TOO_LARGE = 431, f"The headers are larger than {MAX_HEAD_BYTES} bytes"
 _TRAILERS_TOO_LARGE = 431, f"The trailers, or the line before a chunk, are larger than {MAX_HEAD_BYTES} bytes"
 _FRAMING_TOO_LARGE = 431, f"The lines between the body's chunks are larger than {MAX_FRAMING_BYTES} bytes"
@@ -41,23 +40,21 @@ _FRAMING_TOO_LARGE = 431, f"The lines between the body's chunks are larger than 
 @dataclass(frozen=True, slots=True)
 class ConnectionTimeouts:
     read_timeout: float
-    """Seconds per head, and per piece of the body."""
+    """Seconds per head, and per piece of a body."""
     write_timeout: float
     """Seconds that an answer may wait for its reader."""
     client: EngineClient
-    """`slow_readers` counts clients beyond the write timeout."""
 
 
 class UpgradeIgnoringParser(httptools.HttpRequestParser):
-    """Ignores the header Upgrade, as servers may: Java's client and `curl --http2` send it with every request.
+    """Ignores the header Upgrade, which Java's client and `curl --http2` always send.
 
-    The base class would treat all after the head, starting with the body, as another protocol. Here the head is parsed
-    again without the header.
+    The base class would take the body for another protocol. Here the head is parsed again without the header.
     """
 
     def __init__(self, connection: HttpConnection) -> None:
         super().__init__(connection)
-        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as the connections' base class does
+        self.set_dangerous_leniencies(lenient_data_after_close=True)
         self._connection = connection
 
     def feed_data(self, data: bytes | bytearray | memoryview | array[int]) -> None:
@@ -69,13 +66,13 @@ class UpgradeIgnoringParser(httptools.HttpRequestParser):
                 if parser.get_method() == b"CONNECT":
                     raise
                 data = self._connection.head_without_upgrade() + bytes(data)[upgrade.args[0] :]
-                # a new parser continues: this one ignores what follows a head with `Connection: close`
+                # this parser would ignore what follows a head with `Connection: close`
                 parser = self._connection.parser = UpgradeIgnoringParser(self._connection)
 
 
 class UnchunkedSender:
-    """Sends an answer to an HTTP/1.0 client (nginx by default, `ab`), which knows no chunks; unknown length ends with
-    the connection. uvicorn would write chunks, or require a length, which is set here as each part comes.
+    """For HTTP/1.0 clients (nginx by default, `ab`), which know no chunks: the connection ends an answer of unknown
+    length. uvicorn writes chunks, or requires a length, which is set here per part.
     """
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
@@ -98,8 +95,8 @@ class UnchunkedSender:
 class HttpConnection(HttpToolsProtocol):
     """Adds limits to uvicorn's connection, and deadlines by timers, which cost less than tasks.
 
-    uvicorn has no deadline for slow requests, no limit on headers and trailers, and waits forever for a client that
-    does not read. Limits belong to the connection: each byte counts as framing until it proves to be a body's.
+    uvicorn has no deadline for slow requests or clients that do not read, and no limit on headers and trailers. Each
+    byte counts as framing until it proves to be a body's.
     """
 
     transport: BatchingTransport
@@ -121,23 +118,19 @@ class HttpConnection(HttpToolsProtocol):
         self._received_bytes = 0
         """Of the head, or of the body since the timer was set."""
         self._framing_bytes = 0
-        """Except those received together with the end of the previous request."""
+        """Without those received with the end of the previous request."""
         self._body_bytes = 0
         self._bytes_without_body = 0
         """Since the last piece with a body byte."""
         self._num_headers = 0
-        """Including trailers."""
         self._body_chunks: list[bytes] = []
-        """Received with the current data."""
         self._read_timer: asyncio.TimerHandle | None = None
-        """Runs while a request is received."""
         self._write_timer: asyncio.TimerHandle | None = None
-        """Runs while sent data is unread."""
         self._refusal = (400, "Invalid HTTP request")
         self._running_cycle: RequestResponseCycle | None = None
-        """The request being answered or answered last; `cycle` is the last received."""
+        """Being answered or answered last; `cycle` was received last."""
         self._is_refused = False
-        """Nothing more is read; the refusal is sent after the answers to earlier requests."""
+        """Read nothing more; send the refusal after the answers to earlier requests."""
 
     # Receiving
 
@@ -175,7 +168,7 @@ class HttpConnection(HttpToolsProtocol):
             self._expect_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Trailers are dropped: ASGI has no place for them, and as headers they would bypass proxies' checks."""
+        """Drops trailers: ASGI has no place for them, and as headers they would bypass proxies' checks."""
         self._num_headers += 1
         if self._num_headers > MAX_HEADERS:
             self._abort_parsing(431, f"The request has more than {MAX_HEADERS} headers")
@@ -209,7 +202,7 @@ class HttpConnection(HttpToolsProtocol):
         self._body_bytes += len(body)
 
     def _flush_body_chunks(self) -> None:
-        """At once, because the base class copies all it has per chunk, which may be a byte each."""
+        """The base class copies all it has per chunk, which may be a byte each."""
         if self._body_chunks:
             super().on_body(b"".join(self._body_chunks))
             self._body_chunks.clear()
@@ -247,7 +240,6 @@ class HttpConnection(HttpToolsProtocol):
             self._read_timer = None
 
     def _is_receiving(self) -> bool:
-        """Part of a request has come, and more may."""
         return self._is_refused or (self._read_timer is not None and (self._received_bytes > 0 or not self._in_head))
 
     @property
@@ -266,7 +258,7 @@ class HttpConnection(HttpToolsProtocol):
             self._refuse_request(408, f"The request did not come within {self._limits.read_timeout:g} seconds")
 
     def _abort_parsing(self, status: int, message: str) -> None:
-        """Called during parsing: uvicorn then calls send_400_response."""
+        """uvicorn then calls send_400_response."""
         self._refusal = (status, message)
         raise ValueError(self._refusal)
 
@@ -275,7 +267,7 @@ class HttpConnection(HttpToolsProtocol):
         self.send_400_response(message)
 
     def send_400_response(self, msg: str) -> None:
-        """Send an OpenAI error body after the answers to earlier requests, unless a response has begun, and close."""
+        """After the answers to earlier requests, and unless a response has begun."""
         if not self._in_head and self.pipeline and self.pipeline[0][0] is self.cycle:
             self.pipeline.popleft()
             self.cycle = self.pipeline[0][0] if self.pipeline else cast(RequestResponseCycle, self._running_cycle)
@@ -291,14 +283,13 @@ class HttpConnection(HttpToolsProtocol):
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[status] + head + body)
         self.transport.close()
-        self._notify_disconnect()  # nothing more of the application is sent
+        self._notify_disconnect()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running_cycle = cycle
         super()._start_asgi_task(cycle, app)
 
     def _notify_disconnect(self) -> None:
-        """Also if other requests have come since."""
         if self._running_cycle is not None and not self._running_cycle.response_complete:
             self._running_cycle.disconnected = True
             self._running_cycle.message_event.set()
@@ -315,7 +306,7 @@ class HttpConnection(HttpToolsProtocol):
             self.send_400_response(self._refusal[1])
 
     def pause_writing(self) -> None:
-        """The application now waits, and tokens gather in its OutputStream."""
+        """Tokens then gather in the OutputStream."""
         super().pause_writing()
         self.transport.writable = False
         self._write_timer = self.loop.call_later(self._limits.write_timeout, self._on_write_timeout)

@@ -1,5 +1,3 @@
-"""The server's TCP socket, bound before the model is loaded."""
-
 from __future__ import annotations
 
 import logging
@@ -18,7 +16,7 @@ UNPROTECTED_WARNING = (
 
 
 def bind_or_explain(config: ServerConfig) -> socket.socket:
-    """If the port is taken and the model is invalid too, one error names both."""
+    """One error names a taken port and an invalid model."""
     try:
         return bind_tcp_socket(config.host, config.port)
     except ConfigError as error:
@@ -31,9 +29,7 @@ def bind_or_explain(config: ServerConfig) -> socket.socket:
 
 
 def bind_tcp_socket(host: str, port: int) -> socket.socket:
-    """The socket does not listen: connections are refused until the model is loaded. Raises ConfigError if the address
-    is taken or not this machine's.
-    """
+    """The socket does not listen: connections are refused until the model is loaded. Raises ConfigError."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, proto)
@@ -47,6 +43,6 @@ def bind_tcp_socket(host: str, port: int) -> socket.socket:
 
 
 def warn_if_unprotected(config: ServerConfig, listener: socket.socket) -> None:
-    """Other machines can reach the server, and it requires no keys."""
+    """Without keys, if other machines can reach the server."""
     if not (config.has_api_keys or is_loopback_listener(listener)):
         log.warning(UNPROTECTED_WARNING, config.host)

@@ -23,13 +23,11 @@ from quire.server.runtime.server_context import ModelDispatcher
 
 _DRAIN_POLL_SECONDS = 0.05
 _ORPHANED_REQUEST_SECONDS = 2.0
-"""For requests of a dead engine to end."""
+"""For requests of a dead engine."""
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn with our connections and TLS. Catches no signals, calls `on_ready` when it listens, and drains before it
-    stops.
-    """
+    """uvicorn without signal handlers. Calls `on_ready` when it listens, and drains before it stops."""
 
     def __init__(self, app: FastAPI, config: ServerConfig, on_ready: Callable[[], None]) -> None:
         """The app's lifespan has begun. Raises ConfigError for unusable certificates."""
@@ -64,9 +62,7 @@ class HttpServer(uvicorn.Server):
             self._on_ready()
 
     async def drain_requests(self) -> None:
-        """Refuse new generations with 503, and stop when open ones have ended, or with an error after
-        --shutdown-timeout.
-        """
+        """Refuse new generations with 503. Open ones end with an error after --shutdown-timeout."""
         models = self._models.loaded_runtimes
         ends = clock.monotonic() + self._drain_timeout
         for each in models:
@@ -80,7 +76,7 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
     async def wait_for_requests(self) -> None:
-        """Wait for requests of a dead engine: closing the event loop would cancel them, with a traceback each."""
+        """Closing the event loop would cancel requests of a dead engine, with a traceback each."""
         if tasks := self.server_state.tasks:
             await asyncio.wait(tasks, timeout=_ORPHANED_REQUEST_SECONDS)
 
@@ -95,7 +91,7 @@ def _is_runtime_busy(runtime: ModelRuntime) -> bool:
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """None: plain HTTP. Raises ConfigError naming the wrong setting."""
+    """None: plain HTTP. Raises ConfigError."""
     files = {name: getattr(config, name) for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")}
     if config.ssl_certfile is None:
         if any(files.values()):
@@ -122,6 +118,6 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
 
 
 def _lacks_private_key(certfile: Path) -> bool:
-    """A PEM file of certificates alone, for which OpenSSL reports "PEM lib"."""
+    """OpenSSL only reports "PEM lib"."""
     content = certfile.read_bytes()
     return b"CERTIFICATE-----" in content and b"PRIVATE KEY-----" not in content

@@ -1,4 +1,4 @@
-"""Server-sent events: a body chunk per engine step, comments during silence."""
+"""Server-sent events: a body chunk per engine step, pings during silence."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ EVENT_STREAM_HEADERS = (
 
 
 class EventStream(EventSourceResponse):
-    """Sends chunks as they come; each is one or more whole, encoded events.
+    """Each chunk is one or more whole, encoded events.
 
     `close` is called when the client disconnects and when the stream ends, and must end `chunks`. The status is sent
     with the first chunk, or the first ping after `config.sse_ping` seconds. An earlier exception is raised, to get its
     own status; a later one becomes the last event.
 
-    Overrides sse-starlette's `__call__`, which sends the status before the first chunk, pings between frequent events,
-    ends streams when uvicorn is asked to stop although HttpServer drains first, and takes 0.4 ms per stream, in task
-    groups, and microseconds per token.
+    sse-starlette's `__call__` sends the status before the first chunk, pings between frequent events, ends streams that
+    HttpServer drains, and takes 0.4 ms per stream and microseconds per token.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class EventStream(EventSourceResponse):
         transport: BatchingTransport | None = None,
     ) -> None:
         """`ping` is sent after a silence; `encode_error` encodes the last event after an error. The generator may write
-        chunks to `transport` itself while asked for the next.
+        chunks to `transport` while asked for the next.
         """
         super().__init__(chunks, ping=config.sse_ping)
         extra_headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
@@ -132,7 +131,7 @@ class EventStream(EventSourceResponse):
 
 @asynccontextmanager
 async def closing_on_disconnect(receive: Receive, close: Callable[[], None]) -> AsyncIterator[None]:
-    """Call `close` when the client is gone, and at the end."""
+    """Also calls `close` at the end."""
     watcher = asyncio.create_task(_close_when_disconnected(receive, close))
     try:
         yield
@@ -142,7 +141,7 @@ async def closing_on_disconnect(receive: Receive, close: Callable[[], None]) -> 
 
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Cancels the work and raises HTTPException if the client leaves."""
+    """Raises HTTPException if the client leaves."""
     task = asyncio.create_task(work)
 
     def cancel_task() -> None:

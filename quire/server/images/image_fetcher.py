@@ -1,7 +1,7 @@
 """Fetches images by HTTP from hosts that the operator allows.
 
-A URL must not reach what only this machine reaches: its host must be allowed, and the address it resolves to when
-connecting must be public, also after redirects. Environment proxies are ignored, because they resolve names themselves.
+A URL must not reach what only this machine reaches: the address must be public when connecting, also after redirects.
+Environment proxies are ignored, because they resolve names themselves.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ MAX_FETCHING_REQUESTS = 64
 _MAX_CONNECTIONS = 4
 """Per request."""
 _NUM_LOOKUP_THREADS = 4
-"""Only for name lookups, which an unresponsive name server blocks for a while."""
+"""An unresponsive name server blocks them for a while."""
 _CONNECT_TIMEOUT = 3.0
 """Seconds per address of a host, except the last."""
 _REDIRECT_STATUSES = (301, 302, 303, 307, 308)
 _IPV4_EMBEDDING_NETWORKS = tuple(
     ipaddress.ip_network(each) for each in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32")
 )
-"""IPv6 networks that stand for IPv4 addresses."""
+"""IPv6 networks for IPv4 addresses."""
 
 
 LookUpHost = Callable[..., Sequence[tuple[Any, ...]]]
@@ -49,7 +49,7 @@ class ForbiddenAddress(Exception):
 
 
 def is_public_address(address: str) -> bool:
-    """False for private, loopback, link-local, multicast and reserved addresses."""
+    """Not private, loopback, link-local, multicast or reserved."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped is not None:
@@ -98,7 +98,7 @@ class GuardedNetwork(httpcore.AsyncNetworkBackend):
 
 @dataclass(slots=True)
 class _ByteBudget:
-    """A request's remaining bytes. Counted per piece, because hosts send what they like."""
+    """Counts pieces as they come, because hosts send what they like."""
 
     charge_bytes: Callable[[int], None]
     bytes_left: int
@@ -129,8 +129,8 @@ class ImageFetcher:
         self._lookups.shutdown(wait=False, cancel_futures=True)
 
     async def fetch_images(self, urls: Mapping[str, str], charge_bytes: Callable[[int], None]) -> dict[str, bytes]:
-        """`urls`: URL to the field that names it. `charge_bytes`: called with each piece's size. Raises InvalidRequest
-        naming the field, and what `charge_bytes` raises.
+        """`urls`: URL to the field that names it. `charge_bytes` gets each piece's size. Raises InvalidRequest, and
+        what `charge_bytes` raises.
         """
         contents, budget = dict[str, bytes](), _ByteBudget(charge_bytes, MAX_TOTAL_BYTES)
         async with (
@@ -178,7 +178,7 @@ class ImageFetcher:
         raise image_error(where, f"its address leads on more than {MAX_REDIRECTS} times")
 
     def _validate_url_to_ascii(self, url: str, where: str) -> str:
-        """Raises InvalidRequest for a forbidden URL."""
+        """Raises InvalidRequest."""
         url = _url_to_ascii(url)
         split = urlsplit(url)
         host = (split.hostname or "").rstrip(".")
@@ -191,7 +191,7 @@ class ImageFetcher:
     async def _fetch_once(
         self, pool: httpcore.AsyncConnectionPool, url: str, where: str, budget: _ByteBudget
     ) -> tuple[bytes | None, str]:
-        """Return the content, or None and the redirect's URL."""
+        """Content, or None and the redirect's URL."""
         pieces, size = [], 0
         headers = [(b"accept", b"image/*"), (b"user-agent", b"quire")]
         async with pool.stream("GET", url, headers=headers) as response:
@@ -210,7 +210,7 @@ class ImageFetcher:
 
 
 def _url_to_ascii(url: str) -> str:
-    """Encode the host by IDNA, which normalizes digits, and the rest by bytes. Raises ValueError."""
+    """IDNA turns other digits of a host into ASCII digits. Raises ValueError."""
     if url.isascii():
         return url
     split = urlsplit(url)
@@ -220,7 +220,7 @@ def _url_to_ascii(url: str) -> str:
 
 
 async def _result_or_error(fetch: Any) -> bytes | QuireError:
-    """Errors are returned, so that one does not cancel the other fetches."""
+    """An error must not cancel other fetches."""
     try:
         content: bytes = await fetch
     except QuireError as error:

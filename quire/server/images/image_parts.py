@@ -1,4 +1,4 @@
-"""Images of a chat's messages in order, with the fields that errors name."""
+"""Images of a chat's messages in order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.server.protocol.chat import ChatMessage, ImagePart
 from quire.server.served_model import ServedModel
 
 MAX_FETCHED_IMAGES = 16
-"""URLs per request."""
+"""Per request."""
 _MAX_SCHEME_LENGTH = 100
 FETCHING_DISABLED = (
     "images are not fetched from addresses here: send a data: URL with the image in base64; the server's operator may "
@@ -20,7 +20,7 @@ FETCHING_DISABLED = (
 
 
 class UnfetchedImagesError(QuireError):
-    """Images must be fetched first; then the request is resolved again with their content."""
+    """The request is resolved again once these images are fetched."""
 
     def __init__(self, message: str = "images are to be fetched", *, param: str | None = None) -> None:
         super().__init__(message, param=param)
@@ -61,7 +61,7 @@ def collect_images(messages: Sequence[ChatMessage], model: ServedModel) -> list[
 
 
 def check_images_rendered(text: str, placeholder: str, messages: Sequence[ChatMessage]) -> None:
-    """Raise InvalidRequest if the template wrote fewer placeholders than images: some omit images of tool results."""
+    """Raise InvalidRequest for missing placeholders: some templates omit images of tool results."""
     parts = list(_image_parts(messages))
     if text.count(placeholder) < len(parts):
         where = next((where for where, role, _ in parts if role != "user"), parts[-1][0])

@@ -66,7 +66,7 @@ ContentPart = Annotated[
 
 
 class ChatMessage(ExtraFieldsModel):
-    """One turn. Other fields (name, tool_call_id, reasoning_content …) are passed on to the template."""
+    """One turn. Other fields (name, tool_call_id, reasoning_content …) go to the template."""
 
     role: str
     content: str | Annotated[list[ContentPart], MaxEntries(MAX_CONTENT_PARTS)] | None = None
@@ -92,9 +92,9 @@ class ChatRequest(GenerationBody):
     top_logprobs: int = Field(0, ge=0)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    """The answer continues the last message, which must be an assistant's."""
+    """The last message must be an assistant's."""
     echo: bool = False
-    """With continue_final_message: answers begin with the continued message."""
+    """Answers begin with the continued message."""
     chat_template: str | None = None
     """Replaces the model's, if the operator allows it."""
     add_special_tokens: bool = False
@@ -104,12 +104,12 @@ class ChatRequest(GenerationBody):
     tools: ToolList = Field(default_factory=list)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
-    """False: keep only the first call."""
+    """False: only the first call is kept."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    """A template variable; "none" also sets enable_thinking to false."""
+    """"none" also sets the template variable enable_thinking to false."""
     include_reasoning: bool = True
     thinking_token_budget: int | None = Field(None, ge=-1, lt=2**31)
-    """Maximum; -1: no limit."""
+    """-1: no limit."""
 
     @property
     def reasoning_template_variables(self) -> dict[str, Any]:

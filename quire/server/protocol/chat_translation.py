@@ -1,4 +1,4 @@
-"""Base of other APIs' bodies: they are translated to a chat, and accept its other fields by name."""
+"""Base of other APIs' bodies, which are translated to a chat and accept its other fields."""
 
 from __future__ import annotations
 
@@ -36,20 +36,19 @@ CHAT_EXTENSIONS = (
     "documents",
     "add_special_tokens",
 )
-"""Fields with the same meaning in every API."""
+"""Same meaning in every API."""
 
 
 class TranslatableBody(ModelBody):
     chat_field_aliases: ClassVar[Mapping[str, str]] = {}
     """This API's names of a chat's fields."""
     accepted_extensions: ClassVar[tuple[str, ...]] = CHAT_EXTENSIONS
-    """Fields of a chat taken by name."""
 
     def pick_extensions(self) -> dict[str, Any]:
         return {name: value for name, value in (self.model_extra or {}).items() if name in self.accepted_extensions}
 
     def check_params_and_list_ignored(self) -> list[str]:
-        """Return names of parameters without effect. Raises InvalidRequest for unsupported fields of a chat."""
+        """Return parameters without effect. Raises InvalidRequest for unsupported fields of a chat."""
         for name, value in (self.model_extra or {}).items():
             field = ChatRequest.model_fields.get(name)
             if field is None or name in self.accepted_extensions:

@@ -23,18 +23,16 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from quire.engine.common.errors import InvalidRequest
 
 MAX_FIELDS = 256
-"""Includes fields without effect."""
 MAX_LISTED_TOKEN_IDS = 1024
-"""Of logit_bias and stop_token_ids, which each of n answers copies."""
+"""For logit_bias and stop_token_ids: each of n answers has a copy."""
 MAX_LOGPROB_TOKEN_IDS = 128
-"""Every token of an answer reports all of them."""
+"""Every token of an answer reports all."""
 MAX_ALLOWED_TOKEN_IDS = 2**20
 MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 1024, 128
-"""Words, and characters per word."""
 MAX_STRUCTURED_CHOICES = 10_000
 MAX_COPIED_PARAMS_SIZE = 2**20
-"""Over all answers of a call, which each copy logit_bias, stop_token_ids, allowed_token_ids, bad_words and grammar. In
-token ids; 16 characters of a grammar count as one.
+"""Per call: each answer copies logit_bias, stop_token_ids, allowed_token_ids, bad_words and grammar. In token ids; 16
+characters of a grammar count as one.
 """
 MAX_CACHE_SALT_LENGTH = 1024
 MAX_SESSION_ID_LENGTH = 256
@@ -42,7 +40,6 @@ MAX_PROMPTS = 2048
 MAX_PROMPT_ENTRIES = 2**22
 """Token ids or prompts; the context and MAX_PROMPTS limit them further."""
 MAX_MESSAGES = 100_000
-"""The context also limits them: each takes at least a token."""
 MAX_CONTENT_PARTS = 10_000
 """Per message."""
 MAX_DOCUMENTS = 10_000
@@ -54,7 +51,7 @@ MAX_DETOKENIZE_TOKENS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class MaxEntries:
-    """Limits a list or object. A list is refused at its first wrong entry, the others unread."""
+    """A list is refused at its first wrong entry, the others unread."""
 
     max_entries: int
 
@@ -63,7 +60,7 @@ class MaxEntries:
         assert schema["type"] in ("list", "dict")
         if schema["type"] == "list":
             schema["fail_fast"] = True
-        schema["max_length"] = self.max_entries  # for the JSON schema: pydantic itself counts while it reads
+        schema["max_length"] = self.max_entries  # only for the JSON schema
         return core_schema.no_info_before_validator_function(self._check_length, schema)
 
     def _check_length(self, value: Any) -> Any:
@@ -79,7 +76,7 @@ def _text_or_list_tag(value: Any) -> str:
 
 _List = TypeVar("_List")
 TextOrList = Annotated[Annotated[str, Tag("str")] | Annotated[_List, Tag("[]")], Discriminator(_text_or_list_tag)]
-"""Reports errors in a list for the list alone."""
+"""Errors in a list are reported only for the list."""
 BadWord = Annotated[str, StringConstraints(max_length=MAX_BAD_WORD_LENGTH)]
 TokenIds = Annotated[list[StrictInt], MaxEntries(MAX_PROMPT_ENTRIES)]
 TextsOrTokenIds = (
@@ -102,9 +99,7 @@ def validate_with_one_error(
     validate: ValidatorFunctionWrapHandler,
     explain_error: Callable[[Any], str] = lambda value: "",
 ) -> Any:
-    """Refuse wrong TextsOrTokenIds with one message; pydantic would give one per token and possible type.
-    `explain_error`: gives a better message, or "".
-    """
+    """Pydantic would give an error per token and possible type. `explain_error`: a better message, or ""."""
     try:
         return validate(value)
     except ValidationError:
@@ -119,4 +114,3 @@ def _check_token_limit(count: int) -> int:
 
 
 TokenLimit = Annotated[int, AfterValidator(_check_token_limit)]
-"""Of an answer."""

@@ -27,7 +27,7 @@ class CacheControl(BodyModel):
 
 
 class CacheableBlock(BodyModel):
-    """A block with an optional cache_control mark: how long to keep the prompt up to its end."""
+    """cache_control says how long to keep the prompt up to the block's end."""
 
     cache_control: CacheControl | None = None
 
@@ -105,7 +105,7 @@ class InputMessage(BodyModel):
 
 
 class InputTool(CacheableBlock):
-    """Only the caller's own tools; Anthropic's server tools do not exist here."""
+    """A caller's own tool; Anthropic's server tools do not exist here."""
 
     type: Literal["custom"] = "custom"
     name: ToolNameText
@@ -150,7 +150,7 @@ class CountTokensRequest(TranslatableBody):
     tools: Annotated[list[InputTool], MaxEntries(MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: Annotated[AnyChoice | NamedChoice | NoChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
-    """If missing, a model whose template supports it does not think, as in Anthropic's API."""
+    """If missing, the model does not think, as in Anthropic's API, if its template supports that."""
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     """Older name of output_config.format."""
@@ -158,7 +158,7 @@ class CountTokensRequest(TranslatableBody):
 
     @property
     def max_cache_seconds(self) -> float | None:
-        """The longest TTL; None: no mark. The whole prompt is kept, whichever part is marked."""
+        """None: no mark. The whole prompt is kept, whichever part is marked."""
         texts = [self.system, *(message.content for message in self.messages)]
         blocks = [block for text in texts if not isinstance(text, str) for block in text]
         markable = [self, *self.tools, *(block for block in blocks if isinstance(block, CacheableBlock))]

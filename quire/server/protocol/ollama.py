@@ -50,7 +50,7 @@ class Options(RequestBody):
     """Ollama's names for a chat's fields. Other options have no effect."""
 
     num_predict: int | None = None
-    """Maximum tokens of the answer; negative: up to the context."""
+    """Negative: up to the context."""
     temperature: float | None = None
     top_k: int | None = Field(None, lt=2**31)
     top_p: float | None = None
@@ -86,7 +86,7 @@ class OllamaGenerateRequest(OllamaGenerationBody):
     system: str | None = None
     suffix: str | None = None
     raw: bool = False
-    """Send the prompt without the template."""
+    """Without the template."""
     images: list[str] = Field(default_factory=list)
     """In base64."""
 

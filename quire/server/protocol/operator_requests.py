@@ -1,4 +1,4 @@
-"""Bodies of operators' routes: /update_weights, /init_weights_group, /collective_rpc, and adapters as in vLLM."""
+"""Bodies of /update_weights, /init_weights_group, /collective_rpc, and of adapters, as in vLLM."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ class BroadcastTensor(RequestBody):
 
 class UpdateWeightsRequest(RequestBody):
     path: Annotated[str, Field(max_length=4096)] | None = None
-    """A folder of safetensors or a GGUF file on the server."""
+    """A folder of safetensors or a GGUF file."""
     tensors: Annotated[list[BroadcastTensor], Field(min_length=1, max_length=2**17)] | None = None
-    """Instead of path: what rank 0 broadcasts next, in order."""
+    """What rank 0 broadcasts next, in order, instead of path."""
     last: bool = True
-    """The model is complete after these tensors and can be served."""
+    """The model is complete and can be served."""
     mode: Literal["keep", "wait", "abort"] = "keep"
     """Open requests continue with the new weights, finish first, or are aborted."""
     version: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,100}$")] | None = None
-    """Name of the weights; default: a counter."""
+    """Default: a counter."""
 
 
 class WeightsGroupRequest(RequestBody):
     master_address: Annotated[str, Field(pattern=r"^[0-9A-Za-z.:_-]{1,255}$")]
-    """Where rank 0, the sender, waits."""
+    """Of rank 0, the sender."""
     master_port: Annotated[int, Field(ge=1, le=65535)]
     rank: Annotated[int, Field(ge=1, le=65535)] = 1
     """This server's."""
     world_size: Annotated[int, Field(ge=2, le=65536)] = 2
     backend: Literal["gloo", "nccl"] = "gloo"
     timeout: Annotated[float, Field(gt=0, le=3600)] = 300.0
-    """Seconds to wait for other members, at the start and per broadcast."""
+    """Seconds to wait for members, at the start and per broadcast."""
 
 
 class CallRequest(RequestBody):
@@ -59,12 +59,11 @@ class CallRequest(RequestBody):
 class LoadAdapterRequest(RequestBody):
     lora_name: str = Field(max_length=1024)
     lora_path: str = Field(max_length=4096)
-    """A folder in PEFT's format, or a hub id."""
+    """A PEFT folder, or a hub id."""
     load_inplace: bool = False
-    """Replace an adapter of this name."""
 
 
 class UnloadAdapterRequest(RequestBody):
     lora_name: str = Field(max_length=1024)
     lora_int_id: int | None = None
-    """Without effect: names suffice."""
+    """Without effect."""

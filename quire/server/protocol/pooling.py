@@ -22,7 +22,7 @@ IMAGES_IN_MESSAGES_HINT = (
     "an input is text, or token ids; where the model reads images, they come in `messages` of /v1/embeddings"
 )
 _IMAGE_KEYS = ("image", "image_url", "content")
-"""Keys of image inputs in the APIs of Jina, vLLM and Cohere."""
+"""Of image inputs in the APIs of Jina, vLLM and Cohere."""
 
 
 def _explain_image_input(value: Any) -> str:
@@ -35,13 +35,13 @@ TextList = Annotated[list[str], MaxEntries(MAX_PROMPTS)]
 
 class PoolingBody(EngineRequestBody):
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
-    """Tokens to keep of an input, including special ones; -1: the model's maximum."""
+    """Tokens to keep, including special ones; -1: the model's maximum."""
     truncation_side: Literal["left", "right"] = "right"
     """right keeps the first tokens."""
     use_activation: bool | None = None
     """Scale embeddings to length 1, or turn scores into probabilities; default: the model's."""
     normalize: bool | None = None
-    """use_activation for embeddings."""
+    """Alias of use_activation."""
     user: str | None = None
     """Without effect."""
 
@@ -56,7 +56,7 @@ class InputBody(PoolingBody):
     ]
     add_special_tokens: bool = True
     prompt_name: str | None = Field(None, max_length=MAX_PROMPT_NAME_LENGTH)
-    """One of the model's own prefixes for inputs, such as "query"."""
+    """Names one of the model's prefixes for inputs, such as "query"."""
 
     @model_validator(mode="before")
     @classmethod
@@ -69,11 +69,10 @@ class InputBody(PoolingBody):
 class EmbeddingRequest(InputBody):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)
-    """First numbers to keep."""
 
 
 class ConversationEmbeddingRequest(PoolingBody):
-    """vLLM's form: one vector for a conversation rendered by the model's template. Images are allowed."""
+    """vLLM's form: one vector for a conversation, which may have images."""
 
     messages: Messages
     encoding_format: Literal["float", "base64"] = "float"
@@ -89,15 +88,13 @@ class CohereEmbedRequest(PoolingBody):
 
     texts: TextList
     input_type: str | None = Field(None, max_length=MAX_PROMPT_NAME_LENGTH)
-    """search_query, search_document and so on: prepends the model's prefix of that name, or of its last word, if it has
-    one.
-    """
+    """search_query, search_document and so on: prepends the model's prefix of that name, or of its last word."""
     embedding_types: Annotated[list[Literal["float", "base64", "binary", "ubinary"]], MaxEntries(4)] = Field(["float"])
-    """binary and ubinary: a bit per number, set if it is above 0, packed eight to an int8 or uint8."""
+    """binary and ubinary: a bit per number, set if above 0, eight to an int8 or uint8."""
     output_dimension: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)
     truncate: Literal["NONE", "START", "END"] = "END"
-    """Which end to cut from a text that exceeds the model or max_tokens."""
+    """Which end to cut from texts beyond the model or max_tokens."""
 
     @model_validator(mode="after")
     def reject_non_text_inputs(self) -> CohereEmbedRequest:
@@ -116,7 +113,7 @@ class ClassificationRequest(InputBody):
 
 class TextPairBody(PoolingBody):
     instruction: str | None = Field(None, max_length=MAX_INSTRUCTION_LENGTH)
-    """How the second text should relate to the first, for models that read an instruction."""
+    """How the second text should relate to the first."""
 
 
 class ScoreRequest(TextPairBody):
@@ -152,7 +149,7 @@ class RerankRequest(TextPairBody):
     query: str
     documents: Annotated[list[str | Document], MaxEntries(MAX_PROMPTS)]
     top_n: int | None = Field(None, ge=0)
-    """Best results to return; 0 and None: all."""
+    """0 and None: all."""
     return_documents: bool | None = None
     """Default: true, but false at /v2/rerank."""
     max_tokens_per_doc: int | None = Field(None, ge=1)

@@ -54,7 +54,7 @@ UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = {
     "grammar": (),
     "json_schema": (),
 }
-"""Unsupported parameters that would change the answer, with their neutral values."""
+"""Parameters that would change the answer, with their neutral values."""
 PARAM_ALTERNATIVES: Mapping[str, str] = {
     "regex": "structured_outputs.regex",
     "ebnf": "structured_outputs.grammar",
@@ -66,10 +66,10 @@ PARAM_ALTERNATIVES: Mapping[str, str] = {
     "function_call": "tool_choice",
     **dict.fromkeys(("webhook", "webhook_url"), "GET /v1/responses/{id} or /v1/batches/{id}; nobody is called back"),
 }
-"""What to use instead of parameters, most of SGLang and llama.cpp."""
+"""For parameters mostly of SGLang and llama.cpp."""
 
 BEAM_SEARCH_SAMPLING_FIELDS = ("temperature", "ignore_eos", "skip_special_tokens")
-"""A new sampling field is refused with beam search until added here."""
+"""Others are refused with beam search."""
 BEAM_SEARCH_UNSUPPORTED_PARAMS = (
     "stream",
     "echo",
@@ -92,23 +92,20 @@ BEAM_SEARCH_UNSUPPORTED_PARAMS = (
 )
 RESPONSE_FORMAT_FIELDS = ("type", "json_schema", "schema", "value")
 JSON_SCHEMA_FIELDS = ("name", "schema", "strict")
-"""Read from response_format and its json_schema."""
 IGNORED_PARAMS_HEADER = "X-Ignored-Params"
 ADAPTED_HEADER = "X-Quire-Adapted"
 """How a conversation was adapted to its chat template."""
 MAX_ADAPTATIONS = 10
-"""In X-Quire-Adapted."""
 MAX_IGNORED_NAMES = 20
-"""In X-Ignored-Params."""
 MAX_IGNORED_NAME_LENGTH = 64
 MAX_SESSION_TTL = 86_400.0
 """Seconds."""
 SAFE_ID_PATTERN = r"[A-Za-z0-9._:/+=@-]{1,128}"
-"""Callers' ids: safe in logs and headers."""
+"""Safe in logs and headers."""
 
 
 class BodyModel(BaseModel):
-    """A part of a body. Unknown fields have no effect. A null means that a field is not set."""
+    """A part of a body. Unknown fields have no effect; null means not set."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -121,7 +118,7 @@ class BodyModel(BaseModel):
 
 
 class RequestBody(BodyModel):
-    """Base of all request bodies. Unknown fields are kept in model_extra."""
+    """Unknown fields are kept in model_extra."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
@@ -136,7 +133,7 @@ class RequestBody(BodyModel):
         return misspelling_hint(self.model_extra or (), sorted(type(self).model_fields.keys() - self.model_fields_set))
 
     def check_params_and_list_ignored(self) -> list[str]:
-        """Names of parameters without effect. Raises InvalidRequest for one that should have had an effect."""
+        """Return parameters without effect. Raises InvalidRequest for unsupported ones."""
         ignored = []
         for name, value in (self.model_extra or {}).items():
             neutral_values = UNSUPPORTED_PARAMS.get(name)
@@ -152,7 +149,7 @@ class RequestBody(BodyModel):
 
 
 def misspelling_hint(unknown: Iterable[str], missing: Iterable[str]) -> str:
-    """Return `; got mesages: did you mean messages?` for the first unknown name close to a missing one, or ""."""
+    """`; got mesages: did you mean messages?` for the first unknown name close to a missing one, or ""."""
     missing = list(missing)
     short = (name for name in islice(unknown, MAX_IGNORED_NAMES) if len(name) <= MAX_IGNORED_NAME_LENGTH)
     hints = ((name, suggest_nearest(name.lower(), missing)) for name in short)
@@ -160,7 +157,7 @@ def misspelling_hint(unknown: Iterable[str], missing: Iterable[str]) -> str:
 
 
 class RepetitionDetection(RequestBody):
-    """vLLM's RepetitionDetectionParams: an answer ends when its last tokens are min_count times the same pattern."""
+    """An answer ends when its last tokens are min_count times the same pattern, as in vLLM."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -179,18 +176,18 @@ class RepetitionDetection(RequestBody):
 
 
 class ModelBody(RequestBody):
-    """Base of bodies that may name a model or an adapter."""
+    """May name a model or an adapter."""
 
     model: str | None = None
 
 
 class EngineRequestBody(ModelBody):
     timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Seconds until the answer must be complete; otherwise 408."""
+    """Seconds for the whole answer; otherwise 408."""
     queue_timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Seconds until the first token; otherwise 503."""
+    """Seconds for the first token; otherwise 503."""
     request_id: str | None = Field(None, pattern=f"^{SAFE_ID_PATTERN}$")
-    """The answer's id after its prefix such as chatcmpl-; overrides X-Request-Id."""
+    """Follows the prefix of the answer's id (chatcmpl- …); overrides X-Request-Id."""
     cache_salt: str = Field("", max_length=MAX_CACHE_SALT_LENGTH)
     priority: int = Field(0, ge=-(2**31), lt=2**31)
 
@@ -198,14 +195,13 @@ class EngineRequestBody(ModelBody):
 class StreamOptions(RequestBody):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """With include_usage: usage so far in every chunk."""
+    """Usage so far in every chunk, with include_usage."""
 
 
 class KvTransferParams(RequestBody):
-    """From vLLM's prefill servers for decode servers. Only the token ids are used; KV is not transferred."""
+    """From vLLM's prefill servers. Only the token ids are used; KV is not transferred."""
 
     prompt_token_ids: Annotated[list[StrictInt], MaxEntries(MAX_PROMPT_ENTRIES)] = Field(default_factory=list)
-    """The whole prompt, which is not tokenized again."""
 
     @model_validator(mode="after")
     def reject_kv_transfer(self) -> KvTransferParams:
@@ -216,7 +212,7 @@ class KvTransferParams(RequestBody):
 
 
 def _sampling_body_fields() -> dict[str, Any]:
-    """Fields passed to the engine unchanged; None: the model's default."""
+    """None: the model's default."""
     fields: dict[str, Any] = {}
     for row in COPIED_SAMPLING_FIELDS:
         default = None if row.field.has_model_default else row.default
@@ -228,7 +224,7 @@ def _sampling_body_fields() -> dict[str, Any]:
 if TYPE_CHECKING:
 
     class SamplingBody(EngineRequestBody):
-        """Has a field per row of COPIED_SAMPLING_FIELDS."""
+        """Has the fields of COPIED_SAMPLING_FIELDS."""
 
         temperature: float | None
 else:
@@ -236,7 +232,7 @@ else:
 
 
 class GenerationBody(SamplingBody):
-    """Fields of completions and chats, in addition to COPIED_SAMPLING_FIELDS."""
+    """Shared by completions and chats."""
 
     max_tokens: int | None = None
     """-1: up to the context."""
@@ -249,37 +245,37 @@ class GenerationBody(SamplingBody):
     stop_token_ids: Annotated[list[int], MaxEntries(MAX_LISTED_TOKEN_IDS)] = Field(default_factory=list)
     prompt_logprobs: int | None = Field(None, ge=0)
     logprob_token_ids: Annotated[list[StrictInt], MaxEntries(MAX_LOGPROB_TOKEN_IDS)] = Field(default_factory=list)
-    """With logprobs: report these tokens instead of the most likely."""
+    """Reported in logprobs instead of the most likely."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
-    """Prompt tokens to keep; -1: as many as fit with the answer."""
+    """Tokens to keep; -1: as many as fit with the answer."""
     truncation_side: Literal["left", "right"] = "left"
-    """left keeps the last tokens, right the first."""
+    """left keeps the last tokens."""
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    """Name tokens `token_id:123` in logprobs, to distinguish equal texts."""
+    """Name tokens `token_id:123` in logprobs, because texts may be equal."""
     kv_transfer_params: KvTransferParams | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
-    """The guided_ fields are vLLM's older names for structured_outputs."""
+    """guided_ fields are vLLM's older names of structured_outputs."""
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], MaxEntries(MAX_STRUCTURED_CHOICES)] | None = None
     guided_grammar: str | None = None
     repetition_detection: RepetitionDetection | None = None
     use_beam_search: bool = False
-    """Return the n best of n beams; not for streams."""
+    """The n best of n beams; not for streams."""
     length_penalty: float = Field(1.0, ge=-10.0, le=10.0)
-    """A hypothesis scores its log probability divided by its length to this power."""
+    """Log probabilities are divided by length to this power."""
     receipt: bool = False
-    """Include a receipt for `quire replay`, as with the header X-Receipt: 1."""
+    """For `quire replay`; like the header X-Receipt: 1."""
     session_id: str = Field("", max_length=MAX_SESSION_ID_LENGTH)
-    """The conversation; its KV is kept for the next turn (docs/sessions.md)."""
+    """The conversation; its KV is kept for the next turn."""
     session_ttl: float | None = Field(None, gt=0, le=MAX_SESSION_TTL)
-    """Seconds to keep it; also valid without session_id."""
+    """Seconds to keep KV, also without session_id."""
     prompt_cache_key: str | None = Field(None, max_length=MAX_SESSION_ID_LENGTH)
-    """OpenAI's: keeps KV for DEFAULT_KEEP_SECONDS, like session_id alone."""
+    """OpenAI's: keeps KV for DEFAULT_KEEP_SECONDS, like session_id."""
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     """OpenAI's: 24h means MAX_SESSION_TTL."""
 
@@ -296,7 +292,7 @@ class GenerationBody(SamplingBody):
 
     @property
     def transferred_prompt_ids(self) -> list[int]:
-        """Tokenized by another server; empty: none."""
+        """Of another server; empty: none."""
         return [] if self.kv_transfer_params is None else self.kv_transfer_params.prompt_token_ids
 
     @property
@@ -336,8 +332,8 @@ class GenerationBody(SamplingBody):
 
 
 def _ignored_format_params(response_format: Mapping[str, Any], structured_outputs: Mapping[str, Any]) -> list[str]:
-    """Entries without effect: answers always follow a schema exactly, `strict` or not, with the only backend, and with
-    a space after a comma or colon if the model writes one.
+    """Answers always follow a schema exactly, `strict` or not, with the only backend, and with a space after a comma or
+    colon if the model writes one.
     """
     schema = response_format.get("json_schema")
     schema = schema if isinstance(schema, dict) else {}
@@ -359,9 +355,8 @@ def _non_null_items(entries: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def ignored_params_header(names: list[str], strict: bool) -> dict[str, str]:
-    """The X-Ignored-Params header. Raises InvalidRequest if the server is strict.
-
-    Replaces characters of the caller's names that are unsafe in headers; many or long names are truncated with a mark.
+    """Raises InvalidRequest if the server is strict. Names come from the caller: unsafe characters are replaced, many
+    or long names truncated.
     """
     if names and strict:
         raise InvalidRequest(f"{names[0]} is not a parameter that has an effect here", param=names[0])

@@ -14,12 +14,11 @@ from quire.server.protocol.request_bodies import BodyModel
 
 
 def namespaced_tool_name(namespace: str, name: str) -> str:
-    """The model's name for a tool."""
     return f"{namespace}.{name}" if namespace else name
 
 
 def encode_reasoning(reasoning: str) -> str:
-    """encrypted_content of a reasoning item, for the client to send back: base64, not secret."""
+    """Base64 for the client to send back; not secret."""
     return base64.b64encode(reasoning.encode()).decode()
 
 
@@ -96,7 +95,7 @@ class CallOutput(BodyModel):
 
 
 class Reasoning(BodyModel):
-    """Uses content, then encrypted_content, then summary."""
+    """content takes precedence, then encrypted_content, then summary."""
 
     type: Literal["reasoning"]
     summary: TextContents = Field(default_factory=list)

@@ -17,10 +17,10 @@ from quire.server.protocol.tools import ToolNameText
 MAX_INCLUDE_ENTRIES = 32
 MAX_METADATA_ENTRIES = 16
 MAX_IDENTIFIER_LENGTH = 64
-"""Of safety_identifier and prompt_cache_key, as at OpenAI."""
+"""OpenAI's limit for safety_identifier and prompt_cache_key."""
 MAX_ECHOED_BYTES = 1 << 20
-"""Of instructions, tools, text.format and others that the answer repeats; every open answer holds them. Agents with a
-hundred tools have 100 KB.
+"""For instructions, tools and text.format, which every open answer holds to repeat them. Agents with a hundred tools
+have 100 KB.
 """
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_ENCRYPTED_REASONING = "reasoning.encrypted_content"
@@ -58,13 +58,13 @@ class CustomTool(BodyModel):
 
 
 class SearchTool(BodyModel):
-    """A tool of OpenAI's servers that agents offer unasked; hidden from the model."""
+    """OpenAI's tools that agents offer unasked; hidden from the model."""
 
     type: Literal["web_search", "web_search_preview", "tool_search"]
 
 
 class NamespaceTool(BodyModel):
-    """Tools that the model sees as NAMESPACE.NAME."""
+    """The model sees these tools as NAMESPACE.NAME."""
 
     type: Literal["namespace"]
     name: ToolNameText
@@ -152,7 +152,7 @@ class ResponsesRequest(TranslatableBody):
     truncation: Literal["auto", "disabled"] = "disabled"
     stream: bool = False
     stream_options: dict[str, Any] | None = None
-    """Without effect: there is no obfuscation to switch off."""
+    """Without effect: there is no obfuscation."""
     store: bool | None = None
     """Default: true if the server stores responses."""
     background: bool = False
@@ -162,7 +162,7 @@ class ResponsesRequest(TranslatableBody):
     """Only repeated in the answer."""
     prompt_cache_key: Annotated[str, StringConstraints(max_length=MAX_IDENTIFIER_LENGTH)] | None = None
     prompt: Any = None
-    """OpenAI's stored prompts are not supported."""
+    """Not supported."""
 
     @property
     def conversation_id(self) -> str | None:

@@ -28,7 +28,7 @@ MIN_EXPIRY_SECONDS, MAX_EXPIRY_SECONDS = 3600, 30 * 86400
 """OpenAI's limits."""
 ExpirySeconds = Annotated[int, Field(ge=MIN_EXPIRY_SECONDS, le=MAX_EXPIRY_SECONDS)]
 MAX_ADDED_ITEMS = 20
-"""Per request, as in OpenAI's API."""
+"""Per request, as OpenAI."""
 AddedItems = Annotated[list[InputItem], MaxEntries(MAX_ADDED_ITEMS)]
 
 
@@ -43,7 +43,7 @@ class BatchRequest(RequestBody):
     input_file_id: str = Field(max_length=64)
     endpoint: Literal[BATCH_ENDPOINTS]  # type: ignore[valid-type]
     completion_window: str = Field("24h", pattern=r"^[1-9]\d{0,2}[mhd]$")
-    """In minutes, hours or days; OpenAI has only 24h."""
+    """Minutes, hours or days; OpenAI has only 24h."""
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
 
@@ -65,6 +65,6 @@ class WarmRequest(ModelBody):
     """POST /v1/sessions/{id}/warm; the body is optional."""
 
     cache_salt: str = Field("", max_length=MAX_CACHE_SALT_LENGTH)
-    """Must equal that of the conversation's requests."""
+    """That of the conversation's requests."""
     session_ttl: float | None = Field(None, gt=0, le=MAX_SESSION_TTL)
-    """Seconds to keep it from now; default: its last request's."""
+    """Seconds from now; default: its last request's."""

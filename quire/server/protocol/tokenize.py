@@ -21,7 +21,7 @@ class TokenizeRequest(ModelBody):
     """llama.cpp's prompt, without special tokens unless add_special."""
     add_special: bool = False
     with_pieces: bool = False
-    """Return objects with id and text, or bytes if these are not text."""
+    """Return ids with texts, or bytes that are not text."""
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     """Default: true for a prompt, false for messages."""

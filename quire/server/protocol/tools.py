@@ -125,7 +125,7 @@ class AllowedNames(BaseModel):
 
 
 class AllowedTools(BaseModel):
-    """Only these of the tools may be called; the model sees no others."""
+    """Only these may be called; the model sees no others."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -152,7 +152,7 @@ ToolChoice = Annotated[
 class CalledFunction(ExtraFieldsModel):
     name: str
     arguments: str | dict[str, Any] = Field(default="{}")
-    """JSON text as in OpenAI's API, or the object, as some clients send it."""
+    """JSON text as in OpenAI's API; some clients send the object."""
 
 
 class ToolCall(ExtraFieldsModel):
@@ -176,7 +176,7 @@ class CustomToolCall(ExtraFieldsModel):
     custom: CustomInput
 
     def to_function_call(self) -> dict[str, Any]:
-        """As the model wrote it: a function with the input as its only argument."""
+        """As the model wrote it: a function with the input as argument."""
         arguments = json.dumps({CUSTOM_INPUT_ARGUMENT: self.custom.input}, ensure_ascii=False)
         called = {"type": "function", "function": {"name": self.custom.name, "arguments": arguments}}
         return called if self.id is None else {"id": self.id, **called}

@@ -26,7 +26,7 @@ SUPPORTED_EXTENSIONS = (
     "prompt_cache_retention",
     "receipt",
 )
-"""Those that matter without sampling."""
+"""Useful without sampling."""
 
 
 class DecisionQuestion(BodyModel):

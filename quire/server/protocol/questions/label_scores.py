@@ -1,4 +1,4 @@
-"""SGLang's form of POST /v1/score: the probability of each of some tokens to come next."""
+"""SGLang's form of POST /v1/score: the probability of some tokens to come next."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ class LabelScoreRequest(EngineRequestBody):
     items: str | Annotated[list[str | TokenIds], MaxEntries(MAX_PROMPTS), Field(min_length=1)]
     label_token_ids: Annotated[list[StrictInt], MaxEntries(MAX_LOGPROB_TOKEN_IDS), Field(min_length=1)]
     apply_softmax: bool = False
-    """Normalize over the labels instead of all tokens."""
+    """Normalize over the labels only."""
     item_first: bool = False
-    """Put items before the query."""
 
     @property
     def engine_request_fields(self) -> dict[str, Any]:
-        """Fields shared with completions."""
         return {name: value for name in EngineRequestBody.model_fields if (value := getattr(self, name)) is not None}

@@ -1,4 +1,4 @@
-"""POST /v1/systemone: TypeSafe's System One API, by jevcompat's specification 0.1."""
+"""POST /v1/systemone: TypeSafe's System One API (jevcompat 0.1)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ MODEL_ALIAS_PREFIX = "jev-"
 MAX_LEVELS = 10
 
 TextOrJson = str | dict[str, Any] | Annotated[list[Any], MaxEntries(MAX_CONTENT_PARTS)]
-"""JSON is shown to the model as such."""
 
 
 class Sides(BodyModel):
@@ -67,13 +66,12 @@ QuestionId = Annotated[str, Field(min_length=1)]
 
 
 class SystemOneRequest(TranslatableBody):
-    """Unknown fields are ignored and listed in X-Ignored-Params."""
+    """Unknown fields are ignored."""
 
     accepted_extensions: ClassVar[tuple[str, ...]] = SUPPORTED_EXTENSIONS
 
     model: str
     state: TextOrJson
-    """The subject of the questions."""
     questions: Annotated[dict[QuestionId, AnyQuestion], Field(min_length=1, max_length=MAX_QUESTIONS)]
 
     def check_params_and_list_ignored(self) -> list[str]:
