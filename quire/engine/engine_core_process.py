@@ -41,7 +41,7 @@ _ERROR_LINGER_MS = 30_000
 class EngineChange(NamedTuple):
     call_id: int
     config: EngineConfig | None
-    """None: sleep."""
+    """The next engine's; None: sleep."""
 
 
 class EngineLetGo(Exception):
@@ -154,6 +154,7 @@ def _run_call_or_get_change(engine: EngineCore, socket: zmq.Socket[bytes], call:
 def _sleep_then_build_engine(
     config: EngineConfig, socket: zmq.Socket[bytes], heartbeat: Heartbeat
 ) -> tuple[int, EngineConfig, EngineCore]:
+    """Return the id of the call to answer, the new configuration and its engine."""
     while True:
         call = decode_to_engine(socket.recv())
         if not isinstance(call, UtilityCall):  # sent before the sleep

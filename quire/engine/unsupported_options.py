@@ -40,6 +40,7 @@ def suggest_nearest(name: str, known: Iterable[str]) -> str:
 
 @cache
 def foreign_flags() -> Mapping[str, ForeignFlag]:
+    """Keys have no dashes."""
     table = _read_table()
     return {**_parse_section(table["without_effect"], True), **_parse_section(table["instead"], False)}
 

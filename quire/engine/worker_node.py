@@ -78,6 +78,8 @@ def run_worker_node_until_signal(config: EngineConfig) -> int:
 
 
 class WorkerNode:
+    """Setting `stop_event` ends its ranks."""
+
     def __init__(self, config: EngineConfig, join_message: JoinRequest | None = None) -> None:
         self._config = config
         self._join_message = join_message or make_join_request(config, config.node_rank, 0)
@@ -209,7 +211,7 @@ class NodeHeartbeat:
 
     @property
     def is_engine_gone(self) -> bool:
-        """And the rank had time to end."""
+        """Machine 0 is gone, and the rank had time to end."""
         silent = clock.monotonic() - self._last_success
         return silent > (_STOP_SECONDS if self._has_failed else _LOST_SECONDS)
 

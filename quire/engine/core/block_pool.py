@@ -58,7 +58,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Pinned or not."""
+        """Includes pinned blocks."""
         return len(self._free) + len(self._free_pinned)
 
     @property
@@ -100,6 +100,7 @@ class BlockPool:
         return digest in self._block_by_hash
 
     def get_cached_block(self, digest: bytes) -> int | None:
+        """Takes no reference: see `ref`."""
         return self._block_by_hash.get(digest)
 
     def get_cached_prefix(self, digests: Iterable[bytes]) -> list[int]:

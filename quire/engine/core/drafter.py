@@ -21,6 +21,7 @@ KIND_FORCED = -1
 KIND_FORCED_TEXT = -2
 """Forced text whose token may continue beyond it."""
 NUM_PROBABILITY_BUCKETS = 10
+"""Acceptance is tracked per bucket over all requests."""
 FIRST_BUCKET_KIND = 100
 
 
@@ -50,7 +51,7 @@ def request_grammar(request: EngineCoreRequest) -> Grammar | None:
 class Drafter(ABC):
     @abstractmethod
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
-        """`num_step_tokens`: without drafts."""
+        """`num_step_tokens`: tokens of the step without drafts."""
 
     def can_ever_draft(self, request: EngineCoreRequest) -> bool:
         """If True, the host must see each token before the next step."""

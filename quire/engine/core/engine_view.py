@@ -15,6 +15,7 @@ from quire.engine.core.stats import EngineView, Phase, RequestView, sum_stats
 from quire.engine.processes.procfs import resident_bytes
 
 MAX_LISTED_REQUESTS = 512
+"""Further requests are only counted."""
 MAX_LISTED_IMAGES = 32
 _MAX_TILE_GAP = 4
 """Between two spans of one image: tile marks."""

@@ -134,7 +134,7 @@ class FairQueue:
         return candidates
 
     def adapter_slot(self, request: Request) -> int:
-        """0: no adapter."""
+        """0: the request needs no adapter."""
         assert request.engine_request.adapter is None, "an adapter, and nothing that loads any"
         return 0
 
@@ -142,6 +142,7 @@ class FairQueue:
         """The request has ended and does not wait."""
 
     def take_adapter_load_times(self) -> list[tuple[str, float]]:
+        """See SchedulerOutput.adapter_loads."""
         return []
 
     def process_adapter_loads(self) -> Sequence[tuple[Request, str]]:

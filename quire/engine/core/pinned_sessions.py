@@ -21,7 +21,7 @@ from quire.engine.core.state_snapshots import NullStateSnapshots, SnapshotPositi
 from quire.engine.core.stats import LiveCounters
 
 MAX_PINNED_SHARE = 0.5
-"""Share of the pool."""
+"""Maximum share of the pool."""
 DEFAULT_PAUSE_SECONDS = 60.0
 _MAX_LISTED_RATIO = 4
 """Conversations may list the same block. All lists together hold at most this many times the share."""
@@ -34,7 +34,7 @@ MAX_SESSIONS = 4096
 class Session:
     tenant: str
     key: str | None
-    """None: no session id."""
+    """None: the requests have no session id."""
     keep_seconds: float = DEFAULT_KEEP_SECONDS
     num_turns: int = 0
     last_request_id: str = ""
@@ -42,6 +42,7 @@ class Session:
     """Pinned blocks from the start of the last request."""
     snapshots: list[SnapshotPosition] = field(default_factory=list)
     tail_hash: bytes = b""
+    """Hash of the last full block of the last request."""
     paused_at: float = 0.0
     mean_pause: float = DEFAULT_PAUSE_SECONDS
 
@@ -73,6 +74,7 @@ class PinnedSessions:
         self._by_tail: dict[tuple[str, bytes], Session] = {}
         """By tenant too, because prompts of several tenants may share blocks."""
         self._sessions: OrderedDict[Session, None] = OrderedDict()
+        """Least recently used first."""
         self._running: dict[str, Session] = {}
         self._num_listed = Counter[str]()
         """A block listed by several conversations counts several times."""

@@ -55,6 +55,7 @@ class Request:
         self.sort_key = (0.0, arrival)
         """Within a priority and tenant; the smallest goes first."""
         self.priority_key = (engine_request.priority, *self.sort_key)
+        """Order among running requests; the smallest goes first."""
         self.max_output_tokens = limit
         """0 for a pooling request."""
         self.token_ids = engine_request.prompt_ids + engine_request.emitted_ids

@@ -64,6 +64,7 @@ def make_step_record(
 class StepEntry(msgspec.Struct, frozen=True, gc=False):
     record: StepRecord
     engine_number: int
+    """Counts up with every engine after a crash."""
     request_ids: tuple[str, ...]
     replica: int = 0
     """Data-parallel rank."""
@@ -86,11 +87,13 @@ class Timeline:
     image_tokens: int = 0
     cached_tokens: int | None = None
     prefix_report: PrefixMissReport | None = None
+    """None if unknown."""
     output_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
     first_token_at: float | None = None
     last_token_at: float = 0.0
+    """0: no token yet."""
     ended_at: float | None = None
     finish_reason: str | None = None
 
@@ -186,6 +189,7 @@ class RequestHistory:
 
     @property
     def ended_timelines(self) -> list[Timeline]:
+        """The last ended comes last."""
         return [self._ended_timelines[request_id] for request_id in self._ended_ids]
 
     def record_submission(self, request: EngineCoreRequest) -> None:

@@ -132,6 +132,7 @@ class Scheduler:
             self._outputs.append(EngineCoreOutput(request_id, [], finish_reason="abort"))
 
     def wait_for_loads(self) -> None:
+        """Called only while there is nothing to compute."""
         if self.kv_offloader.has_open_loads:
             self.kv_offloader.wait_for_loads()
         else:
@@ -174,6 +175,7 @@ class Scheduler:
         )
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> None:
+        """Steps must be applied in the order in which they were scheduled."""
         if model_output.used_cuda_graph:
             self._counts.count_cuda_graph_step(has_prefill=scheduler_output.has_prefill)
         for scheduled_request in scheduler_output.scheduled_requests:

@@ -15,6 +15,7 @@ class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     windows: tuple[int | None, ...] = (None,)
+    """The sliding window of each KV cache group."""
     long_prefill_token_threshold: int | None = None
     """Per request and step; None: no limit."""
     eos_token_ids: tuple[int, ...] = ()
@@ -22,7 +23,7 @@ class SchedulerConfig:
     hash_block_size: int | None = None
     """A divisor of block_size, its default."""
     whole_prompts: bool = False
-    """Never split prompts, as encoders require."""
+    """Never split prompts, as encoders require; none may exceed max_num_batched_tokens."""
     pools_all_tokens: bool = False
     tasks: Collection[Task] = ("generate", "embed", "classify")
     micro_batches: int = 1
@@ -31,5 +32,5 @@ class SchedulerConfig:
 
     @property
     def max_chunk_tokens(self) -> int:
-        """Per request and step."""
+        """Limit per request and step."""
         return self.long_prefill_token_threshold or self.max_num_batched_tokens

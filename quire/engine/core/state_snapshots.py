@@ -30,6 +30,7 @@ class SnapshotPosition(NamedTuple):
 class _PendingSnapshot(NamedTuple):
     snapshot: int
     block_hash: bytes
+    """Hash of the block it follows."""
     slot: int
 
 
@@ -37,7 +38,7 @@ class StateSnapshots(ABC):
     interval_tokens: int
     """Snapshots are also taken at prompt ends."""
     is_required: bool
-    """To start after a cached block."""
+    """A request needs a snapshot to start after a cached block."""
     pool: BlockPool | None
     """None if nothing can be pinned."""
 
@@ -99,6 +100,8 @@ class StateSnapshots(ABC):
 
 
 class NullStateSnapshots(StateSnapshots):
+    """For models whose blocks hold all state."""
+
     interval_tokens = 0
     is_required = False
     pool = None
@@ -154,6 +157,7 @@ class PooledStateSnapshots(StateSnapshots):
     is_required = True
 
     def __init__(self, block_pool: BlockPool, block_size: int, plan: SnapshotConfig, first_slot: int) -> None:
+        """Snapshots are the slots from `first_slot` on."""
         assert plan.interval_tokens % block_size == 0
         self._block_pool = block_pool
         self._block_size = block_size
@@ -180,6 +184,7 @@ class PooledStateSnapshots(StateSnapshots):
         return min(max_tokens, self._next_snapshot_end(request) - request.num_computed_tokens)
 
     def limit_draft_tokens(self, num_known: int, max_drafts: int) -> int:
+        """The step must be able to end at the next snapshot."""
         return min(max_drafts, self._next_interval_end(num_known) - num_known - 1)
 
     def restore_state(self, request: Request) -> None:

@@ -19,11 +19,11 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True):
     fetched_tokens: int = 0
     fetched_bytes: int = 0
     fetch_seconds: float = 0.0
-    """Sum over blocks."""
+    """Summed over all blocks."""
     stored_pages: int = 0
     stored_bytes: int = 0
     off: bool = False
-    """It hung."""
+    """It hung and is no longer used."""
 
     def add_earlier(self, earlier: TierStats) -> TierStats:
         sums = {name: getattr(self, name) + getattr(earlier, name) for name in self.__struct_fields__[3:-1]}
@@ -33,21 +33,25 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True):
 class _Counters(msgspec.Struct, array_like=True):
     preemptions: int = 0
     prompt_tokens: int = 0
-    """Without cached ones."""
+    """Computed ones; cached tokens do not count."""
     generation_tokens: int = 0
     steps: int = 0
     captured_steps: int = 0
+    """Steps that a CUDA graph computed."""
     captured_prompt_steps: int = 0
+    """Captured steps with prefill."""
     drafts: int = 0
-    """Not tokens."""
+    """Verified drafts; each has several tokens."""
     draft_tokens: int = 0
     accepted_drafts: list[int] = []
     """By position in the draft."""
     prefix_queries: int = 0
+    """Prompt tokens looked up."""
     prefix_hits: int = 0
     kept_sessions: int = 0
-    """With pinned blocks."""
+    """Conversations with pinned blocks."""
     session_returns: int = 0
+    """Prompts that continue a conversation."""
     session_return_tokens: int = 0
     sessions_given_up: int = 0
     """A conversation lost pinned blocks."""
@@ -73,6 +77,7 @@ class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc
     kept_blocks: int = 0
     """Pinned blocks, used or free."""
     cache_tokens: int = 0
+    """Capacity of the KV cache; it does not change."""
     experts_read: int = 0
     """On disk, first rank only; see kernels/streaming/weight_offloader.py."""
     experts_kept: int = 0
@@ -141,11 +146,12 @@ class RequestView(msgspec.Struct, frozen=True):
     phase: Phase
     prompt_tokens: int
     cached_tokens: int
-    """At admission."""
+    """Prefix cache hits at admission."""
     computed_tokens: int
     """Includes the step in flight."""
     output_tokens: int
     limit: int
+    """Maximum output tokens."""
     blocks: int
     shared_blocks: int
     priority: int
@@ -164,6 +170,7 @@ class EngineView(msgspec.Struct, frozen=True):
     resident_bytes: int
     """0 if unknown."""
     seconds: float
+    """Time to make this view."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -196,6 +203,7 @@ _SUMMED_GAUGES = ("running", "waiting", "used_blocks", "total_blocks", "cached_b
 
 
 def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
+    """`stats` must not be empty."""
     summed_stats = reduce(lambda all_before, each: each.add_earlier(all_before), stats)
     tier_sizes = [(tier.name, tier.pages, tier.bytes) for each in stats for tier in each.tiers]
     tiers = [

@@ -43,8 +43,9 @@ class _OpenRequest:
     """None: no engine is computing it."""
     report: PrefixMissReport | None = None
     num_computed: int = 0
+    """Prompt tokens only."""
     seconds: float = 0.0
-    """Share of step time."""
+    """Their share of the time of their steps."""
 
 
 @dataclass(slots=True)
@@ -82,7 +83,7 @@ class PrefixMissTracker:
             self._open_requests[each.id] = _OpenRequest(each, turn)
 
     def track_step(self, step: StepRecord, engine: int, stats: EngineStats, weights: str) -> None:
-        """`stats`: after the step."""
+        """`stats`: those after the step."""
         self._engines[engine].stats = stats
         if not stats.prefix_unit:
             return

@@ -26,13 +26,14 @@ class CacheNamespace(NamedTuple):
 
     salt: str
     adapter: str
-    """Digest; "": none."""
+    """Digest of its content; "": no adapter."""
     weights: str
 
 
 @dataclass(eq=False, slots=True)
 class Conversation:
     id: str
+    """Id of its first request."""
 
 
 @dataclass(eq=False, slots=True)
@@ -50,7 +51,7 @@ class Visit:
     num_computed: int = 0
     is_open: bool = True
     tenant_load: int = 0
-    """PrefixTree.total_load at its end."""
+    """PrefixTree.total_load when the request ended."""
 
 
 @dataclass(eq=False, slots=True)
@@ -82,7 +83,7 @@ class PrefixMatch:
     other_visits: list[Visit] = field(default_factory=list)
     """Per later piece, in other namespaces."""
     num_tail_tokens: int = 0
-    """Shared after `matched_visits`."""
+    """Tokens after `matched_visits` shared with the nearest sequence."""
     tail_visit: Visit | None = None
     neighbours: list[Neighbour] = field(default_factory=list)
     """Nearest first. Empty if an earlier sequence ended here."""

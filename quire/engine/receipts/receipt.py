@@ -57,6 +57,7 @@ class PromptReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 class AdapterReceipt(msgspec.Struct, frozen=True):
     name: str
     digest: str
+    """Hash of its files."""
 
     @classmethod
     def from_adapter(cls, adapter: Adapter | None) -> AdapterReceipt | None:
@@ -101,7 +102,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag
     prompts: list[PromptReceipt]
     choices: list[ChoiceReceipt]
     irreproducible: str = ""
-    """The reason."""
+    """Why it cannot be replayed."""
 
     def choice_prompt(self, choice: ChoiceReceipt) -> PromptReceipt:
         return self.prompts[choice.index // self.params.n]

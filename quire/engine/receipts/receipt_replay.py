@@ -86,7 +86,7 @@ async def replay_receipt(receipt: Receipt, model: ReplayModel, client: EngineCli
 
 
 def refusal_reason(receipt: Receipt, model: ReplayModel) -> str | None:
-    """None: can be recomputed."""
+    """None: the model can recompute these answers."""
     if receipt.irreproducible:
         return receipt.irreproducible
     different_files = [

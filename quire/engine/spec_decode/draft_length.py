@@ -66,6 +66,7 @@ class AcceptanceRate:
     num_tried: float = 0.0
 
     def estimate_rate(self, prior: float) -> float:
+        """Close to `prior` while little was tried."""
         return (self.num_accepted + prior) / (self.num_tried + 1)
 
     def add_tokens(self, num_accepted: int, num_tried: int) -> None:
@@ -120,6 +121,7 @@ class AcceptanceTracker:
 
 class TrackingDrafter(Drafter):
     def __init__(self, drafter: Drafter | TokenwiseDrafter, max_drafts: int, step_costs: StepCosts) -> None:
+        """`max_drafts`: per request and step."""
         self._max_drafts, self._step_costs = max_drafts, step_costs
         self._acceptance = AcceptanceTracker()
         self._pending_kinds: dict[str, list[int]] = {}

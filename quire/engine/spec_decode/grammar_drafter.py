@@ -35,7 +35,7 @@ class _GrammarState:
     forced_run: list[int] = field(default_factory=list)
     """Computed once: there may be thousands."""
     num_matched: int = 0
-    """Of `forced_run`."""
+    """Tokens of `forced_run` that the answer has."""
     num_from_source: int = 0
     """First tokens of the draft in flight that the other drafter proposed."""
 

@@ -45,8 +45,9 @@ class DraftBlockLayout:
 @dataclass(slots=True)
 class _DraftModelState:
     num_tokens: int
-    """Known when computed."""
+    """Leading tokens, all known when computed."""
     drafts: list[int]
+    """Computed drafts after them."""
     block_ids: list[int]
     """The request's own list; preemption replaces it."""
     num_sent_blocks: int
@@ -70,6 +71,7 @@ class ModelDrafter(TokenwiseDrafter):
         self._slot_requests: dict[int, str] = {}
         """The request computed in each slot."""
         self._hash_of_block: dict[int, bytes] = {}
+        """For full blocks that the draft model computed."""
         self._open_drafts: list[_OpenDraft] = []
 
     def draft_first_tokens(self, draft_requests: RequestsToDraft) -> list[Draft]:

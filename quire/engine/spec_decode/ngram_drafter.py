@@ -26,6 +26,7 @@ MAX_SHARED_SALTS = 64
 class MatchPosition(NamedTuple):
     text: Sequence[int]
     position: int
+    """The first token after the match."""
 
 
 class NgramIndex:
@@ -36,8 +37,10 @@ class NgramIndex:
         # comparing positions detects collisions.
         lengths = sorted({min_ngram, *(length for length in NGRAM_LENGTHS if length > min_ngram)}, reverse=True)
         self._positions: dict[int, dict[int, int | list[int]]] = {length: {} for length in lengths}
+        """By n-gram length, then hash."""
         self._texts: list[Sequence[int]] = []
         self._text_offsets: list[int] = []
+        """The number of each text's first position."""
         self._num_positions = 0
 
     def index_tokens(self, text: Sequence[int], begin: int, end: int) -> None:
@@ -102,6 +105,7 @@ class NgramDrafter(Drafter):
     def __init__(self, min_ngram: int) -> None:
         self._min_ngram = min_ngram
         self._indices: dict[str, tuple[NgramIndex, int]] = {}
+        """By request id, with the number of indexed tokens."""
 
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
         return [

@@ -51,6 +51,7 @@ class BlockLoad:
     has_snapshot: bool = False
     num_filled: int = 0
     loads_by_tier: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """(blocks, seconds) by tier."""
     is_running: bool = False
     ended_at: float = 0.0
 
@@ -91,7 +92,7 @@ class BlockLoader:
         return bool(self._open_loads or self._overdue_loads)
 
     def join_load(self, request: Request, digest: bytes) -> bool:
-        """False: not loading."""
+        """False if the block is not already loading."""
         if (load := self._load_by_hash.get(digest)) is None:
             return False
         load.waiting.append(request)
@@ -147,6 +148,7 @@ class BlockLoader:
         self._pool.unref(load.cached_blocks + load.blocks)
 
     def remove_request(self, request: Request) -> None:
+        """The request has ended; its blocks still arrive."""
         for load in self._open_loads:
             if request in load.waiting:
                 load.waiting.remove(request)

@@ -10,6 +10,7 @@ from quire.engine.common.executor import BlockMover
 from quire.engine.tiers.tier import BlockContent, Tier
 
 _MAX_UNWRITTEN_BYTES = 256 * 2**20
+"""Blocks beyond it are not kept."""
 
 ThreadPoolFactory = Callable[[int, str], Executor]
 """(number of threads, name)."""
@@ -32,7 +33,7 @@ class BlockWriter:
         self._thread = make_threads(1, "kv-put")
         self.num_stored: dict[str, int] = {tier.name: 0 for tier in tiers}
         self.num_not_stored = 0
-        """They came too fast."""
+        """Blocks that came faster than they could be written."""
         self.num_forced_copies = 0
         """Made by the loop itself."""
 

@@ -39,6 +39,7 @@ class DiskTier:
         self._identity_folder = identity.hex()
         self._max_bytes = max_bytes
         self._files: OrderedDict[str, int] = OrderedDict()
+        """Bytes by path below the root, least recently used first."""
         self._bytes = 0
         self._lock = Lock()
         self._write_failed = False

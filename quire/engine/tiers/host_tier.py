@@ -12,6 +12,7 @@ class HostTier:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._blocks: OrderedDict[bytes, BlockContent] = OrderedDict()
+        """Least recently used first."""
         self._bytes = 0
         self._lock = Lock()
 

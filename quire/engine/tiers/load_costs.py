@@ -15,9 +15,9 @@ class LoadCosts:
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self.token_seconds: float | None = None
-        """Per prompt token."""
+        """To compute a prompt token."""
         self.block_seconds: dict[str, float] = {}
-        """Per block, by tier."""
+        """To load a block, by tier."""
         self._num_refused = 0
 
     def record_compute(self, tokens: int, seconds: float) -> None:

@@ -98,6 +98,7 @@ class ApiProcessManager:
         started: float,
         dependencies: ManagerDependencies = ManagerDependencies(),
     ) -> None:
+        """The configuration must have passed `check_multi_process_settings`."""
         self._config = config
         self._dependencies = dependencies
         self._listener = listener

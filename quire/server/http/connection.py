@@ -44,6 +44,7 @@ class ConnectionTimeouts:
     write_timeout: float
     """Seconds that an answer may wait for its reader."""
     client: EngineClient
+    """Its `slow_readers` counts clients beyond the write timeout."""
 
 
 class UpgradeIgnoringParser(httptools.HttpRequestParser):

@@ -20,6 +20,7 @@ MAX_BUFFERED_BYTES = 16 * 1024
 LINGER_SECONDS = 10.0
 """For a client that still sends to read why it is refused."""
 TRANSPORT_SCOPE_KEY = "quire.transport"
+"""Names a connection's BatchingTransport in the ASGI scope."""
 
 
 def _always_false() -> bool:

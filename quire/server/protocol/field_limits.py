@@ -29,6 +29,7 @@ MAX_LOGPROB_TOKEN_IDS = 128
 """Every token of an answer reports all."""
 MAX_ALLOWED_TOKEN_IDS = 2**20
 MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 1024, 128
+"""Number of words, and characters per word."""
 MAX_STRUCTURED_CHOICES = 10_000
 MAX_COPIED_PARAMS_SIZE = 2**20
 """Per call: each answer copies logit_bias, stop_token_ids, allowed_token_ids, bad_words and grammar. In token ids; 16

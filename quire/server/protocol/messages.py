@@ -57,7 +57,7 @@ class ImageBlock(CacheableBlock):
 
     @property
     def url(self) -> str:
-        """As in a chat."""
+        """The image as a chat has it."""
         source = self.source
         return source.url if isinstance(source, UrlSource) else f"data:{source.media_type};base64,{source.data}"
 

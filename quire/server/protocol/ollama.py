@@ -86,7 +86,7 @@ class OllamaGenerateRequest(OllamaGenerationBody):
     system: str | None = None
     suffix: str | None = None
     raw: bool = False
-    """Without the template."""
+    """The prompt is not rendered by the template."""
     images: list[str] = Field(default_factory=list)
     """In base64."""
 
@@ -105,7 +105,7 @@ class OllamaEmbedRequest(ModelBody):
 
 
 class OllamaEmbeddingsRequest(ModelBody):
-    """The older form."""
+    """Ollama's older form of embeddings."""
 
     prompt: str = ""
     keep_alive: str | float | None = None

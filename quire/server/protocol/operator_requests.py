@@ -34,7 +34,7 @@ class WeightsGroupRequest(RequestBody):
     """Of rank 0, the sender."""
     master_port: Annotated[int, Field(ge=1, le=65535)]
     rank: Annotated[int, Field(ge=1, le=65535)] = 1
-    """This server's."""
+    """This server's rank."""
     world_size: Annotated[int, Field(ge=2, le=65536)] = 2
     backend: Literal["gloo", "nccl"] = "gloo"
     timeout: Annotated[float, Field(gt=0, le=3600)] = 300.0

@@ -69,6 +69,7 @@ class InputBody(PoolingBody):
 class EmbeddingRequest(InputBody):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)
+    """Keep only that many first numbers."""
 
 
 class ConversationEmbeddingRequest(PoolingBody):
@@ -122,7 +123,7 @@ class ScoreRequest(TextPairBody):
     text_1: str | TextList | None = None
     text_2: str | TextList | None = None
     queries: str | TextList | None = None
-    """vLLM's newer names."""
+    """vLLM's newer names of text_1 and text_2."""
     documents: str | TextList | None = None
 
     @model_validator(mode="after")

@@ -99,7 +99,7 @@ MAX_ADAPTATIONS = 10
 MAX_IGNORED_NAMES = 20
 MAX_IGNORED_NAME_LENGTH = 64
 MAX_SESSION_TTL = 86_400.0
-"""Seconds."""
+"""In seconds."""
 SAFE_ID_PATTERN = r"[A-Za-z0-9._:/+=@-]{1,128}"
 """Safe in logs and headers."""
 
@@ -202,6 +202,7 @@ class KvTransferParams(RequestBody):
     """From vLLM's prefill servers. Only the token ids are used; KV is not transferred."""
 
     prompt_token_ids: Annotated[list[StrictInt], MaxEntries(MAX_PROMPT_ENTRIES)] = Field(default_factory=list)
+    """The whole prompt, which is not tokenized again."""
 
     @model_validator(mode="after")
     def reject_kv_transfer(self) -> KvTransferParams:

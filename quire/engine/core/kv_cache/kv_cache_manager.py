@@ -44,6 +44,7 @@ class KVCacheManager:
         return self._needs.max_context_tokens(self.block_pool.num_blocks, num_tokens)
 
     def begin_step(self) -> None:
+        """Call before anything of a step is scheduled."""
         self.prefix_cache.reset_writes_and_unpin_expired()
         self._snapshots.publish_snapshots()
 

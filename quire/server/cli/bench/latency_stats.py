@@ -66,7 +66,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def latency_distribution(seconds: Iterable[float]) -> LatencyDistribution | None:
-    """Takes seconds."""
+    """Takes seconds; None if there are none."""
     ordered = sorted(1000 * value for value in seconds)
     if not ordered:
         return None

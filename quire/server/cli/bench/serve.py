@@ -92,6 +92,7 @@ class StreamChunk(msgspec.Struct):
 
 _decode_chunk = msgspec.json.Decoder(StreamChunk).decode
 BenchJob = tuple[str, bytes]
+"""(path, body)."""
 
 
 @dataclass(slots=True)

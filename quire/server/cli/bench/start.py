@@ -32,7 +32,7 @@ POLL_SECONDS = 0.02
 GRACE_SECONDS = 20.0
 MAX_TOKENS = 8
 LOADING_STATUSES = (None, 404, 429, 502, 503, 504)
-"""None: no response."""
+"""Statuses of servers still loading; None: no response."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -118,6 +118,7 @@ def run_process(command: Sequence[str], log: IO[bytes]) -> Iterator[subprocess.P
 async def _wait_for_first_token(
     url: str, model: str | None, process: subprocess.Popen[bytes], deadline: float
 ) -> float:
+    """Return the time by time.perf_counter()."""
     named = {"model": model} if model else {}
     body = {**named, "prompt": "Once upon a time", "max_tokens": MAX_TOKENS, "temperature": 0, "stream": True}
     client = StreamClient(url, keep_alive=False)

@@ -69,6 +69,7 @@ def _send_and_print_answer(chat: ChatSession, text: str, console: Console) -> in
 
 
 def _key_bindings() -> KeyBindings:
+    """Enter sends, except after a backslash; Alt+Enter starts a new line."""
     keys = KeyBindings()
 
     @keys.add("enter")
@@ -102,6 +103,7 @@ def _open_history() -> History:
 
 @contextmanager
 def hide_typed_keys() -> Iterator[None]:
+    """Typed text appears at the next prompt."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     hidden = termios.tcgetattr(descriptor)

@@ -83,6 +83,7 @@ def _read_rates_by_machine() -> dict[str, CpuRates]:
 
 
 def _write_rates_by_machine(rates_by_machine: dict[str, CpuRates]) -> None:
+    """If the file is not writable, the next plan measures again."""
     try:
         file = _rates_file()
         file.parent.mkdir(parents=True, exist_ok=True)

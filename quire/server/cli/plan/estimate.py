@@ -43,7 +43,7 @@ class Estimate:
     config: EngineConfig
     dtype: str
     weight_bytes: int
-    """The whole model's."""
+    """Bytes of the whole model."""
     weight_source: str
     kv_token_bytes: int
     block_size: int
@@ -58,6 +58,7 @@ class Estimate:
     step_bytes: int = 0
     """The largest step on a GPU, with graphs."""
     num_blocks: int = 0
+    """Allocated by a server started with `flags`."""
     context: int = 0
     concurrency: int = 0
     """Full contexts at once, at most --max-num-seqs."""
@@ -87,6 +88,7 @@ class Estimate:
 
     @property
     def num_fitting_blocks(self) -> int:
+        """0 if the model keeps no KV."""
         return self.kv_budget_bytes // self.block_bytes if self.block_bytes else 0
 
     @property
@@ -98,6 +100,7 @@ class Estimate:
         return self.num_fitting_blocks * len(self.block_needs.windows)
 
     def context_kv_bytes(self, length: int) -> int:
+        """Maximum at any one time."""
         if self.block_needs.windows == (None,):
             return length * self.kv_token_bytes
         return self.block_needs.max_blocks(length) * self.block_bytes // len(self.block_needs.windows)

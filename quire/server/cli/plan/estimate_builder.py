@@ -60,10 +60,11 @@ class _WeightPlan:
 @dataclass(frozen=True, slots=True)
 class _KVBytesPerToken:
     model: int
-    """All devices together."""
+    """On all devices together."""
     draft: int
-    """One device."""
+    """On one device."""
     draft_share: int
+    """Per device, if the devices of a memory share it."""
     split: int
     """Parts of the model's KV among devices."""
 
@@ -221,7 +222,7 @@ class EstimateBuilder:
         return _BlockPlan(block_size, num_bytes, KVBlockNeeds(groups.windows, block_size, at_once))
 
     def _kv_budget_bytes(self, on_device: int, step_bytes: int) -> int:
-        """Per device."""
+        """Bytes per device."""
         machine = self._machine
         config = self._config
         parts = machine.devices_per_memory * machine.replicas

@@ -21,10 +21,10 @@ def experts_problem(config: EngineConfig, sizes: ModelSizes, machine: Machine) -
 
 @dataclass(frozen=True, slots=True)
 class ExpertsPlan:
-    """Per device."""
+    """Figures are per device."""
 
     min_experts: int
-    """Per layer."""
+    """Experts per layer of the device with the fewest."""
     max_experts: int
     has_whole_experts: bool
     disk_bytes: int = 0
@@ -55,6 +55,7 @@ def imbalance_bytes(config: EngineConfig, sizes: ModelSizes, machine: Machine, d
 
 
 def fullest_device_ratio(config: EngineConfig, sizes: ModelSizes, machine: Machine) -> float:
+    """Experts of the device with the most, as a multiple of an even division."""
     ranks = machine.count // machine.stages
     whole = config.enable_expert_parallel and sizes.num_experts
     return -(-sizes.num_experts // ranks) * ranks / sizes.num_experts if whole else 1.0

@@ -35,7 +35,7 @@ class ImagesPlan:
 
     images: ImageCountAndSize
     tiles: int
-    """Tower inputs."""
+    """Inputs of the vision tower."""
     tokens: int
     """With those around and between features."""
     feature_bytes: int

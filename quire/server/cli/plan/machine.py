@@ -27,8 +27,9 @@ FLASH_BLOCK_SIZES = {
     "flash": FLASH_BLOCK_SIZE,
     "torch_varlen": FLASH_BLOCK_SIZE,
 }
+"""By requested backend."""
 MAX_FLASH_HEAD_DIM = 256
-"""flash-attn's limit."""
+"""flash-attn's limit. It also needs 16-bit numbers and a GPU with bfloat16."""
 ENGINE_HOST_BYTES = 200 * 2**20
 """Processes without weights and KV cache; measured on Linux."""
 
@@ -56,9 +57,11 @@ class Machine:
     replicas: int = 1
     """Of `count` devices each, all on one CPU machine."""
     nodes: int = 1
+    """Machines over which the devices are spread."""
 
     @property
     def devices_per_memory(self) -> int:
+        """Parts of a CPU machine share its memory."""
         return 1 if self.gpu else self.count // self.nodes
 
     def kv_block_size(
@@ -170,7 +173,7 @@ def divide_machine_by_parallelism(
 
 
 def generic_gpu_with_memory(gib: float) -> Machine:
-    """Of unknown speed."""
+    """Its speed is unknown."""
     return Machine(f"a GPU of {gib:g} GiB", memory=int(gib * GIB), gpu=True)
 
 

@@ -22,7 +22,7 @@ _BUS_BYTES_PER_SECOND, _DISK_BYTES_PER_SECOND = 25e9, 1e9
 
 @dataclass(frozen=True, slots=True)
 class StreamedLayersPlan:
-    """Per device."""
+    """Figures are per device."""
 
     num_layers: int = 0
     num_streamed: int = 0
@@ -47,6 +47,7 @@ class StreamedLayersPlan:
 def plan_streamed_layers(
     config: EngineConfig, sizes: ModelSizes, machine: Machine, dtype: str, device_weight_bytes: int
 ) -> StreamedLayersPlan:
+    """`device_weight_bytes`: without streaming."""
     from_disk, offloaded = config.weights_on_disk is not None, config.cpu_offload_gb
     if offloaded and not machine.gpu:
         return StreamedLayersPlan(

@@ -15,12 +15,12 @@ class KVTierSize:
 
 
 def host_tier_bytes(config: EngineConfig) -> int:
-    """Of all replicas."""
+    """Sum over all replicas."""
     return int((config.kv_offload_memory or 0.0) * GIB)
 
 
 def plan_tiers(config: EngineConfig, replicas: int, page_bytes: int, page_tokens: int) -> tuple[KVTierSize, ...]:
-    """Per replica."""
+    """Tiers of one replica."""
     memory, disk = config.kv_offload_memory or 0.0, config.kv_disk_gib if config.kv_offload_dir is not None else 0.0
     bounds = {"host": int(memory / replicas * GIB), "disk": int(disk / replicas * GIB)}
     return tuple(

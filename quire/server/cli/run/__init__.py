@@ -58,6 +58,7 @@ class RequestTally:
     examples: dict[str, str] = field(default_factory=dict)
     """One per kind, with custom_id."""
     num_refused: int = 0
+    """Failures that a retry would repeat."""
     ignored_params: Counter[str] = field(default_factory=Counter)
 
 

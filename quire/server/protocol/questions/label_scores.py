@@ -19,6 +19,7 @@ class LabelScoreRequest(EngineRequestBody):
     apply_softmax: bool = False
     """Normalize over the labels only."""
     item_first: bool = False
+    """Items stand before the query."""
 
     @property
     def engine_request_fields(self) -> dict[str, Any]:
