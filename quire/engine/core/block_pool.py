@@ -171,6 +171,7 @@ class BlockPool:
         self._free.move_to_end(block, last=False)
 
     def clear_hashes(self) -> None:
+        """Blocks in use keep their content."""
         self._block_hashes.clear()
         self._block_by_hash.clear()
 

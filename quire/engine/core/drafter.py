@@ -26,6 +26,8 @@ FIRST_BUCKET_KIND = 100
 
 
 class Draft(NamedTuple):
+    """Empty if no token is worth a try."""
+
     token_ids: list[int]
     kinds: Sequence[int] = ()
     """One per token; acceptance is tracked by kind. Empty: KIND_DEFAULT, or `probabilities` is set."""

@@ -24,6 +24,7 @@ OUTPUT_TOKEN_COST = 2
 
 
 MIN_LOW_PRIORITY_TOKENS = 16
+"""Minimum per step while more urgent requests run or wait."""
 URGENT_MEMORY_STEPS, SHORT_STEP_TOKENS = 200, 64
 """Steps stay short after an urgent request, so that the next one does not wait for a long step."""
 

@@ -71,6 +71,7 @@ class Request:
         """Blocks known to the device."""
         self.num_cached_hashes = 0
         self.num_snapshot_tokens = 0
+        """Tokens up to the last state snapshot taken or restored."""
         self.num_cached_tokens: int | None = None
         """None before it is first scheduled."""
         self.num_charged_tokens = 0
@@ -83,6 +84,7 @@ class Request:
         has_grammar = sampling is not None and sampling.grammar is not None
         self.can_draft = drafting and sampling is not None
         self.needs_host_tokens = needs_host_tokens or self.can_draft or has_grammar
+        """A grammar or a drafter needs each token before the next step."""
         self._encoded_digests: set[bytes] = set()
         self._current_encoder_chunk: EncoderChunk | None = None
         self._block_hashes: list[bytes] = []
@@ -158,6 +160,7 @@ class Request:
         return ScheduledChunk(max_tokens, max_tokens + encoder_cost, chunks)
 
     def _encoder_progress(self, digest: bytes) -> int:
+        """0 unless this image is being encoded."""
         return (
             self._current_encoder_chunk.end_progress
             if self._current_encoder_chunk is not None and self._current_encoder_chunk.digest == digest

@@ -139,6 +139,7 @@ class Scheduler:
             self._waiting.wait_for_loads()
 
     def take_outputs(self) -> list[EngineCoreOutput]:
+        """Outputs since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
 

@@ -23,6 +23,8 @@ class SnapshotConfig(NamedTuple):
 
 
 class SnapshotPosition(NamedTuple):
+    """A snapshot after a request's first `num_blocks` blocks."""
+
     snapshot_id: int
     num_blocks: int
 

@@ -70,6 +70,7 @@ class PrefixMissTracker:
         self._engines = [_EngineCacheInfo() for _ in range(engines)]
         self._max_tenant_bytes, self._max_total_bytes = max_tenant_bytes, max_total_bytes
         self._trees: OrderedDict[str, PrefixTree] = OrderedDict()
+        """The least recent tenant comes first."""
         self._open_requests: dict[str, _OpenRequest] = {}
         self.total_bytes = 0
 

@@ -64,6 +64,7 @@ class _OpenDraft:
 
 class ModelDrafter(TokenwiseDrafter):
     def __init__(self, model: DraftModel, blocks: DraftBlockLayout, max_tokens: int) -> None:
+        """`max_tokens`: limit per step of the draft model."""
         self._model = model
         self._blocks = blocks
         self._max_tokens = max_tokens

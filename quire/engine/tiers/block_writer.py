@@ -18,6 +18,8 @@ _CLOSE_TIMEOUT_SECONDS = 30.0
 
 
 class BlockWriter:
+    """The engine's loop calls `write_blocks`, `copy_before_reuse` and `discard_queued_and_stored_blocks`."""
+
     def __init__(
         self, tiers: Sequence[Tier], mover: BlockMover, make_threads: ThreadPoolFactory = ThreadPoolExecutor
     ) -> None:

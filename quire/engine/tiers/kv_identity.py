@@ -66,6 +66,7 @@ def model_sample_digest(model: ModelConfig, files: WeightFiles | None) -> str:
 
 
 def code_hash() -> bytes:
+    """Hash of the installed kernels, layers and models."""
     engine = Path(__file__).resolve().parent.parent
     hasher = blake2b(digest_size=16)
     for folder in (engine.parent / "kernels", engine / "layers", engine / "models"):
@@ -148,6 +149,7 @@ def _hash_file_part(part: tuple[str, int]) -> bytes:
 
 
 def _read_hashes(hash_folder: Path) -> dict[str, str]:
+    """Empty if the file is damaged."""
     try:
         hashes = json.loads((hash_folder / _HASHES_FILE).read_text())
         return {key: bytes.fromhex(value).hex() for key, value in hashes.items() if len(value) == 32}

@@ -13,6 +13,7 @@ class Tier(Protocol):
     """
 
     name: str
+    """Appears in metrics and explanations."""
 
     def lookup(self, digest: bytes) -> bool:
         """Counts as a use. The engine's loop calls this between steps, so it must answer at once, from memory. It may

@@ -47,6 +47,7 @@ _SILENCE_SECONDS = 60.0
 _STOPPED_SECONDS = 10.0
 """So is one stopped for this long."""
 _FAILURE_MESSAGE_SECONDS = 0.2
+"""For the last message of an ended process to arrive."""
 _BACKOFF_SECONDS = 0.5
 
 
@@ -214,6 +215,7 @@ class ApiProcessManager:
         return self._dependencies.launch_process(module("quire.server.cli.api_process"), msgspec.json.encode(setup))
 
     async def _wait_for_exit_or_kill_hung(self, process: Child, channel: ApiProcessChannel) -> int:
+        """Returns the return code."""
         exited = asyncio.create_task(process.wait_for_exit())
         stopped, timer = Stopped(), WatchTimer(_CHECK_SECONDS)
         try:

@@ -65,6 +65,7 @@ class BatchClient:
         self._http = http
 
     def submit_file(self, file: Path, window: str) -> dict[str, Any]:
+        """The file's first request names the endpoint."""
         try:
             _, first = next(read_nonempty_lines(file), (0, ""))
             endpoint = parse_line(first).url
@@ -88,6 +89,7 @@ class BatchClient:
         return entries
 
     def download_results(self, batch: dict[str, Any], output: Path) -> None:
+        """Answers come first, then errors."""
         try:
             with output.open("wb") as file:
                 for name in ("output_file_id", "error_file_id"):

@@ -31,6 +31,7 @@ PRIVATE_SERVER_SETTINGS: dict[str, object] = {
     "ssl_keyfile": None,
     "ssl_ca_certs": None,
 }
+"""Only this process can reach the server, so it needs no keys, limits or TLS."""
 
 
 @asynccontextmanager

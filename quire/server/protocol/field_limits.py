@@ -41,6 +41,7 @@ MAX_PROMPTS = 2048
 MAX_PROMPT_ENTRIES = 2**22
 """Token ids or prompts; the context and MAX_PROMPTS limit them further."""
 MAX_MESSAGES = 100_000
+"""The context limits them too: each takes at least a token."""
 MAX_CONTENT_PARTS = 10_000
 """Per message."""
 MAX_DOCUMENTS = 10_000

@@ -61,6 +61,7 @@ class LoadAdapterRequest(RequestBody):
     lora_path: str = Field(max_length=4096)
     """A PEFT folder, or a hub id."""
     load_inplace: bool = False
+    """Replaces an adapter that is served under this name."""
 
 
 class UnloadAdapterRequest(RequestBody):

@@ -118,6 +118,7 @@ class PrefixCache:
         ]
 
     def cache_blocks(self, request: Request, start: int) -> None:
+        """`start`: the first token that the step computes."""
         full = min(request.num_computed_tokens, len(request.token_ids)) // self._hash_block_size
         if full > request.num_cached_hashes:
             for index, digest in enumerate(

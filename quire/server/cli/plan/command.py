@@ -104,6 +104,7 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def _check_flags(args: argparse.Namespace, config: ServerConfig) -> None:
+    """Raises ConfigError."""
     if args.picture is not None and args.picture.suffix.lower() != ".svg":
         raise ConfigError(f"--picture: draws an SVG; {args.picture.with_suffix('.svg')} would be its name")
     if config.num_kv_blocks is not None:

@@ -78,6 +78,7 @@ class _BlockPlan:
     size: int
     """In tokens."""
     num_bytes: int
+    """All layers, with what their groups leave unused."""
     needs: KVBlockNeeds
 
 

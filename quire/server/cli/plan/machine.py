@@ -89,6 +89,7 @@ class Machine:
         return FLASH_BLOCK_SIZE if backend == "auto" and flash else FLASH_BLOCK_SIZES.get(backend, BLOCK_SIZE)
 
     def max_kv_bytes(self, weight_bytes: int, step_bytes: int) -> int:
+        """Per device, if nothing else needed memory."""
         others = CUDA_CONTEXT_BYTES + step_bytes if self.gpu else ENGINE_HOST_BYTES
         return max(self.memory - weight_bytes - others, 0)
 

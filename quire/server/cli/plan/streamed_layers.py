@@ -32,6 +32,7 @@ class StreamedLayersPlan:
     read_bytes: int = 0
     """Per step."""
     saved_bytes: int = 0
+    """Device memory that is not needed."""
     problem: str | None = None
 
     @property

@@ -54,10 +54,12 @@ def device_linear_bytes(numbers: int, sizes: ModelSizes, machine: Machine, dtype
 
 
 def _weight_bytes_from_sizes(sizes: ModelSizes, dtype: str) -> int:
+    """Quantized linear layers take their own number of bits."""
     return round(sizes.num_parameters * DTYPE_BYTES[dtype] * sizes.weight_ratio)
 
 
 def _quantized_embedding_bits(stored: CheckpointSize | None, in_8_bits: bool) -> float | None:
+    """None: the embedding is not quantized."""
     if in_8_bits:
         return QUANTIZED_EMBEDDING_BITS
     return None if stored is None else stored.embedding_bits
