@@ -31,7 +31,7 @@ URGENT_MEMORY_STEPS, SHORT_STEP_TOKENS = 200, 64
 
 class TokenBudget:
     """While more urgent requests run or wait, less urgent ones get as many tokens as those generate, and at least
-    MIN_LOW_PRIORITY_TOKENS.
+    MIN_LOW_PRIORITY_TOKENS. Urgent prompt tokens do not count, because a first token is awaited.
     """
 
     def __init__(self, tokens: int, running: Sequence[Request], next_waiting: Request | None) -> None:

@@ -32,7 +32,9 @@ class BlockTables:
         return self.num_groups * -(-tokens // self._block_size) - len(request.block_ids)
 
     def num_free_blocks_needed(self, request: Request, cached: Sequence[int]) -> int:
-        """To compute all tokens, starting with `cached`. Blocks freed on the way count."""
+        """Return the free blocks needed to compute all tokens, starting with `cached`. Blocks freed behind a window are
+        reused.
+        """
         tokens = len(request.token_ids)
         num_to_allocate = self.needs.max_blocks(
             tokens, len(cached) // self.num_groups

@@ -25,7 +25,7 @@ class DraftPlan:
 
     @property
     def is_separate_model(self) -> bool:
-        """Its KV is not stored in tiers, unlike that of heads."""
+        """A separate model's KV is not stored in tiers, unlike that of heads."""
         return self.speculative_config.method == "draft_model"
 
     def draft_weight_bytes(self, width: int) -> int:
@@ -66,8 +66,8 @@ def state_slot_bytes(
     num_parts: int,
     num_devices_per_memory: int,
 ) -> int:
-    """Bytes per request and device outside KV blocks; see worker/device_memory.py. `num_devices_per_memory`: of which
-    one drafts.
+    """Bytes per request and device outside KV blocks; see worker/device_memory.py. One of `num_devices_per_memory`
+    devices drafts.
     """
     own = 0 if drafting is None else drafting.slot_bytes(max_draft_tokens, number_bytes)
     return served.slot_bytes(max_draft_tokens, number_bytes) // num_parts + own // num_devices_per_memory
