@@ -147,7 +147,9 @@ class FairQueue:
         return []
 
     def process_adapter_loads(self) -> Sequence[tuple[Request, str]]:
-        """Return requests with failed loads and the reasons; the caller must remove them."""
+        """Make requests with loaded adapters eligible. Returns those with failed loads and the reasons; the caller must
+        remove them.
+        """
         return ()
 
     def wait_for_loads(self) -> None:

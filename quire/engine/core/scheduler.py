@@ -80,7 +80,10 @@ class Scheduler:
         )
 
     def place(self, request: EngineCoreRequest) -> float:
-        """Sort key within a priority and tenant; ties go by arrival. --scheduler-cls may override it."""
+        """Return a request's sort key within its priority and tenant: the smallest goes first, ties go by arrival.
+
+        A class given by --scheduler-cls may override it.
+        """
         return 0.0
 
     def add_request(self, engine_request: EngineCoreRequest) -> None:

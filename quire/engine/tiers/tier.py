@@ -16,15 +16,16 @@ class Tier(Protocol):
     """Appears in metrics and explanations."""
 
     def lookup(self, digest: bytes) -> bool:
-        """Counts as a use. The engine's loop calls this between steps, so it must answer at once, from memory. It may
-        be wrong.
+        """Return True if `fetch` would find the block, which counts as a use.
+
+        The engine's loop calls this between steps, so it must answer at once, from memory. It may be wrong.
         """
 
     def fetch(self, digest: bytes) -> BlockContent | None:
-        """May be slow: only requests that need the block wait."""
+        """Return the block, or None if it is not there. May be slow: only requests that need the block wait."""
 
     def put(self, digest: bytes, page: BlockContent) -> None:
-        """May be slow, and do nothing if there is no room."""
+        """Store a block, or do nothing if there is no room. May be slow."""
 
     def drop(self, digest: bytes | None) -> None:
-        """None: drop all."""
+        """Forget a block, or all of them if `digest` is None."""
