@@ -1,4 +1,4 @@
-"""The engine. VERSION is Quire's, from the installed package: quire-llm on the index, where quire is another one."""
+"""The engine. VERSION comes from the installed package quire-llm; `quire` on PyPI is another package."""
 
 from importlib import metadata
 

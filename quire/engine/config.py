@@ -1,4 +1,4 @@
-"""The former place of `quire.engine.common.config`, from which programs of users import."""
+"""Deprecated alias of `quire.engine.common.config`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The engine core: scheduler, executor and steps put together.
-
-Only this module, engine_core_process.py and engine_builder import both halves, the torch-free control half and the
-worker; so only what starts an engine imports them.
+"""The engine core: scheduler, executor and step runner. Only this module, engine_core_process.py and engine_builder
+import both the torch-free half and the worker.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from quire.engine.worker.startup_steps.started_worker import StartedWorker
 
 
 class EngineCore:
-    """A model, its KV cache and a scheduler. Raises ConfigError for a configuration it cannot start with."""
+    """Raises ConfigError if it cannot start."""
 
     def __init__(
         self,
@@ -47,9 +45,7 @@ class EngineCore:
         steps_ahead: int | None = None,
         make_tiers: Callable[..., TieredKVOffloader] = TieredKVOffloader,
     ) -> None:
-        """`tensors`: weights under their names in the checkpoint, instead of those in files. `make_drafter`: by default
-        make_configured_drafter. `steps_ahead`: see StepRunner; by default what pays on the device. `make_tiers`: see
-        make_kv_offloader."""
+        """`tensors`: weights by checkpoint name, instead of files. `steps_ahead`: see StepRunner."""
         began = time.perf_counter()
         heartbeat = heartbeat or NullHeartbeat()
         builder = EngineCoreBuilder(config, heartbeat, tensors)
@@ -71,7 +67,7 @@ class EngineCore:
         self.info = builder.build_engine_info(kv_offloader, load_seconds=time.perf_counter() - began)
 
     def add_request(self, engine_request: EngineCoreRequest) -> None:
-        """Queue a request. The policy fcfs ignores its priority."""
+        """The policy fcfs ignores priorities."""
         if self._config.scheduling_policy == "fcfs":
             engine_request = msgspec.structs.replace(engine_request, priority=0)
         self.scheduler.add_request(engine_request)
@@ -98,8 +94,8 @@ class EngineCore:
         return take_engine_view(self.scheduler)
 
     def run_next_warmup(self) -> bool:
-        """Do one unit of idle warm-up; False when none is left."""
-        self._heartbeat.begin_step([])  # so that a warm-up that hangs is noticed as a step is
+        """False when no warm-up is left."""
+        self._heartbeat.begin_step([])  # a hang is detected like a hanging step
         more = self.executor.warm_up_next() or (
             self._device_drafter is not None and self._device_drafter.capture_next_graph()
         )
@@ -111,44 +107,42 @@ class EngineCore:
         self.scheduler.kv_offloader.clear_tiers()
 
     def run_collective_rpc(self, content: bytes) -> list[bytes]:
-        """Run a call on every rank: see engine/common/executor.py. Raises InvalidRequest where none takes any."""
+        """Raises InvalidRequest if the model takes no calls."""
         if self._collective_rpc is None:
             raise InvalidRequest("collective_rpc: encoders and stages (pipeline_parallel_size) take no calls")
-        self._heartbeat.begin_step([])  # so that a call that hangs is noticed as a step is
+        self._heartbeat.begin_step([])  # a hang is detected like a hanging step
         results = self._collective_rpc(content)
         self._heartbeat.end_step()
         return results
 
     def compute_logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool) -> Logprobs:
-        """By a forward pass beside all requests. Raises EngineError for a model that other processes compute too, and
-        InvalidRequest for token ids that are no sequence of the model's."""
+        """Runs a separate forward pass. Raises EngineError if several processes compute the model, InvalidRequest for
+        bad ids.
+        """
         if not isinstance(self.executor, ModelRunner) or self._config.world_size > 1:
             raise EngineError("a forward pass is computed by one process alone, this model by several")
         forward = ForwardPass(self.executor.model, self.info.block_size)
         return forward.compute_logprobs(token_ids, full_vocabulary=full_vocabulary)
 
     def shut_down(self) -> None:
-        """Before it is let go: end what runs beside it."""
         self.scheduler.kv_offloader.close_tiers()
 
     def check_replacement_weights(self, config: EngineConfig) -> None:
-        """Raise ConfigError where an engine of `config` could not load its weights."""
+        """Raises ConfigError."""
         if config.weights is not None:
-            # Against the model's own: the files of the weights before this may be gone by now.
+            # files of the current weights may be gone
             model_files = resolve_model_with_overrides(config)
             check_weights(self._expected_weights, self._model, resolve_weights(config), model_files)
 
     @property
     def last_step_record(self) -> StepRecord | None:
-        """The record of the step that the last call of step() learnt from, if it learnt from one."""
         return self._step_runner.last_record
 
     def step(self) -> list[EngineCoreOutput]:
-        """Run one step, if there is one. Returns the outputs of it, and of adds and aborts."""
+        """Also returns outputs of adds and aborts."""
         return self._step_runner.run_step()
 
 
 def free_engine_memory() -> None:
-    """Free the memory of an engine that nobody holds any more."""
-    gc.collect()  # an engine has reference cycles
+    gc.collect()  # engines have reference cycles
     release_cached_memory()

@@ -1,4 +1,4 @@
-"""The engine process: an engine core that its parent asks over a socket."""
+"""The engine process serves an engine core to its parent over a socket."""
 
 from __future__ import annotations
 
@@ -35,30 +35,24 @@ from quire.engine.processes.utility_calls import (
 )
 
 _ERROR_LINGER_MS = 30_000
-"""For which a process that cannot start waits until its parent, which has much to import, listens to why."""
+"""For the parent, which imports slowly, to read the error."""
 
 
 class EngineChange(NamedTuple):
-    """What an engine is let go for."""
-
     call_id: int
-    """Of the call whose result is that it was."""
     config: EngineConfig | None
-    """Of the engine that takes its place; None: it sleeps."""
+    """The next engine's; None: sleep."""
 
 
 class EngineLetGo(Exception):
-    """A call has its result once the engine has been let go."""
+    """Raised by calls answered after the engine is released."""
 
     def __init__(self, config: EngineConfig | None) -> None:
-        """`config`: see EngineChange."""
         super().__init__()
         self.config = config
 
 
 class EngineUtilities(EngineCoreMethods):
-    """What an engine answers that is awake."""
-
     def __init__(self, engine: EngineCore) -> None:
         self._engine = engine
 
@@ -83,8 +77,7 @@ class EngineUtilities(EngineCoreMethods):
 
 
 def run_engine_core(config: EngineConfig, address: str, heartbeat: Heartbeat) -> int:
-    """Serve the parent over the socket at `address`, until the process ends with the parent. Returns only where the
-    engine cannot start."""
+    """Returns only if the engine cannot start; otherwise the process ends with its parent."""
     context = zmq.Context()
     socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
     socket.set(zmq.SNDHWM, 0)
@@ -94,12 +87,12 @@ def run_engine_core(config: EngineConfig, address: str, heartbeat: Heartbeat) ->
     try:
         engine, failure = EngineCore(config, heartbeat), None
         call_id = START
-        # One that is built anew has the same context and pages, whatever memory is free then.
+        # a rebuilt engine keeps the context and blocks
         config = config.model_copy(update=capacity_settings_from_info(engine.info))
         while True:
             _send_message(socket, make_result(call_id, EngineStarted(engine.info, failure)))
             engine.executor.preload_grammar_compiler()
-            gc.freeze()  # exempts what lives as long as the engine from garbage collection
+            gc.freeze()  # exempts long-lived objects from garbage collection
             call_id, wanted = _run_until_change(engine, socket)
             engine.shut_down()
             del engine
@@ -113,12 +106,11 @@ def run_engine_core(config: EngineConfig, address: str, heartbeat: Heartbeat) ->
     except QuireError as error:
         _send_message(socket, UtilityResult(START, error=Fault.of(error)))
         socket.close(linger=_ERROR_LINGER_MS)
-        context.term()  # waits for that; the end of the process alone would not
+        context.term()  # waits for the error to be sent; process exit would not
         return 1
 
 
 def _run_until_change(engine: EngineCore, socket: zmq.Socket[bytes]) -> EngineChange:
-    """Compute until the engine is to be let go."""
     while True:
         if (change := _handle_messages_and_get_change(engine, socket)) is not None:
             return change
@@ -128,8 +120,7 @@ def _run_until_change(engine: EngineCore, socket: zmq.Socket[bytes]) -> EngineCh
 
 
 def _handle_messages_and_get_change(engine: EngineCore, socket: zmq.Socket[bytes]) -> EngineChange | None:
-    """Handle all messages that have arrived. With nothing to compute, warm up, or wait for a message. Returns what the
-    engine is to be let go for."""
+    """If idle, warm up or wait for a message."""
     is_idle = not engine.has_work
     while is_idle or socket.poll(0):
         if is_idle and not socket.poll(0) and engine.run_next_warmup():
@@ -143,7 +134,7 @@ def _handle_messages_and_get_change(engine: EngineCore, socket: zmq.Socket[bytes
                 is_idle = False
                 for request_id in ids:
                     engine.abort_request(request_id)
-            case UtilityCall() as call:  # which leaves the engine idle if it was
+            case UtilityCall() as call:  # does not end idleness
                 if (change := _run_call_or_get_change(engine, socket, call)) is not None:
                     return change
     return None
@@ -163,10 +154,10 @@ def _run_call_or_get_change(engine: EngineCore, socket: zmq.Socket[bytes], call:
 def _sleep_then_build_engine(
     config: EngineConfig, socket: zmq.Socket[bytes], heartbeat: Heartbeat
 ) -> tuple[int, EngineConfig, EngineCore]:
-    """Wait without an engine until there is one again: of a call with this id, and of this configuration."""
+    """Return the id of the call to answer, the new configuration and its engine."""
     while True:
         call = decode_to_engine(socket.recv())
-        if not isinstance(call, UtilityCall):  # of before the sleep, as all other messages
+        if not isinstance(call, UtilityCall):  # sent before the sleep
             continue
         if call.method == EngineCoreMethods.reset_prefix_cache.__name__ and config.kv_offload_dir is not None:
             delete_kv_blocks(config.kv_offload_dir)
@@ -184,8 +175,9 @@ def _sleep_then_build_engine(
 def _rebuild_engine_or_previous(
     previous: EngineConfig, config: EngineConfig, heartbeat: Heartbeat
 ) -> tuple[EngineConfig, EngineCore, str | None]:
-    """An engine of `config`, or where it cannot start one of `previous`, and why; with its configuration. The engine
-    before must have been let go. Raises ConfigError where neither can start."""
+    """Fall back to `previous`, and return the error. The old engine must have been released. Raises ConfigError if
+    neither can start.
+    """
     try:
         return config, EngineCore(config, heartbeat), None
     except QuireError as error:

@@ -1,8 +1,7 @@
-"""`python -m quire.engine.main ADDRESS HEARTBEAT_FD`: the engine process.
+"""`python -m quire.engine.main ADDRESS HEARTBEAT_FD`: the engine process. Its configuration is a line of JSON on stdin.
 
-It reads its configuration, one line of JSON, from standard input. It imports torch last, because three threads must
-work from the first moment on: one sends heartbeats, by which the parent knows that this process is alive; one ends this
-process when the parent is gone; one distinguishes signals sent by other processes from this process's own faults.
+Torch is imported last, because three threads must run first: heartbeats to the parent, exit when the parent is gone,
+and telling signals of other processes from this process's own faults.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ if TYPE_CHECKING:
 
 
 def block_fault_signals() -> None:
-    """Block FAULT_SIGNALS, so that those sent by other processes wait for `start_fault_signal_reporter`.
+    """Let FAULT_SIGNALS of other processes wait for `start_fault_signal_reporter`.
 
-    Call it before any other thread starts: threads inherit the signal mask. A fault of this process itself still ends
-    it at once, because the kernel does not let a process block signals that its own instructions raise.
+    Call before other threads start: they inherit the mask. A fault of this process still ends it, because the kernel
+    does not block signals raised by its own instructions.
     """
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, FAULT_SIGNALS)
 
 
 def start_fault_signal_reporter(heartbeat: PipeHeartbeat) -> None:
-    """Start a thread that waits for one of FAULT_SIGNALS, reports its sender to the parent, and lets it end us."""
+    """Report a signal's sender to the parent, then let it end the process."""
 
     def report_signal() -> None:
         info = signal.sigwaitinfo(FAULT_SIGNALS)
-        # si_code is above 0 when the kernel sent the signal, and 0 or below when a process did (man 2 sigaction).
+        # si_code is above 0 if the kernel sent the signal, otherwise a process did (man 2 sigaction).
         if info.si_code <= 0 and info.si_pid != os.getpid():
             heartbeat.report_fault_signal(info.si_pid)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {info.si_signo})
@@ -48,8 +47,7 @@ def start_fault_signal_reporter(heartbeat: PipeHeartbeat) -> None:
 
 
 def run_node(config: EngineConfig) -> int:
-    """Compute with the first of several machines, in this process; see engine/worker_node.py."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns, a page long, each time that the first one ends
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise it prints a page of warnings when machine 0 ends
     from quire.engine.worker_node import run_worker_node_until_signal
 
     return run_worker_node_until_signal(config)
@@ -57,7 +55,7 @@ def run_node(config: EngineConfig) -> int:
 
 def main() -> None:
     address, descriptor = sys.argv[1], int(sys.argv[2])
-    faulthandler.register(signal.SIGUSR1)  # to the server's standard error, as all that is written there
+    faulthandler.register(signal.SIGUSR1)
     block_fault_signals()
     line = read_configuration()
     heartbeat = PipeHeartbeat(descriptor)
@@ -67,7 +65,7 @@ def main() -> None:
     from quire.engine.common.config import EngineConfig
 
     config = EngineConfig.model_validate_json(line)
-    os.nice(config.niceness)  # of this thread, and those that it starts from here on: all that compute
+    os.nice(config.niceness)  # this thread and those started from here on
 
     from quire.engine.engine_core_process import run_engine_core
 

@@ -1,12 +1,10 @@
-"""How much memory C libraries have taken."""
-
 from __future__ import annotations
 
 import ctypes
 
 
 class _MallInfo2(ctypes.Structure):
-    """glibc's struct mallinfo2: bytes by mmap, and all others that are in use."""
+    """glibc's struct mallinfo2. hblkhd: bytes by mmap; uordblks: all others."""
 
     _fields_ = [
         *((f"unused{number}", ctypes.c_size_t) for number in range(4)),
@@ -18,7 +16,7 @@ class _MallInfo2(ctypes.Structure):
 
 
 def heap_bytes() -> int:
-    """Bytes that malloc has given out to this process; 0 where the C library does not tell, as musl and macOS."""
+    """Allocated by malloc; 0 if the C library does not report it, as musl and macOS."""
     ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if ask is None:
         return 0

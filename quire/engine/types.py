@@ -1,4 +1,4 @@
-"""The former place of `quire.engine.common.types` and `request_params`, from which schedulers and programs import."""
+"""Deprecated alias of `quire.engine.common.types` and `request_params`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to write instead of a setting that is not there, for users who mistype one or bring vLLM's or llama.cpp's."""
+"""Suggestions for unknown settings: typos, and flags of vLLM and llama.cpp."""
 
 from __future__ import annotations
 
@@ -12,30 +12,26 @@ from pathlib import Path
 from typing import Any
 
 _MIN_PREFIX_LENGTH = 3
-"""Letters of an abbreviation that may tell what is meant."""
 _ALREADY_DONE = "so it is anyway"
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignFlag:
-    """A flag of another server's that Quire does not have."""
-
     text: str
     """Why it changes nothing, or what to do instead."""
     is_harmless: bool
-    """Whether it changes nothing, whatever its value."""
     value_kind: str
-    """The values that follow it: "" none, "=" one, "+" any number."""
+    """"" no value, "=" one, "+" any number."""
     default_values: tuple[str, ...] = ()
-    """Values with which it asks for what is done anyway."""
+    """Values without effect."""
 
     def redundancy_reason(self, value: str) -> str:
-        """Why it changes nothing with this value; "" where it would."""
+        """ "": this value would have an effect."""
         return self.text if self.is_harmless else _ALREADY_DONE if value in self.default_values else ""
 
 
 def suggest_nearest(name: str, known: Iterable[str]) -> str:
-    """`did you mean …?`, or "" where no known name is near, nor just one begins with it."""
+    """`did you mean …?`, or ""."""
     names = list(known)
     longer = [each for each in names if each.startswith(name)] if len(name.strip("-")) >= _MIN_PREFIX_LENGTH else []
     near = get_close_matches(name, names, 1, 0.75) or (longer if len(longer) == 1 else [])
@@ -44,38 +40,37 @@ def suggest_nearest(name: str, known: Iterable[str]) -> str:
 
 @cache
 def foreign_flags() -> Mapping[str, ForeignFlag]:
-    """By the flag without its dashes."""
+    """Keys have no dashes."""
     table = _read_table()
     return {**_parse_section(table["without_effect"], True), **_parse_section(table["instead"], False)}
 
 
 @cache
 def _server_only_flag_table() -> Mapping[str, ForeignFlag]:
-    """Flags of `quire serve` that are no options of `LLM`."""
+    """Flags of `quire serve` that are not options of `LLM`."""
     table = _read_table()["programs"]
     return {**_parse_section(table["without_effect"], True), **_parse_section(table["instead"], False)}
 
 
 def redundant_vllm_value_reason(name: str, value: object) -> str:
-    """Why a value of vLLM's for a flag of ours changes nothing; "" for all other values. `name`: without dashes."""
+    """ "": not a redundant value. `name`: without dashes."""
     foreign = _parse_section(_read_table()["usual"], False).get(name.replace("_", "-"))
     return foreign.text if foreign is not None and str(value) in foreign.default_values else ""
 
 
 def is_server_only(name: str) -> bool:
-    """Whether it is a setting of the server's, and vLLM's `LLM` takes it too."""
+    """A server setting that vLLM's `LLM` takes too."""
     return name.replace("_", "-") in _server_only_flag_table()
 
 
 @cache
 def flag_aliases() -> Mapping[str, str]:
-    """Our flag for another server's of the same meaning, both without dashes."""
+    """Ours by another server's, without dashes."""
     return {theirs: ours for ours, names in _read_table()["same"].items() for theirs in names.split()}
 
 
 def find_foreign_flag(name: str) -> ForeignFlag | None:
-    """Of a flag without its dashes: `no-X` asks for what is done anyway where there is no X, unless the table says
-    otherwise."""
+    """`no-X` is harmless if X is foreign, unless the table says otherwise."""
     table = foreign_flags()
     if name in table:
         return table[name]
@@ -86,8 +81,9 @@ def find_foreign_flag(name: str) -> ForeignFlag | None:
 
 
 def redundant_option_reason(name: str, value: object) -> str:
-    """Why an option of vLLM's `LLM` changes nothing; "" where Quire has it, would have to do something, or does not
-    know it. None asks for nothing, and False for what `--no-…` does."""
+    """For options of vLLM's `LLM`. "": Quire has it, does not know it, or would have to act. None requests nothing,
+    False what `--no-…` does.
+    """
     flag = name.replace("_", "-")
     foreign = (
         _server_only_flag_table().get(flag)
@@ -100,7 +96,6 @@ def redundant_option_reason(name: str, value: object) -> str:
 
 
 def summarize_redundant(reasons_by_flag: Mapping[str, str]) -> str:
-    """One line about flags that change nothing, by their names; each reason is said once."""
     reasons = dict.fromkeys(reasons_by_flag.values())
     return "changes nothing: " + "; ".join(
         f"{', '.join(flag for flag, why in reasons_by_flag.items() if why == reason)} ({reason})" for reason in reasons
@@ -124,13 +119,13 @@ def _read_table() -> Mapping[str, Any]:
 
 
 def suggest_flag(flag: str, known: Iterable[str]) -> str:
-    """What to do instead of `flag`; "" where nothing is known of it. `known`: flags that are there, with dashes."""
+    """ "": no suggestion. `known`: with dashes."""
     foreign = find_foreign_flag(flag.lstrip("-").partition(".")[0])
     return foreign.text if foreign else suggest_nearest(flag, known)
 
 
 def suggest_setting(name: str, known: Iterable[str]) -> str:
-    """The same for a name as Python, TOML files and variables write it: `max_model_len`."""
+    """For names as in Python, TOML and variables: `max_model_len`."""
     flag = name.replace("_", "-")
     foreign = _server_only_flag_table().get(flag) or find_foreign_flag(flag)
     text = f"use --{flag_aliases()[flag]}" if flag in flag_aliases() else foreign.text if foreign else ""

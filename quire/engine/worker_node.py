@@ -1,8 +1,8 @@
-"""`quire serve --node-rank 1` and up: a machine that computes with the first one. It serves nothing itself.
+"""`quire serve --node-rank` 1 and up: a machine that computes for machine 0 and serves nothing itself.
 
-For each of its ranks it starts a process, and joins the first machine at its store
-(engine/worker/ranks/remote_ranks.py). A rank ends with the engine that it computes for; then another process is
-started, which joins the next engine, until this one is ended."""
+Each rank is a process that joins machine 0 at its store and ends with its engine; then a new process joins the next
+engine.
+"""
 
 from __future__ import annotations
 
@@ -45,16 +45,17 @@ _RETRY_SECONDS = 0.5
 _POLL_SECONDS = 0.2
 _CONNECT_SECONDS = 10.0
 _STOP_SECONDS = 5.0
-"""How long a process gets to end by itself once machine 0 has gone."""
+"""For a process to end by itself once machine 0 is gone."""
 _LOST_SECONDS = 30.0
-"""After so long without a word from its store machine 0 has gone."""
+"""Silence of its store after which machine 0 counts as gone."""
 _OUT_OF_MEMORY_CODE = 137
-"""What is said of a process that the kernel may have killed for want of memory: a shell's code for SIGKILL. Machine 0
-cannot tell, and would take the signal for somebody's, who has nothing to do with what was computed."""
+"""A shell's code for SIGKILL, reported if the kernel may have killed the process for lack of memory. Otherwise machine
+0 would blame some other process.
+"""
 
 
 def run_worker_node_until_signal(config: EngineConfig) -> int:
-    """Until SIGTERM, SIGINT or SIGHUP; the exit status. Raises QuireError where this machine cannot join."""
+    """Return the exit status after SIGTERM, SIGINT or SIGHUP. Raises QuireError if this machine cannot join."""
     node = WorkerNode(config)
 
     def request_stop(number: int, frame: FrameType | None) -> None:
@@ -77,10 +78,9 @@ def run_worker_node_until_signal(config: EngineConfig) -> int:
 
 
 class WorkerNode:
-    """One machine's ranks. `stop_event`, once set, ends them."""
+    """Setting `stop_event` ends its ranks."""
 
     def __init__(self, config: EngineConfig, join_message: JoinRequest | None = None) -> None:
-        """own: what it tells of itself; by default what is so."""
         self._config = config
         self._join_message = join_message or make_join_request(config, config.node_rank, 0)
         self.stop_event = threading.Event()
@@ -88,7 +88,7 @@ class WorkerNode:
         self._has_joined = False
 
     def keep_rank_running(self, local_rank: int) -> None:
-        """Keep a rank there, until all shall end or one cannot join."""
+        """Until stopped, or until a rank cannot join."""
         try:
             while not self.stop_event.is_set():
                 self._run_rank(local_rank)
@@ -101,9 +101,8 @@ class WorkerNode:
             self.stop_event.set()
 
     def _run_rank(self, local_rank: int) -> None:
-        """One process of a rank, from its start to its end."""
         kills_before = oom_kills()
-        # It is killed in the end, so what it keeps of adapters is removed here.
+        # the process is killed, so remove its adapter files here
         with tempfile.TemporaryDirectory(prefix="quire-adapters-") as copies:
             child = Child([*FOLLOWER_PROGRAM, "--joined"])
             process = child.process
@@ -116,15 +115,16 @@ class WorkerNode:
                     if process.returncode == -signal.SIGKILL and (kills_before is None or oom_kills() != kills_before):
                         code = _OUT_OF_MEMORY_CODE
                     heartbeat.report_exit(code)
-            except ConnectionError:  # machine 0 has gone again
+            except ConnectionError:
                 pass
             finally:
-                child.destroy()  # it holds nothing that must be saved
+                child.destroy()
                 child.end()
 
     def _join_engine(self, local_rank: int, process: subprocess.Popen[bytes], copies: str) -> RankAssignment | None:
-        """What this process is to know; None where all shall end, or where it has ended itself. Raises ConfigError
-        where the first machine does not want us, or where nobody was there in time at the start."""
+        """None if stopped or the process ended. Raises ConfigError if machine 0 refuses for good or does not answer in
+        time at first.
+        """
         address = f"{self._config.master_addr}:{self._config.master_port}"
         node_name = f"machine {self._config.node_rank} of {self._config.nnodes}"
         deadline, has_printed = clock.monotonic() + self._config.nodes_timeout, False
@@ -154,13 +154,14 @@ class WorkerNode:
         return None
 
     def _request_rank_assignment(self, local_rank: int, pid: int, copies: str) -> RankAssignment:
-        """Raises OSError and RuntimeError where nobody answers, or asks us to come again, and ConfigError where
-        we need not come again."""
+        """Raises OSError or RuntimeError if machine 0 does not answer or asks to retry, ConfigError if it refuses for
+        good.
+        """
         config = self._config
         address = config.master_addr, config.master_port
-        with socket.create_connection(address, _CONNECT_SECONDS) as connection:  # which PyTorch would wait for
+        with socket.create_connection(address, _CONNECT_SECONDS) as connection:  # PyTorch would wait for it
             local, peer = connection.getsockname(), connection.getpeername()
-            if local == peer:  # where the port is one that clients get
+            if local == peer:  # if the port is an ephemeral one, a socket can connect to itself
                 raise ConnectionRefusedError("nobody listens there")
         store, reply = connect_store((peer[0], peer[1])), random_source.uuid_hex()
         store.set_timeout(timedelta(seconds=_CONNECT_SECONDS))
@@ -180,28 +181,25 @@ class WorkerNode:
         return RankAssignment((peer[0], peer[1]), rank, settings, bound_cores, config.niceness, local[0], copies)
 
     def _wait_for_rank_or_kill_stopped(self, process: subprocess.Popen[bytes], heartbeat: NodeHeartbeat) -> None:
-        """Until it has ended, or all shall, or it does not end by itself though machine 0 has gone."""
+        """Also returns when the node stops or machine 0 is gone."""
         stopped, timer = Stopped(), WatchTimer(_POLL_SECONDS)
         while not self.stop_event.is_set():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_POLL_SECONDS)
                 return
             if stopped.advance(process.pid, timer.measure_elapsed()) > self._config.engine_heartbeat_timeout:
-                process.kill()  # machine 0 would wait for it as long as a step may take
+                process.kill()  # machine 0 would wait as long as a step may take
             if heartbeat.is_engine_gone:
                 return
 
     def _print_for_first_rank(self, local_rank: int, text: str) -> None:
-        """Once for all ranks."""
         if local_rank == 0:
             print(f"quire serve: {text}", file=sys.stderr, flush=True)
 
 
 class NodeHeartbeat:
-    """Tells the first machine that this one is there, and in the end how the rank has ended."""
-
     def __init__(self, joined: RankAssignment, silence: timedelta = SILENCE_TIMEOUT) -> None:
-        """`silence`: after which the first machine takes this one to have gone. Raises ConnectionError."""
+        """`silence`: after which machine 0 takes this one for gone. Raises ConnectionError."""
         self._silence = silence
         self._last_success = clock.monotonic()
         self._has_failed = False
@@ -213,12 +211,11 @@ class NodeHeartbeat:
 
     @property
     def is_engine_gone(self) -> bool:
-        """Whether the first machine has gone, and left the rank the time to end."""
+        """Machine 0 is gone, and the rank had time to end."""
         silent = clock.monotonic() - self._last_success
         return silent > (_STOP_SECONDS if self._has_failed else _LOST_SECONDS)
 
     def report_exit(self, exit_code: int) -> None:
-        """The rank has ended with this return code."""
         self._exit_code = exit_code
         self._ended_event.set()
         self._thread.join(_POLL_SECONDS * 5)

@@ -1,1 +1,1 @@
-"""Who computes which tokens, on which pages, in which step; and what is told of it. No torch, no clock, no device."""
+"""Scheduling and KV cache bookkeeping: no torch, clock or device."""

@@ -1,9 +1,7 @@
-"""The pool of KV blocks: ids with reference counts, and the prefix cache's map from block hashes to blocks. No tensors.
+"""The pool of KV blocks: reference counts, and the prefix cache's map from block hashes to blocks.
 
-A block is found by a hash of the tokens before and in it, so equal prefixes share blocks (automatic prefix caching).
-Blocks may be larger than `hash_block_size`; then a block is also found by the hash of each of its beginnings. A block
-with no references keeps its content and hashes until it is allocated again: blocks without hashes go first, then the
-least recently freed, and last those that are pinned (engine/core/pinned_sessions.py), as their owner unpins them.
+A block larger than `hash_block_size` is also found by the hash of each of its beginnings. Unreferenced blocks keep
+their content until reallocated: those without hashes first, then the least recently freed, then pinned ones.
 """
 
 from __future__ import annotations
@@ -16,58 +14,51 @@ from hashlib import blake2b
 from quire.engine.common.types import MediaSpan
 
 NULL_BLOCK = -1
-"""In a block table: a block that was freed because it has left the attention window."""
+"""Replaces a block that left the attention window."""
 
 
 def root_hash(salt: str, adapter: str = "") -> bytes:
-    """The parent hash of a request's first block: prefixes with different cache salts or LoRA adapters never match.
-    `adapter`: the digest of its content."""
+    """Prefixes with different salts or adapters never match. `adapter`: hex digest of its content."""
     return blake2b(salt.encode(), digest_size=16, person=bytes.fromhex(adapter)[:16]).digest()
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> bytes:
-    """16 bytes for these tokens and all before them. `extra`: their `media_extra_keys`."""
+    """16 bytes, for these tokens and all before them."""
     return blake2b(parent + array("q", token_ids).tobytes() + extra, digest_size=16).digest()
 
 
 def media_extra_keys(spans: Sequence[MediaSpan], begin: int, end: int) -> bytes:
-    """Extra hash input for tokens [begin, end): the digests of the media spans that overlap them, each with the offset
-    into the span."""
+    """Digests of spans that overlap tokens [begin, end), and the offset into each."""
     overlapping_spans = [span for span in spans if span.start < end and begin < span.start + span.count]
     offsets = ((span.start - span.offset - begin).to_bytes(8, "little", signed=True) for span in overlapping_spans)
     return b"".join(span.digest + first for span, first in zip(overlapping_spans, offsets, strict=True))
 
 
 def block_hash_with_group_id(digest: bytes, group: int) -> bytes:
-    """The cache key of a block: its hash, and the KV cache group whose layers it holds
-    (checkpoint/kv_cache_groups.py)."""
     return digest + bytes((group,)) if group else digest
 
 
 class BlockPool:
-    """Allocates block ids 0 to num_blocks - 1. Not thread-safe; one scheduler owns it."""
+    """Block ids are 0 to num_blocks - 1. Not thread-safe; one scheduler owns it."""
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks > 0
         self.num_blocks = num_blocks
         self.ref_counts = array("i", [0]) * num_blocks
-        """Of each block: how many requests use it. An array of C ints, which NumPy reads
-        (engine/core/engine_view.py)."""
+        """C ints, because NumPy reads them."""
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._pin_counts: dict[int, int] = {}
-        """Of each pinned block: by how many."""
         self._free_pinned: set[int] = set()
-        """Pinned blocks without references."""
         self.unpin_some: Callable[[int], None] | None = None
-        """Callback that unpins at least `count` of the free pinned blocks, when an allocation needs them."""
+        """Callback: unpin at least `count` free pinned blocks."""
         self._block_hashes: dict[int, list[bytes]] = {}
         self._block_by_hash: dict[bytes, int] = {}
         self.before_reuse: Callable[[Sequence[int]], None] | None = None
-        """Callback with the blocks that are about to be reused, while they still have their old content."""
+        """Callback with blocks about to be reused, while they still hold their old content."""
 
     @property
     def num_free(self) -> int:
-        """Blocks without references, pinned or not."""
+        """Includes pinned blocks."""
         return len(self._free) + len(self._free_pinned)
 
     @property
@@ -76,12 +67,10 @@ class BlockPool:
 
     @property
     def num_free_unpinned(self) -> int:
-        """Free blocks that are not pinned; they are allocated first."""
         return len(self._free)
 
     @property
     def num_pinned(self) -> int:
-        """Pinned blocks, which are allocated last."""
         return len(self._pin_counts)
 
     def is_pinned(self, block: int) -> bool:
@@ -89,11 +78,10 @@ class BlockPool:
 
     @property
     def cached_blocks(self) -> Collection[int]:
-        """Blocks that have a hash, used or free."""
         return self._block_hashes.keys()
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks of undefined content, one reference each. The caller has checked num_free."""
+        """Contents are undefined. The caller must check num_free."""
         assert count <= self.num_free, "allocation beyond the pool"
         if count > len(self._free):
             assert self.unpin_some is not None
@@ -112,11 +100,11 @@ class BlockPool:
         return digest in self._block_by_hash
 
     def get_cached_block(self, digest: bytes) -> int | None:
-        """The block with this hash, if there is one. Takes no reference: see `ref`."""
+        """Takes no reference: see `ref`."""
         return self._block_by_hash.get(digest)
 
     def get_cached_prefix(self, digests: Iterable[bytes]) -> list[int]:
-        """Blocks of the longest cached prefix of `digests`. Takes no references: see `ref`."""
+        """Takes no references: see `ref`."""
         blocks = []
         for digest in digests:
             block = self._block_by_hash.get(digest)
@@ -126,11 +114,9 @@ class BlockPool:
         return blocks
 
     def count_unreferenced_among(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks have no references: `ref` lowers num_free by this."""
         return sum(self.ref_counts[block] == 0 for block in blocks)
 
     def ref(self, blocks: Iterable[int]) -> None:
-        """Take a reference to each block."""
         for block in blocks:
             if self.ref_counts[block] == 0:
                 if block in self._pin_counts:
@@ -140,7 +126,7 @@ class BlockPool:
             self.ref_counts[block] += 1
 
     def pin(self, blocks: Iterable[int]) -> None:
-        """Allocate these blocks only after all that are not pinned. They must have references or hashes."""
+        """Blocks must have references or hashes."""
         for block in blocks:
             if block not in self._pin_counts and self.ref_counts[block] == 0:
                 del self._free[block]
@@ -148,8 +134,7 @@ class BlockPool:
             self._pin_counts[block] = self._pin_counts.get(block, 0) + 1
 
     def unpin(self, blocks: Iterable[int]) -> None:
-        """Undo one `pin` of each. A block that is not pinned any more is the next to be allocated; of several, the last
-        one."""
+        """Unpinned blocks are allocated next, the last one first."""
         for block in blocks:
             self._pin_counts[block] -= 1
             if not self._pin_counts[block]:
@@ -160,15 +145,14 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def cache_block(self, block: int, digest: bytes) -> None:
-        """Let a block be found by a hash of its content up to some token. If another block already has this hash,
-        lookups go on finding that one."""
+        """If another block has this hash, lookups keep finding that one."""
         assert self.ref_counts[block] > 0, "registering a page that nobody holds"
         if digest not in self._block_by_hash:
             self._block_by_hash[digest] = block
             self._block_hashes.setdefault(block, []).append(digest)
 
     def unref(self, blocks: Sequence[int]) -> None:
-        """Drop a reference to each block. Blocks at the end of a prefix are reused before those at its beginning."""
+        """The end of a prefix is reused before its beginning."""
         for block in reversed(blocks):
             self.ref_counts[block] -= 1
             assert self.ref_counts[block] >= 0, f"page {block} was released twice"
@@ -180,19 +164,18 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def evict(self, block: int) -> None:
-        """Forget the hashes of a block without references or pins, and allocate it first."""
+        """Allocate it next. It must have no references or pins."""
         assert self.ref_counts[block] == 0
         assert block not in self._pin_counts
         self._evict_hashes(block)
         self._free.move_to_end(block, last=False)
 
     def clear_hashes(self) -> None:
-        """Forget all hashes. Blocks in use keep their content."""
+        """Blocks in use keep their content."""
         self._block_hashes.clear()
         self._block_by_hash.clear()
 
     def check_invariants(self) -> None:
-        """Assert the invariants that hold between any two calls."""
         for block, count in enumerate(self.ref_counts):
             assert (count == 0) == (block in self._free or block in self._free_pinned)
             assert (block in self._free_pinned) == (count == 0 and block in self._pin_counts)

@@ -1,5 +1,3 @@
-"""The live view of an engine, its sequences and a map of the KV pages; of several engines, as of one."""
-
 from __future__ import annotations
 
 import time
@@ -17,11 +15,10 @@ from quire.engine.core.stats import EngineView, Phase, RequestView, sum_stats
 from quire.engine.processes.procfs import resident_bytes
 
 MAX_LISTED_REQUESTS = 512
-"""Further sequences are only counted: nobody reads so many, and a snapshot should stay small."""
+"""Further requests are only counted."""
 MAX_LISTED_IMAGES = 32
-"""Places of images that are told of one sequence."""
 _MAX_TILE_GAP = 4
-"""Tokens between two spans of one image at most: the marks between its tiles."""
+"""Between two spans of one image: tile marks."""
 EMPTY_BLOCK = 0
 CACHED_BLOCK = 1
 FIRST_OWNER = 2
@@ -46,7 +43,7 @@ def take_engine_view(scheduler: Scheduler) -> EngineView:
 
 
 def block_owner_codes(pool: BlockPool, ref_counts: np.ndarray, listed: list[Request]) -> np.ndarray:
-    """[pages] uint16, as EngineView.block_codes says."""
+    """[blocks] uint16; see EngineView.block_codes."""
     codes = np.where(ref_counts > 0, UNLISTED_OWNER, EMPTY_BLOCK).astype(np.uint16)
     cached = np.fromiter(pool.cached_blocks, dtype=np.int32, count=len(pool.cached_blocks))
     codes[cached[ref_counts[cached] == 0]] = CACHED_BLOCK
@@ -75,7 +72,7 @@ def _request_view(request: Request, ref_counts: np.ndarray) -> RequestView:
 
 
 def merge_image_spans(spans: Iterable[MediaSpan]) -> list[tuple[int, int]]:
-    """(first token, tokens) of spans, those of one image as one."""
+    """(first token, tokens) per image."""
     merged: list[tuple[int, int]] = []
     for span in spans:
         start, count = merged[-1] if merged else (0, 0)
@@ -91,7 +88,6 @@ def _request_phase(request: Request) -> Phase:
         return "loading"
     if request.status is RequestStatus.WAITING:
         return "queued" if request.num_cached_tokens is None else "preempted"
-    # A sequence that resumes after a preemption computes its own output again, too.
     return (
         "prefill"
         if request.num_computed_tokens < len(request.token_ids) - 1 or not request.num_output_tokens
@@ -100,7 +96,7 @@ def _request_phase(request: Request) -> Phase:
 
 
 def merge_views(views: Sequence[EngineView]) -> EngineView:
-    """One snapshot of several engines, at least one: sequences and pages one engine's after another's."""
+    """`views` must not be empty."""
     requests: list[RequestView] = []
     block_codes = []
     for view in views:

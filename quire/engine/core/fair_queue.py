@@ -1,13 +1,9 @@
-"""Which waiting sequence goes next: priorities first, then tenants by how much each was served, then their places: who
-came first, unless a scheduler of a user's own says otherwise.
+"""The waiting queue: by priority, then fairness between tenants, then sort key.
 
 Virtual token counters (Sheng et al., 2024, "Fairness in Serving Large Language Models"): a tenant's counter grows by
-the tokens computed for it, divided by its weight, and the waiting tenant with the smallest counter goes next. A tenant
-that starts to wait is raised to at least the smallest counter of those that wait: idle time earns no credit.
-
-The paper preempts nobody, so long answers of one tenant could keep all places for minutes. Here a tenant that holds
-more places than another one's next sequence would give that one must let its newest ones wait, and so must whatever is
-less urgent than what waits: see `preemption_candidates`.
+its computed tokens divided by its weight; the waiting tenant with the smallest goes next. A tenant that starts to wait
+is raised to the smallest waiting counter, so idle time earns no credit. The paper never preempts; here requests can be
+preempted, because long answers of one tenant could hold all slots for minutes.
 """
 
 from __future__ import annotations
@@ -20,39 +16,37 @@ from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.request import Request
 
 MAX_TENANTS = 4096
-"""Whose counters are remembered; gateways tell tenants' names, ever new ones. Of more the least served half that does
-not wait is forgotten: most of these would be raised to the smallest counter anyway, when they wait again."""
+"""Gateways send ever new names. Beyond this, the least served half of idle tenants is forgotten: most would be raised
+to the smallest counter anyway.
+"""
 OUTPUT_TOKEN_COST = 2
-"""How many prompt tokens a generated token counts as; the paper's value."""
+"""In prompt tokens; the paper's value."""
 
 
 MIN_LOW_PRIORITY_TOKENS = 16
-"""Tokens that what is less urgent gets of a step at least."""
+"""Minimum per step while more urgent requests run or wait."""
 URGENT_MEMORY_STEPS, SHORT_STEP_TOKENS = 200, 64
-"""For so many steps after the last one with something more urgent, steps have so many tokens at most: more of it may
-come, and would wait for the step that is under way. Where more sequences run than that, a token of each and BEHIND."""
+"""Steps stay short after an urgent request, so that the next one does not wait for a long step."""
 
 
 class TokenBudget:
-    """The tokens of a step. While something more urgent runs or waits, what is less urgent gets as many as that
-    generates, and at least BEHIND: it goes on, and costs the others little of their time. Of a step with a prompt that
-    is more urgent it gets no more than that: somebody waits for its first token."""
+    """While more urgent requests run or wait, less urgent ones get as many tokens as those generate, and at least
+    MIN_LOW_PRIORITY_TOKENS. Urgent prompt tokens do not count, because a first token is awaited.
+    """
 
     def __init__(self, tokens: int, running: Sequence[Request], next_waiting: Request | None) -> None:
-        """`next_waiting`: of those that wait."""
         self.remaining = tokens
         candidates = running if next_waiting is None else (*running, next_waiting)
         self.urgency = min((request.engine_request.priority for request in candidates), default=0)
         self._urgent_tokens = self._low_priority_tokens = 0
 
     def max_tokens(self, request: Request) -> int:
-        """How many tokens a sequence may compute."""
         if request.engine_request.priority <= self.urgency:
             return self.remaining
         return min(self.remaining, max(MIN_LOW_PRIORITY_TOKENS, self._urgent_tokens) - self._low_priority_tokens)
 
     def spend(self, request: Request, count: int) -> None:
-        """A negative count gives back."""
+        """A negative count gives tokens back."""
         self.remaining -= count
         if request.engine_request.priority <= self.urgency:
             self._urgent_tokens += count if request.num_output_tokens else 0
@@ -61,20 +55,16 @@ class TokenBudget:
 
 
 class FairQueue:
-    """The waiting sequences in order. It knows no clock, no pages and no steps."""
-
     def __init__(self) -> None:
         self._urgency = self._short_steps_left = 0
-        """What was the most urgent lately, and after how many steps without it that is forgotten."""
         self._served: dict[str, float] = {}
-        """Virtual token counters, by tenant."""
         self._queues: dict[tuple[int, str], list[Request]] = {}
-        """By (priority, tenant): the waiting sequences in the order of their places. Empty lists are removed."""
+        """By (priority, tenant), in sort-key order. Empty lists are removed."""
         self._last_served = 0.0
-        """The counter of the tenant that stopped waiting last; a tenant starts from it when nobody else waits."""
+        """A tenant starts from it if no other waits."""
 
     def make_step_budget(self, tokens: int, running: Sequence[Request], *, whole_prompts: bool) -> TokenBudget:
-        """Of the next step. `whole_prompts`: prompts are never cut, so it cannot be short."""
+        """`whole_prompts`: prompts cannot be cut, so the step cannot be short."""
         budget = TokenBudget(tokens, running, self.peek())
         if budget.urgency <= self._urgency or not self._short_steps_left:
             self._urgency, self._short_steps_left = budget.urgency, URGENT_MEMORY_STEPS
@@ -86,7 +76,7 @@ class FairQueue:
         return budget
 
     def sort_key(self, request: Request) -> tuple[int, float, tuple[float, int]]:
-        """The smallest goes first; among running sequences the largest is preempted first."""
+        """The smallest goes first; the running request with the largest is preempted first."""
         return (
             request.engine_request.priority,
             self._served.get(request.engine_request.tenant, self._last_served),
@@ -104,11 +94,9 @@ class FairQueue:
         self._evict_tenants()
 
     def peek(self) -> Request | None:
-        """The sequence to go next."""
         return min((queue[0] for queue in self._queues.values()), key=self.sort_key, default=None)
 
     def remove_request(self, request: Request) -> None:
-        """Take a waiting sequence out."""
         tenant = request.engine_request.tenant
         key = (request.engine_request.priority, tenant)
         queue = self._queues[key]
@@ -121,12 +109,8 @@ class FairQueue:
                 self._last_served = self._served[tenant]
 
     def preemption_candidates(self, waiting_request: Request, running: Sequence[Request]) -> list[Request]:
-        """The running sequences that may be preempted for `waiting_request`, which goes next, in the order to preempt
-        them.
-
-        They are less urgent; or they come after it in rank, and their tenant still runs at least as many for its weight
-        without them as its own tenant does with it. So each preemption makes the shares of the most urgent more equal,
-        and none is answered by one back.
+        """In order: less urgent requests, or ones with a larger sort key and a tenant that, without them, still runs at
+        least as many per weight as the waiting tenant would. No preemption provokes another in return.
         """
         tenant = waiting_request.engine_request.tenant
         urgency = waiting_request.engine_request.priority
@@ -151,27 +135,27 @@ class FairQueue:
         return candidates
 
     def adapter_slot(self, request: Request) -> int:
-        """The slot of the adapter of a sequence that may go next; 0: it needs none."""
+        """0: the request needs no adapter."""
         assert request.engine_request.adapter is None, "an adapter, and nothing that loads any"
         return 0
 
     def release_adapter(self, request: Request) -> None:
-        """The sequence has ended; it does not wait."""
+        """The request has ended and does not wait."""
 
     def take_adapter_load_times(self) -> list[tuple[str, float]]:
-        """See SchedulerOutput.adapter_loads; since the last call."""
+        """See SchedulerOutput.adapter_loads."""
         return []
 
     def process_adapter_loads(self) -> Sequence[tuple[Request, str]]:
-        """Let those go next that waited for something that has come. Returns those for which it cannot come, with why:
-        they still wait, and must be removed."""
+        """Make requests with loaded adapters eligible. Returns those with failed loads and the reasons; the caller must
+        remove them.
+        """
         return ()
 
     def wait_for_loads(self) -> None:
-        """Wait a little for what sequences wait for, as there is nothing to compute."""
+        """Called when there is nothing to compute."""
 
     def charge(self, request: EngineCoreRequest, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
-        """Count tokens that were computed for the request's tenant."""
         served = self._served.get(request.tenant, self._last_served)
         self._served[request.tenant] = served + (prompt_tokens + OUTPUT_TOKEN_COST * output_tokens) / request.weight
 

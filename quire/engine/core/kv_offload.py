@@ -1,5 +1,3 @@
-"""What the scheduler asks of the tiers below the device's prefix cache (engine/tiers); NullKVOffloader: no tiers."""
-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -13,12 +11,11 @@ from quire.engine.core.stats import TierStats
 
 
 class KVOffloader(ABC):
-    """Moves KV blocks that leave the device to tiers, and loads them back."""
+    """Moves KV blocks to tiers and loads them back."""
 
     capacity_text: str
-    """Capacity of each tier, for the log."""
     load_seconds: float
-    """Total time that requests waited for loads."""
+    """Time requests waited for loads."""
 
     @property
     @abstractmethod
@@ -28,40 +25,41 @@ class KVOffloader(ABC):
     @property
     @abstractmethod
     def num_blocks_not_stored(self) -> int:
-        """Number of blocks that no tier stored, because they came too fast."""
+        """Blocks that came too fast for any tier."""
 
     @abstractmethod
     def attach_cache(self, pool: BlockPool, prefixes: PrefixCache) -> None:
-        """Called once, by the scheduler that owns the blocks."""
+        """Called once by the scheduler."""
 
     @abstractmethod
     def offload_blocks_before_free(self, request: Request) -> None:
-        """Store a request's blocks, which it is about to free."""
+        """Store a request's blocks."""
 
     @abstractmethod
     def try_begin_load(self, request: Request, cached: list[int]) -> bool:
-        """True if a request, whose prefix has the blocks `cached` on the device, must wait for more of it. It is then
-        in no queue until `take_loaded_requests` returns it. The pool has free blocks for all its tokens."""
+        """True if the request must wait for blocks beyond the device's `cached` ones. It is then in no queue until
+        `take_loaded_requests` returns it. The pool has free blocks for all its tokens.
+        """
 
     @abstractmethod
     def take_loaded_requests(self) -> Sequence[Request]:
-        """The requests that need not wait any longer."""
+        """Requests that need not wait longer."""
 
     @abstractmethod
     def cancel_load(self, request: Request) -> None:
-        """Drop a request that has ended. It may have waited for blocks."""
+        """The request has ended, perhaps while waiting."""
 
     @abstractmethod
     def wait_for_loads(self) -> None:
-        """Wait briefly for blocks. Called only while there is nothing to compute."""
+        """Wait briefly; called only while there is nothing to compute."""
 
     @abstractmethod
     def take_load_records(self) -> list[BlockLoadRecord]:
-        """The blocks that were loaded since the last call."""
+        """Blocks loaded since the last call."""
 
     @abstractmethod
     def record_step_cost(self, tokens: int, seconds: float) -> None:
-        """Record that a step of `tokens` tokens took `seconds`."""
+        """Learn what computing tokens costs."""
 
     @abstractmethod
     def clear_tiers(self) -> None:
@@ -72,12 +70,10 @@ class KVOffloader(ABC):
 
     @abstractmethod
     def close_tiers(self) -> None:
-        """Store the blocks that are on their way to a tier, then end the threads."""
+        """Store blocks on their way, then end the threads."""
 
 
 class NullKVOffloader(KVOffloader):
-    """No tiers: blocks that leave the device are lost."""
-
     capacity_text = ""
     load_seconds = 0.0
 

@@ -1,20 +1,10 @@
-"""A conversation pauses while a tool runs or its user reads. This module decides which pages of the pool are kept for
-its next turn, and which are given up first when the pool needs room.
+"""Pins KV blocks of a paused conversation for its next turn. They count as free but are allocated last.
 
-Nothing waits for a kept page. It counts as free, but the pool hands it out only after all pages that are not kept.
-
-Two things identify a conversation: the session id of its requests, or a prompt that continues where an earlier sequence
-ended. A conversation without an id is kept from its second turn on, because most prompts are never continued. All
-conversations together keep at most a share of the pool. Above that share, the tenant with the most kept pages gives up
-pages first.
-
-The value of a page is the time that it would save, times the probability that its conversation continues. All pages
-have the same size and cost about the same to compute. So only the probability matters: the conversation that has paused
-longest, compared with its earlier pauses, gives up its pages first.
-
-Some models need a snapshot of their state beside the pages. Then the snapshots from which the next turn can start are
-kept too, again at most a share of them. A conversation that gives up its last snapshot also gives up all its pages,
-because no sequence can start without a snapshot.
+A conversation is known by its session id, or by a prompt that continues where an earlier request ended; without an id
+it is pinned from the second turn on, because most prompts are never continued. Above a share of the pool, the tenant
+with the most pinned blocks loses first, and of its conversations the least likely to continue: the one with the longest
+pause relative to earlier ones. With recurrent state, snapshots are pinned too. Without its last snapshot no request can
+start, so all blocks are unpinned.
 """
 
 from __future__ import annotations
@@ -31,41 +21,33 @@ from quire.engine.core.state_snapshots import NullStateSnapshots, SnapshotPositi
 from quire.engine.core.stats import LiveCounters
 
 MAX_PINNED_SHARE = 0.5
-"""The largest part of the pool's pages that is kept."""
+"""Maximum share of the pool."""
 DEFAULT_PAUSE_SECONDS = 60.0
-"""How long the first pause is assumed to last."""
 _MAX_LISTED_RATIO = 4
-"""Several conversations can start with the same page. The page is kept once, but each of them lists it. All lists
-together may have this many times the share's pages."""
+"""Conversations may list the same block. All lists together hold at most this many times the share."""
 _EXTRA_UNPINNED = 64
-"""How many more pages are given up than are needed now."""
 MAX_SESSIONS = 4096
-"""How many conversations are remembered, with or without kept pages."""
+"""With or without pinned blocks."""
 
 
 @dataclass(eq=False, slots=True)
 class Session:
     tenant: str
     key: str | None
-    """Its key in `_by_key`; None: it has no id."""
+    """None: the requests have no session id."""
     keep_seconds: float = DEFAULT_KEEP_SECONDS
-    """How long its pages are kept after its last sequence."""
     num_turns: int = 0
     last_request_id: str = ""
-    """The id of its last request."""
     blocks: list[int] = field(default_factory=list)
-    """The kept pages, from the start of its last sequence."""
+    """Pinned blocks from the start of the last request."""
     snapshots: list[SnapshotPosition] = field(default_factory=list)
-    """The kept snapshots."""
     tail_hash: bytes = b""
-    """The hash of the last full piece of its last sequence."""
+    """Hash of the last full block of the last request."""
     paused_at: float = 0.0
-    """When its last sequence released its pages."""
     mean_pause: float = DEFAULT_PAUSE_SECONDS
-    """The mean length of its pauses. Later pauses have more weight."""
 
     def overdue_ratio(self, now: float) -> float:
-        """How long it has paused, relative to its mean pause. A larger value means that it continues less likely."""
+        """The larger, the less likely it continues."""
         return (now - self.paused_at) / self.mean_pause
 
 
@@ -78,7 +60,7 @@ class PinnedSessions:
         snapshots: StateSnapshots | None = None,
         counts: LiveCounters | None = None,
     ) -> None:
-        """`share`: the largest part of the pool's pages, and of the snapshots, that is kept."""
+        """`share`: maximum pinned share of blocks and of snapshots."""
         self.counts = counts or LiveCounters()
         self._pool = pool
         self._max_pinned = int(pool.num_blocks * share)
@@ -90,22 +72,19 @@ class PinnedSessions:
         self._share = share
         self._by_key: dict[str, Session] = {}
         self._by_tail: dict[tuple[str, bytes], Session] = {}
-        """By tenant and `tail`, because prompts of several tenants may share pages."""
+        """By tenant too, because prompts of several tenants may share blocks."""
         self._sessions: OrderedDict[Session, None] = OrderedDict()
-        """In the order of their last use, the most recent at the end."""
+        """Least recently used first."""
         self._running: dict[str, Session] = {}
-        """By request id: the conversation that a running or preempted request continues."""
         self._num_listed = Counter[str]()
-        """By tenant: the number of pages that its conversations list. A page that several list counts several times."""
+        """A block listed by several conversations counts several times."""
         self._next_expiry = 0.0
 
     @property
     def remembered_sessions(self) -> Sequence[Session]:
-        """All remembered conversations."""
         return list(self._sessions)
 
     def unpin_expired(self) -> None:
-        """Give up the pages of conversations whose time is over."""
         now = self._clock()
         if now < self._next_expiry:
             return
@@ -118,7 +97,7 @@ class PinnedSessions:
         )
 
     def record_session_resume(self, request: Request, digests: Sequence[bytes]) -> None:
-        """A sequence starts for the first time. `digests`: the hashes of its pieces."""
+        """The request starts for the first time."""
         session = self._find_session_adopting_key(request, digests)
         if session is not None:
             session.mean_pause = max((session.mean_pause + self._clock() - session.paused_at) / 2, 1.0)
@@ -128,8 +107,7 @@ class PinnedSessions:
             self._sessions.move_to_end(session)
 
     def pause_session(self, request: Request, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
-        """A sequence is about to release its pages. `blocks`: those in the prefix cache; `digests`: the hashes of its
-        full pieces."""
+        """The request is about to free its blocks. `blocks`: those in the prefix cache."""
         engine_request = request.engine_request
         session = self._running.pop(engine_request.id, None) or self._find_session_adopting_key(request, digests)
         if not blocks:
@@ -157,12 +135,11 @@ class PinnedSessions:
             self._forget_session(next(iter(self._sessions)))
 
     def clear_sessions(self) -> None:
-        """Forget all conversations."""
         for each in list(self._sessions):
             self._forget_session(each)
 
     def _find_session_adopting_key(self, request: Request, digests: Sequence[bytes]) -> Session | None:
-        """The conversation that a sequence continues: the one with its name, or the one at whose end it starts."""
+        """A session found by where the prompt continues adopts the key."""
         key = _session_key(request)
         if key is not None and (session := self._by_key.get(key)) is not None:
             return session
@@ -179,7 +156,6 @@ class PinnedSessions:
     def _replace_session_pins(
         self, session: Session, blocks: Sequence[int], snapshots: Sequence[SnapshotPosition]
     ) -> None:
-        """Keep exactly these pages and these snapshots for a conversation."""
         old_snapshots, session.snapshots = session.snapshots, []
         self._replace_pinned_blocks(session, blocks)
         if self._snapshots.pool is not None:
@@ -204,7 +180,7 @@ class PinnedSessions:
         session.blocks += blocks[num_same:]
 
     def _unpin_last_blocks(self, session: Session, count: int) -> None:
-        """Stop keeping the last `count` pages of a conversation. The pool hands out the last one first."""
+        """The pool reallocates the last one first."""
         if count:
             first = max(len(session.blocks) - count, 0)
             dropped_snapshots = [each for each in session.snapshots if each.num_blocks > first]
@@ -220,8 +196,6 @@ class PinnedSessions:
                 del self._num_listed[session.tenant]
 
     def _enforce_limits(self) -> None:
-        """Enforce the share. The tenant with the most pages gives up first, and of that tenant the conversation that is
-        least likely to continue."""
         while (
             excess := max(
                 self._pool.num_pinned - self._max_pinned,
@@ -240,8 +214,6 @@ class PinnedSessions:
             self._unpin_last_blocks(victim, len(victim.blocks))
 
     def _unpin_some_blocks(self, count: int) -> None:
-        """As BlockPool.give_up says. The conversations that are least likely to continue give up pages, the last pages
-        first."""
         now = self._clock()
         needed = self._pool.num_free_unpinned + count
         enough = needed + min(_EXTRA_UNPINNED, self._pool.num_blocks // 16)
@@ -251,13 +223,10 @@ class PinnedSessions:
         while pinned_sessions and self._pool.num_free_unpinned < needed:
             session = pinned_sessions.pop()
             self.counts.sessions_given_up += 1
-            while (
-                session.blocks and self._pool.num_free_unpinned < enough
-            ):  # pages that others hold or keep are not free
+            while session.blocks and self._pool.num_free_unpinned < enough:  # blocks also used or pinned elsewhere stay
                 self._unpin_last_blocks(session, enough - self._pool.num_free_unpinned)
 
     def _unpin_some_snapshots(self, count: int) -> None:
-        """The same for `count` snapshots."""
         pool, now = self._snapshots.pool, self._clock()
         assert pool is not None
         needed = pool.num_free_unpinned + count
@@ -282,7 +251,6 @@ class PinnedSessions:
 
 
 def _session_key(request: Request) -> str | None:
-    """A key for the sequence's session. Requests of another tenant, cache salt or adapter have another key."""
     engine_request = request.engine_request
     if not engine_request.session:
         return None

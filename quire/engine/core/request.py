@@ -1,5 +1,3 @@
-"""A request while the scheduler runs it. Only the scheduler changes a Request."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
@@ -14,11 +12,9 @@ from quire.engine.core.block_pool import block_hash, media_extra_keys, root_hash
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
-    """What a step computes of a request."""
-
     num_tokens: int
     cost: int
-    """What it takes of the step's token budget, the work of encoder chunks included."""
+    """Includes encoder work."""
     encoder_chunks: Sequence[EncoderChunk] = ()
 
     def __bool__(self) -> bool:
@@ -28,21 +24,18 @@ class ScheduledChunk:
 class RequestStatus(Enum):
     WAITING = "waiting"
     LOADING = "loading"
-    """Blocks of its prefix are being loaded from a tier."""
+    """Waits for blocks from a tier."""
     RUNNING = "running"
     FINISHED = "finished"
 
 
 class Request:
-    """Token ids, how many of them are computed, and the blocks that hold their KV.
+    """A request while the scheduler runs it; only the scheduler changes it.
 
-    `num_computed_tokens` counts tokens whose KV is in the cache, or will be once the steps in flight have run.
-    `num_tokens_in_flight` is the largest number of tokens that these steps may sample; the device knows them before the
-    scheduler does. A request is caught up when num_computed_tokens == len(token_ids) + num_tokens_in_flight - 1: the
-    next step computes the last token and samples another.
-
-    Draft tokens may be rejected: until the scheduler applies the step that verifies them they count as computed and in
-    flight but are not in `token_ids`, so they are neither hashed nor shared.
+    `num_computed_tokens` includes steps in flight. `num_tokens_in_flight` is the most tokens that these may sample. A
+    request is caught up when num_computed_tokens == len(token_ids) + num_tokens_in_flight - 1: the next step computes
+    the last token and samples another. Until verified, draft tokens count as computed and in flight but are not in
+    `token_ids`, so they are neither hashed nor shared.
     """
 
     def __init__(
@@ -55,17 +48,16 @@ class Request:
         pools_all_tokens: bool = False,
         needs_host_tokens: bool = False,
     ) -> None:
-        """`drafting`: the drafter may propose tokens. `needs_host_tokens`: set it whatever the request asks for.
-        `pools_all_tokens`: an embedding needs the hidden states of all tokens, so the prefix cache cannot be used."""
+        """`pools_all_tokens`: an embedding needs all hidden states, so the prefix cache cannot be used."""
         assert engine_request.prompt_ids, "an empty prompt is refused before it comes here"
         self.engine_request = engine_request
         self.arrival = arrival
         self.sort_key = (0.0, arrival)
-        """Order among requests of the same priority and tenant; the smallest goes first."""
+        """Within a priority and tenant; the smallest goes first."""
         self.priority_key = (engine_request.priority, *self.sort_key)
         """Order among running requests; the smallest goes first."""
         self.max_output_tokens = limit
-        """Maximum number of output tokens, bounded by the context length; 0 for a pooling request."""
+        """0 for a pooling request."""
         self.token_ids = engine_request.prompt_ids + engine_request.emitted_ids
         self.num_prompt_tokens = len(engine_request.prompt_ids)
         self.status = RequestStatus.WAITING
@@ -73,20 +65,17 @@ class Request:
         self.num_tokens_in_flight = 0
         self.slot: int | None = None
         self.block_ids: list[int] = []
-        """The block table; BlockTables (engine/core/kv_cache/block_tables.py) describes its layout."""
         self.num_trimmed_tokens = 0
-        """Blocks outside the window of the token at this position have been freed."""
+        """Blocks outside this position's window are freed."""
         self.num_sent_blocks = 0
-        """The first blocks of the table that the device already knows."""
+        """Blocks known to the device."""
         self.num_cached_hashes = 0
-        """How many of its first block hashes are in the prefix cache."""
         self.num_snapshot_tokens = 0
-        """Tokens covered by its last state snapshot (engine/core/state_snapshots.py) or by the one it started from."""
+        """Tokens up to the last state snapshot taken or restored."""
         self.num_cached_tokens: int | None = None
-        """Prompt tokens found in the prefix cache when it was first scheduled."""
+        """None before it is first scheduled."""
         self.num_charged_tokens = 0
-        """Prompt tokens that were cached or already charged to its tenant: recomputing them after a preemption costs
-        it nothing."""
+        """Recomputing these prompt tokens after a preemption is free."""
         sampling = engine_request.sampling_params
         wants_prompt_logprobs = sampling is not None and sampling.prompt_logprobs is not None
         self.prompt_logprobs_pending = wants_prompt_logprobs and not engine_request.emitted_ids
@@ -94,21 +83,17 @@ class Request:
         self.prompt_logprobs: list[TokenLogprob | None] = []
         has_grammar = sampling is not None and sampling.grammar is not None
         self.can_draft = drafting and sampling is not None
-        """Whether draft tokens may be scheduled with it."""
         self.needs_host_tokens = needs_host_tokens or self.can_draft or has_grammar
-        """Whether the host must know all its tokens before its next step: for a grammar or a drafter."""
+        """A grammar or a drafter needs each token before the next step."""
         self._encoded_digests: set[bytes] = set()
-        """Digests of the images that are encoded."""
         self._current_encoder_chunk: EncoderChunk | None = None
-        """The last chunk that was scheduled of an image."""
         self._block_hashes: list[bytes] = []
         self._root_hash = root_hash(
             engine_request.cache_salt, "" if engine_request.adapter is None else engine_request.adapter.digest
         )
 
     def set_sort_key_or_return_error(self, place: Callable[[EngineCoreRequest], float]) -> str | None:
-        """Set the sort key before the request waits. `place`: Scheduler.place, which a user's class may override.
-        Returns an error message if it gave something other than a number."""
+        """`place` may be a user's, and raise or give a non-number."""
         try:
             sort_key = place(self.engine_request)
             problem = (
@@ -116,7 +101,7 @@ class Request:
                 if isinstance(sort_key, int | float) and sort_key == sort_key
                 else f"gave {sort_key!r}, which is no number"
             )
-        except Exception as error:  # whatever a user's method raises
+        except Exception as error:
             problem = f"raised {type(error).__name__}: {error}"
         if problem is not None:
             return f"scheduler_cls: {place.__qualname__} {problem}"
@@ -126,7 +111,6 @@ class Request:
 
     @property
     def skips_prefix_cache_reads(self) -> bool:
-        """Whether every token must be computed even if it is cached."""
         return self.prompt_logprobs_pending or self._pools_all_tokens
 
     @property
@@ -135,8 +119,7 @@ class Request:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens to compute until it is caught up; 0 while all tokens that it may generate are in flight, or while the
-        host must first see a token in flight."""
+        """0 while all it may generate is in flight, or the host must first see a token."""
         if self.num_tokens_in_flight and (
             self.needs_host_tokens or self.num_output_tokens + self.num_tokens_in_flight >= self.max_output_tokens
         ):
@@ -144,10 +127,9 @@ class Request:
         return len(self.token_ids) + self.num_tokens_in_flight - self.num_computed_tokens
 
     def next_chunk(self, max_tokens: int, budget: int) -> ScheduledChunk:
-        """Its next chunk: at most `max_tokens` tokens, and the encoder chunks of the images among them, within `budget`
-        tokens of the budget. A large image is encoded over several steps, as a long prompt is prefilled. A span that
-        attends to all of itself is never split: if it does not fit, it waits for the next step, and if it comes first
-        and is encoded, it may exceed `max_tokens`."""
+        """Large images are encoded over several steps. A bidirectional span is never split: it waits for the next step,
+        or, if first and encoded, exceeds `max_tokens`.
+        """
         if self.num_computed_tokens >= self.num_prompt_tokens or max_tokens <= 0 or not self.engine_request.spans:
             return ScheduledChunk(max_tokens, max_tokens)
         end = self.num_computed_tokens + min(max_tokens, budget)
@@ -178,7 +160,7 @@ class Request:
         return ScheduledChunk(max_tokens, max_tokens + encoder_cost, chunks)
 
     def _encoder_progress(self, digest: bytes) -> int:
-        """Encoder progress of the image that is being encoded; 0 for any other."""
+        """0 unless this image is being encoded."""
         return (
             self._current_encoder_chunk.end_progress
             if self._current_encoder_chunk is not None and self._current_encoder_chunk.digest == digest
@@ -186,13 +168,11 @@ class Request:
         )
 
     def mark_encoded(self, chunks: Sequence[EncoderChunk]) -> None:
-        """Count these chunks as done."""
         self._encoded_digests.update(each.digest for each in chunks if each.is_last)
         self._current_encoder_chunk = chunks[-1] if chunks else self._current_encoder_chunk
 
     def block_hashes(self, count: int, size: int) -> Sequence[bytes]:
-        """Hashes of the first `count` blocks of `size` tokens, all of which must be known. `size` is the same in all
-        calls."""
+        """`size` must be the same in all calls."""
         assert count * size <= len(self.token_ids), "hashing tokens that are not known yet"
         while len(self._block_hashes) < count:
             begin = len(self._block_hashes) * size
@@ -202,7 +182,7 @@ class Request:
         return self._block_hashes[:count]
 
     def finish_reason_after_token(self, token: int, eos: Collection[int]) -> tuple[FinishReason | None, int | None]:
-        """The finish reason if the token that was just appended ends the request, and which of stop_token_ids it is."""
+        """Also returns the matching stop_token_id."""
         params = self.engine_request.params
         assert isinstance(params, SamplingParams), "a token of a request for a vector"
         if params.grammar is not None and token in eos:
@@ -215,7 +195,7 @@ class Request:
         return ("length", None) if self.num_output_tokens >= self.max_output_tokens else (None, None)
 
     def reset_to_waiting(self) -> None:
-        """Back to waiting with nothing computed. Tokens in flight still arrive."""
+        """Tokens in flight still arrive."""
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
         self.slot = None

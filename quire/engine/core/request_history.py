@@ -1,8 +1,5 @@
-"""What happened to each request and in each step: recorded by the engine, kept by whoever holds its client.
-
-The engine sends a step's record with the step's outputs. All requests of the step share the record, so a token costs
-one reference. The history outlives engines and is bounded: it keeps the requests that ended last, and a limited number
-of steps of each.
+"""Timelines of requests and steps, kept by the client's process so that they outlive engines. Requests share a step's
+record, so a token costs one reference.
 """
 
 from __future__ import annotations
@@ -20,14 +17,14 @@ from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, Prefi
 from quire.engine.core.stats import Phase, StepRecord
 
 TimelinePhase = Phase | Literal["recompute", "recovering", "delivery"]
-"""The scheduler's phases, and three that only the client knows: prefill again after a preemption or a new engine,
-waiting for a new engine after a crash, a sleep or a change of weights, and waiting for the last output to arrive."""
+"""Three phases only the client knows: prefill again, waiting for an engine after a crash, sleep or change of weights,
+and waiting for the last output.
+"""
 MAX_REQUESTS = 1000
 MAX_STEPS_PER_REQUEST = 2000
-"""Per request; later steps are only counted."""
+"""Later ones are only counted."""
 MAX_TOTAL_STEPS = 100_000
-"""Steps of all ended requests together, at most some 500 bytes each. Beyond that the requests that ended first lose
-their steps and keep their phases."""
+"""At most about 500 bytes each. Beyond it, the oldest requests keep only their phases."""
 
 
 def make_step_record(
@@ -37,10 +34,7 @@ def make_step_record(
     *,
     used_cuda_graph: bool = False,
 ) -> StepRecord:
-    """The record of one step of the engine. `used_cuda_graph`: a CUDA graph computed it.
-
-    `times` are those of time.monotonic() at which the step began, was scheduled, was computed and was applied.
-    """
+    """`times`: time.monotonic() when it began, was scheduled, computed and applied."""
     new_slots = {new_request.slot for new_request in scheduler_output.new_requests}
     chunks = tuple(
         (row.request_id, row.start, row.num_tokens)
@@ -68,22 +62,18 @@ def make_step_record(
 
 
 class StepEntry(msgspec.Struct, frozen=True, gc=False):
-    """A step, and the requests that took part in it."""
-
     record: StepRecord
     engine_number: int
-    """Number of the engine process, from 0; each that comes after a crash has the next one."""
+    """Counts up with every engine after a crash."""
     request_ids: tuple[str, ...]
     replica: int = 0
-    """Which of the engines that work beside each other it was."""
+    """Data-parallel rank."""
     is_counted: bool = True
-    """False where another API process of this server counts it."""
+    """False if another API process counts it."""
 
 
 @dataclass(slots=True)
 class Timeline:
-    """What happened to one request. `marks` are the times at which its phases began, in order."""
-
     id: str
     prompt_tokens: int
     submitted_at: float
@@ -93,41 +83,37 @@ class Timeline:
     chunks: list[tuple[StepEntry, int, int]] = field(default_factory=list)
     """(step, first token, tokens)."""
     tier_loads: list[tuple[str, int, float, float]] = field(default_factory=list)
-    """(tier, tokens, began, ended) of what came back from tiers of KV pages."""
+    """(tier, tokens, began, ended)."""
     image_tokens: int = 0
-    """Those of the prompt's tokens that stand for images."""
     cached_tokens: int | None = None
     prefix_report: PrefixMissReport | None = None
-    """What else of its prompt could have been cached; None where nothing is known."""
+    """None if unknown."""
     output_tokens: int = 0
     draft_tokens: int = 0
-    """Guessed tokens that were computed for it."""
     accepted_tokens: int = 0
-    """Those of them that were right."""
     first_token_at: float | None = None
     last_token_at: float = 0.0
-    """When the last step ended that gave it tokens; 0: none did."""
+    """0: no token yet."""
     ended_at: float | None = None
     finish_reason: str | None = None
 
     def phase_seconds(self, now: float) -> dict[str, float]:
-        """Seconds spent in each phase. They sum to the time from the submission to the end, or to `now` while open."""
+        """They sum to the time until the end, or until `now`."""
         seconds_by_phase: dict[str, float] = {}
         for phase, began, end in self.phase_intervals(now):
             seconds_by_phase[phase] = seconds_by_phase.get(phase, 0.0) + end - began
         return seconds_by_phase
 
     def phase_intervals(self, now: float) -> list[tuple[TimelinePhase, float, float]]:
-        """The phases in order, each with the times of its begin and its end."""
+        """(phase, begin, end), in order."""
         ends = [*(at for at, _ in self.marks[1:]), now if self.ended_at is None else self.ended_at]
         return [(phase, began, end) for (began, phase), end in zip(self.marks, ends, strict=True)]
 
     def count_phase(self, phase: TimelinePhase) -> int:
-        """How often the request entered `phase`."""
         return sum(each == phase for _, each in self.marks)
 
     def enter_phase(self, phase: TimelinePhase, at: float) -> None:
-        """Begin a phase. Marks never run backwards, though two processes read the clock."""
+        """Marks never run backwards, though two processes read the clock."""
         if self.marks[-1][1] != phase:
             self.marks.append((max(at, self.marks[-1][0]), phase))
 
@@ -138,7 +124,7 @@ class Timeline:
             self.num_dropped_steps += 1
 
     def count_step_tokens(self, num_new: int, num_drafts: int) -> None:
-        """Count the new tokens of a step; of those the last one is never a draft."""
+        """The last new token is never a draft."""
         self.output_tokens += num_new
         if num_drafts:
             self.draft_tokens += num_drafts
@@ -150,56 +136,44 @@ class Timeline:
 
 
 class RequestRecorder(Protocol):
-    """Is told what happens to the requests of a book."""
-
     def record_submission(self, request: EngineCoreRequest) -> None: ...
 
     def record_step(self, outputs: Sequence[EngineCoreOutput], record: StepRecord | None, replica: int = 0) -> None:
-        """Outputs came, of a step; without a record they come from adding or aborting requests."""
+        """None: outputs of adding or aborting requests."""
 
     def record_engine_death(
         self, replica: int = 0, ids: Iterable[str] | None = None, *, for_good: bool = False
     ) -> None:
-        """Its requests, all that are open or these, wait for another engine; with `for_good` they end with this one."""
+        """The requests `ids`, or all, wait for another engine, or with `for_good` end."""
 
     def end_request(self, request_id: str, reason: str) -> None:
-        """End a request. Does nothing when it is not open."""
+        """Ignores requests that are not open."""
 
 
 class RequestHistory:
-    """Timelines of open requests and of those that ended last."""
-
     def __init__(
         self, max_ended: int = MAX_REQUESTS, replicas: int = 1, clock: Callable[[], float] = lambda: clock.monotonic()
     ) -> None:
         self._clock = clock
         self.max_ended = max_ended
-        """How many ended requests to remember."""
         self.listeners: list[Callable[[StepEntry], None]] = []
-        """Called with every step."""
         self.end_listeners: list[Callable[[Timeline], None]] = []
-        """Called with every request that has ended."""
         self.token_gap_listeners: list[Callable[[float], None]] = []
-        """Called with the seconds from each step that gave a request tokens to the next one that did."""
+        """Called with seconds between tokens of a request."""
         self.counts_steps = True
-        """`StepEntry.is_counted` of the next step."""
         self._open_timelines: dict[str, Timeline] = {}
         self._ended_timelines: dict[str, Timeline] = {}
         self._ended_ids: deque[str] = deque()
         self._timelines_with_steps: deque[Timeline] = deque()
         self._num_steps = 0
         self._engine_numbers = [*range(replicas)]
-        """By replica: the number of its engine process."""
         self._last_request_ids: list[tuple[str, ...]] = [()] * replicas
-        """By replica: of its last step."""
 
     @property
     def num_replicas(self) -> int:
-        """How many engines work beside each other."""
         return len(self._engine_numbers)
 
     def response_timelines(self, response_id: str) -> list[Timeline]:
-        """The timelines of one answer's sequences, whose ids begin with the answer's id `response_id`."""
         return [
             each
             for each in [*self._open_timelines.values(), *self._ended_timelines.values()]
@@ -207,7 +181,6 @@ class RequestHistory:
         ]
 
     def find_timeline(self, request_id: str) -> Timeline | None:
-        """The timeline of a request that is open or ended lately."""
         return self._open_timelines.get(request_id) or self._ended_timelines.get(request_id)
 
     @property
@@ -216,7 +189,7 @@ class RequestHistory:
 
     @property
     def ended_timelines(self) -> list[Timeline]:
-        """Timelines of ended requests; the one that ended last comes last."""
+        """The last ended comes last."""
         return [self._ended_timelines[request_id] for request_id in self._ended_ids]
 
     def record_submission(self, request: EngineCoreRequest) -> None:
@@ -226,7 +199,6 @@ class RequestHistory:
         self._open_timelines[request.id] = timeline
 
     def record_step(self, outputs: Sequence[EngineCoreOutput], record: StepRecord | None, replica: int = 0) -> None:
-        """See Recorder."""
         if record is not None:
             self._apply_step(outputs, record, replica)
         for output in outputs:
@@ -238,7 +210,7 @@ class RequestHistory:
         if record.chunks:
             request_ids = list(dict.fromkeys([*(request_id for request_id, _, _ in record.chunks), *request_ids]))
         timelines = [self._open_timelines.get(request_id) for request_id in request_ids]
-        # The ids that are kept, not those that came with the message, are compared: they are the same objects.
+        # our own id objects, not the message's: identical objects compare faster
         known_ids = [
             request_id if timeline is None else timeline.id
             for request_id, timeline in zip(request_ids, timelines, strict=True)
@@ -258,7 +230,7 @@ class RequestHistory:
             listener(step)
 
     def _make_step_entry(self, request_ids: tuple[str, ...], record: StepRecord, replica: int) -> StepEntry:
-        # Steps in a row mostly have the same requests, and share a tuple of them.
+        # consecutive steps mostly share a tuple
         if request_ids != self._last_request_ids[replica]:
             self._last_request_ids[replica] = request_ids
         return StepEntry(
@@ -283,7 +255,6 @@ class RequestHistory:
                 timeline.enter_phase("prefill" if timeline.output_tokens == 0 else "recompute", step.record.began_at)
 
     def _apply_output(self, timeline: Timeline, output: EngineCoreOutput, applied_at: float, num_drafts: int) -> None:
-        """`num_drafts`: draft tokens of the request in this step."""
         if output.vector is not None:
             timeline.cached_tokens = output.cached_tokens
             timeline.enter_phase("delivery", applied_at)
@@ -305,7 +276,6 @@ class RequestHistory:
     def record_engine_death(
         self, replica: int = 0, ids: Iterable[str] | None = None, *, for_good: bool = False
     ) -> None:
-        """See Recorder."""
         self._engine_numbers[replica] = max(self._engine_numbers) + 1
         now = self._clock()
         affected = (
@@ -320,7 +290,6 @@ class RequestHistory:
                 timeline.enter_phase("recovering", now)
 
     def end_request(self, request_id: str, reason: str) -> None:
-        """See Recorder."""
         timeline = self._open_timelines.pop(request_id, None)
         if timeline is None:
             return

@@ -1,11 +1,10 @@
 """Decides what each step computes. One rule: every request catches its computed count up to its token count.
 
-Decodes go first, then prefills in chunks, within a token budget. That one rule covers chunked prefill, prefix cache
-hits, mixed batches, draft tokens and resumption after a preemption. The scheduler touches no device and reads no clock.
+Decodes go first, then prefills in chunks, within a token budget. This covers chunked prefill, prefix cache hits, mixed
+batches, draft tokens and preemption. It touches no device and reads no clock.
 
-`schedule()` may run ahead of `apply()`: a step's effects are counted when it is scheduled (tokens computed, tokens in
-flight), and its tokens are appended when it is applied, in order. Device work runs in the order in which it was
-scheduled, so blocks that are freed while a step is in flight may be allocated at once.
+`schedule()` may run ahead of `update_from_output()`: effects count when a step is scheduled, tokens are appended when
+it is applied. Device work runs in scheduling order, so freed blocks may be reallocated while a step is in flight.
 """
 
 from __future__ import annotations
@@ -37,9 +36,7 @@ class Scheduler:
         waiting: FairQueue | None = None,
         tiers: KVOffloader | None = None,
     ) -> None:
-        """`drafter` proposes tokens for requests all of whose known tokens the step computes and none of whose tokens
-        is in flight, so a request that may draft is never scheduled ahead of its results. `waiting`: the waiting queue.
-        `tiers`: KV offload; by default none."""
+        """A request that may draft is never scheduled ahead of its results."""
         self._config = config
         self._counts = LiveCounters()
         self.kv_cache_manager = KVCacheManager(config, self._counts)
@@ -62,7 +59,7 @@ class Scheduler:
 
     @property
     def needs_host_tokens(self) -> bool:
-        """True if a running request must see its last token on the host before it can be scheduled."""
+        """A request must see its last token on the host before it can be scheduled."""
         return self._config.micro_batches == 1 and any(request.needs_host_tokens for request in self._running)
 
     def make_stats(self) -> EngineStats:
@@ -77,19 +74,20 @@ class Scheduler:
         )
 
     def list_requests(self) -> tuple[list[Request], list[Request]]:
-        """The running and the waiting requests, each by priority and arrival."""
         waiting = [each for each in self._requests.values() if each.status is not RequestStatus.RUNNING]
         return sorted(self._running, key=lambda each: each.priority_key), sorted(
             waiting, key=lambda request: request.priority_key
         )
 
     def place(self, request: EngineCoreRequest) -> float:
-        """The sort key of a request among those of its priority and tenant: the smallest goes first, and of equal ones
-        the first that arrived. A class given by --scheduler-cls overrides it."""
+        """Return a request's sort key within its priority and tenant: the smallest goes first, ties go by arrival.
+
+        A class given by --scheduler-cls may override it.
+        """
         return 0.0
 
     def add_request(self, engine_request: EngineCoreRequest) -> None:
-        """Queue a request, or answer it with an error output at once if it can never fit."""
+        """Outputs an error at once if the request can never fit."""
         assert engine_request.id not in self._requests, f"request id {engine_request.id} is in use"
         if engine_request.task not in self._config.tasks:
             self._queue_error_output(
@@ -130,26 +128,26 @@ class Scheduler:
             self._waiting.push_request(request)
 
     def abort_request(self, request_id: str) -> None:
-        """End a request now and free its blocks. Does nothing for an unknown id: the request may just have finished."""
+        """Ignores unknown ids: the request may just have finished."""
         request = self._requests.get(request_id)
         if request is not None:
             self._finish_request(request)
             self._outputs.append(EngineCoreOutput(request_id, [], finish_reason="abort"))
 
     def wait_for_loads(self) -> None:
-        """Wait briefly for loads that requests wait for. Called only while there is nothing to compute."""
+        """Called only while there is nothing to compute."""
         if self.kv_offloader.has_open_loads:
             self.kv_offloader.wait_for_loads()
         else:
             self._waiting.wait_for_loads()
 
     def take_outputs(self) -> list[EngineCoreOutput]:
-        """The outputs of add, abort and apply since the last call."""
+        """Outputs since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def schedule(self) -> SchedulerOutput | None:
-        """Schedule the next step, and count it as computed from now on. None if there is nothing to compute."""
+        """The step counts as computed from now on. None: nothing to compute."""
         for waiting_request, why in self._waiting.process_adapter_loads():
             self._finish_request(waiting_request)
             self._queue_error_output(waiting_request.engine_request, why)
@@ -181,15 +179,15 @@ class Scheduler:
         )
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> None:
-        """Take in what a step computed. Steps are applied in the order in which they were scheduled."""
+        """Steps must be applied in the order in which they were scheduled."""
         if model_output.used_cuda_graph:
             self._counts.count_cuda_graph_step(has_prefill=scheduler_output.has_prefill)
         for scheduled_request in scheduler_output.scheduled_requests:
             request = self._requests.get(scheduled_request.request_id)
             if request is None:
-                continue  # the request finished while the step was in flight
+                continue
             if request.prompt_logprobs_pending:
-                # A preempted prompt is computed again, perhaps in other chunks: append what is new.
+                # a preempted prompt may be recomputed in other chunks
                 num_known = len(request.prompt_logprobs) - scheduled_request.start
                 request.prompt_logprobs += model_output.prompt_logprobs.get(scheduled_request.request_id, [])[
                     max(num_known, 0) :
@@ -208,8 +206,7 @@ class Scheduler:
                 self._outputs.append(answer)
 
     def _preempt_for_fairness(self) -> None:
-        """Preempt requests of tenants that run more than their share, if this is why a request of another lacks
-        a slot or blocks. Called before the step is planned, because a step's own blocks cannot be reused."""
+        """Runs before the step is planned, because a step's own blocks cannot be reused."""
         request = self._waiting.peek()
         if (
             request is None
@@ -224,11 +221,11 @@ class Scheduler:
             if lacking > 0 or not (self._free_slots or victims):
                 victims.append(victim)
                 lacking -= self.kv_cache_manager.num_exclusive_blocks(victim)
-        for victim in victims if lacking <= 0 else ():  # else they would lose their blocks in vain
+        for victim in victims if lacking <= 0 else ():  # otherwise they would lose their blocks in vain
             self._preempt(victim)
 
     def _schedule_running(self) -> tuple[dict[Request, ScheduledChunk], TokenBudget]:
-        """The chunk of each running request, and what is left of the budget. Preempts if blocks run out."""
+        """Preempts if blocks run out."""
         budget = self._waiting.make_step_budget(
             self._config.max_num_batched_tokens, self._running, whole_prompts=self._config.whole_prompts
         )
@@ -264,14 +261,12 @@ class Scheduler:
     def _schedule_waiting(
         self, scheduled_requests: list[ScheduledRequest], copies: list[BlockCopy], budget: TokenBudget
     ) -> list[NewRequestData]:
-        """Move waiting requests to free slots while budget and blocks last; preempts nobody. Appends to
-        `scheduled_requests` what is scheduled of them, and to `copies` the blocks of which they share only the
-        beginning."""
+        """Preempts none. Appends to `scheduled_requests` and `copies`."""
         new_requests = []
         while self._free_slots and (request := self._waiting.peek()) is not None:
             max_tokens = budget.remaining if self._config.whole_prompts else budget.max_tokens(request)
             cached = self.kv_cache_manager.get_computed_blocks(request)
-            # Blocks for all its tokens, though this step may compute only some: else it would be preempted half-way.
+            # Blocks for all tokens, not just this step's, or it would be preempted half-way.
             too_long = self._config.whole_prompts and len(request.token_ids) > max_tokens
             if (
                 max_tokens <= 0
@@ -282,7 +277,7 @@ class Scheduler:
                 break
             self._waiting.remove_request(request)
             if self.kv_offloader.try_begin_load(request, cached):
-                continue  # its blocks are being loaded
+                continue
             partial_copies = self._start_request(request, cached)
             max_chunk = min(max_tokens, self._config.max_chunk_tokens)
             limit = self.kv_cache_manager.limit_tokens_to_snapshot(request, max_chunk)
@@ -308,7 +303,6 @@ class Scheduler:
         return new_requests
 
     def _start_request(self, request: Request, cached: list[int]) -> list[BlockCopy]:
-        """Give a request a slot and its cached blocks. Returns the block copies that it needs."""
         request.status, request.slot = RequestStatus.RUNNING, self._free_slots.pop()
         self._running.append(request)
         return self.kv_cache_manager.use_computed_blocks(request, cached)
@@ -316,8 +310,7 @@ class Scheduler:
     def _draft_tokens_for_step(
         self, chunks: dict[Request, ScheduledChunk], budget: TokenBudget
     ) -> dict[Request, list[int]]:
-        """Draft tokens for the requests all of whose known tokens are planned, as far as their limits, the budget and
-        the free blocks allow. The planned chunks have their blocks already, so drafts cause no preemption."""
+        """Chunks have their blocks already, so drafts cause no preemption."""
         draft_requests = [
             (each, each.max_output_tokens - each.num_output_tokens - 1)
             for each, chunk in chunks.items()
@@ -342,15 +335,14 @@ class Scheduler:
         return draft_ids
 
     def _commit_scheduled_chunk(self, request: Request, chunk: ScheduledChunk, drafts: list[int]) -> ScheduledRequest:
-        """Count a chunk and its drafts as computed. Its full blocks can be shared from now on, even within this step:
-        every layer stores the step's keys and values before any request attends to them."""
+        """Full blocks can be shared even within this step: each layer stores keys and values before it attends."""
         assert request.slot is not None
         start, count = request.num_computed_tokens, chunk.num_tokens
         sample = (
             request.max_output_tokens > 0 and start + count == len(request.token_ids) + request.num_tokens_in_flight
         )
         new_blocks = request.block_ids[request.num_sent_blocks :]
-        if NULL_BLOCK in new_blocks:  # never read, but it must be a valid block id
+        if NULL_BLOCK in new_blocks:  # never read, but must be a valid block id
             new_blocks = [max(block, 0) for block in new_blocks]
         request.mark_encoded(chunk.encoder_chunks)
         request.num_computed_tokens += count + len(drafts)
@@ -371,7 +363,6 @@ class Scheduler:
         )
 
     def _charge_prompt_tokens(self, request: Request, start: int) -> None:
-        """Count the prompt tokens from `start` on that are computed now, and charge them to the tenant."""
         done = min(request.num_computed_tokens, request.num_prompt_tokens)
         self._counts.prompt_tokens += max(0, done - start)
         self._waiting.charge(
@@ -382,7 +373,6 @@ class Scheduler:
     def _append_tokens_and_output(
         self, request: Request, scheduled_request: ScheduledRequest, output: ModelRunnerOutput
     ) -> None:
-        """Append the tokens that were sampled and accepted, up to one that finishes the request."""
         engine_request = request.engine_request
         new_ids = output.token_ids[engine_request.id]
         request.num_tokens_in_flight -= 1 + len(scheduled_request.draft_token_ids)
@@ -394,7 +384,7 @@ class Scheduler:
                 break
         if (
             scheduled_request.draft_token_ids
-        ):  # rejected ones do not count as computed; a sequence preempted meanwhile has nothing computed
+        ):  # Rejected drafts are not computed; a request preempted meanwhile has nothing computed.
             request.num_computed_tokens = min(request.num_computed_tokens, len(request.token_ids) - 1)
             num_accepted = len(output.token_ids[engine_request.id]) - 1
             self._counts.count_drafts(len(scheduled_request.draft_token_ids), num_accepted)
@@ -420,7 +410,6 @@ class Scheduler:
             self._finish_request(request)
 
     def _preempt(self, request: Request) -> None:
-        """Free its blocks and let it wait. Later it is recomputed from what is still cached then."""
         self._free_slot_and_blocks(request)
         request.reset_to_waiting()
         self._waiting.push_request(request)

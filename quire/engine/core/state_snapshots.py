@@ -1,6 +1,6 @@
-"""Snapshots of states that are too large for every page (MatrixState in engine/checkpoint/kv_cache_groups.py): whoever
-begins behind a cached page needs one that was kept there. A snapshot is a slot that no sequence has: keeping one copies
-a sequence's slot to it, using it copies it back."""
+"""Snapshots of recurrent states too large to keep for every block: a request that starts after a cached block needs one
+taken there. A snapshot is a slot without a request; slots are copied to save and restore.
+"""
 
 from __future__ import annotations
 
@@ -13,101 +13,96 @@ from quire.engine.core.block_pool import BlockPool
 from quire.engine.core.request import Request
 
 _MIN_SNAPSHOT_TOKENS = 64
-"""Tokens computed since a sequence's last snapshot that make one at its prompt's end worth a step of its own."""
+"""For one at the prompt's end to be worth its own step."""
 
 
 class SnapshotConfig(NamedTuple):
     num_slots: int
     interval_tokens: int
-    """Tokens, a multiple of a page's."""
+    """A multiple of the block size."""
 
 
 class SnapshotPosition(NamedTuple):
-    """A snapshot at the end of a sequence's first pages."""
+    """A snapshot after a request's first `num_blocks` blocks."""
 
     snapshot_id: int
     num_blocks: int
 
 
 class _PendingSnapshot(NamedTuple):
-    """A snapshot that a step is to take."""
-
     snapshot: int
     block_hash: bytes
-    """Of the page at whose end it stands."""
+    """Hash of the block it follows."""
     slot: int
 
 
 class StateSnapshots(ABC):
-    """Says behind which cached blocks a request can begin, and saves and restores the recurrent state there."""
-
     interval_tokens: int
-    """Tokens in multiples of which snapshots are kept, in addition to those at prompts' ends."""
+    """Snapshots are also taken at prompt ends."""
     is_required: bool
-    """True if a request needs a snapshot to begin after a cached block."""
+    """A request needs a snapshot to start after a cached block."""
     pool: BlockPool | None
-    """Where snapshots can be pinned as blocks can."""
+    """None if nothing can be pinned."""
 
     @abstractmethod
     def num_usable_blocks(self, digests: Sequence[bytes]) -> int:
-        """The largest number of first blocks, of those with these hashes, after which a request can begin."""
+        """First blocks after which a request can start."""
 
     @abstractmethod
     def publish_snapshots(self) -> None:
-        """Called when another step is scheduled: the snapshots of earlier steps can be used from now on."""
+        """Make snapshots of earlier steps usable when a step is scheduled."""
 
     @abstractmethod
     def limit_step_tokens(self, request: Request, max_tokens: int) -> int:
-        """How many of `max_tokens` known tokens a request may compute in the next step."""
+        """Limit known tokens in the next step."""
 
     @abstractmethod
     def limit_draft_tokens(self, num_known: int, max_drafts: int) -> int:
-        """How many of `max_drafts` draft tokens may follow a request's `num_known` tokens in the next step."""
+        """Limit drafts in the next step."""
 
     @abstractmethod
     def restore_state(self, request: Request) -> None:
-        """Restore the state of a request that got a slot and the blocks of its first `num_computed_tokens` tokens."""
+        """Needs the slot and the blocks of the computed tokens."""
 
     @abstractmethod
     def save_state(self, request: Request, num_known: int) -> None:
-        """Save the state if needed: a step computes the first `num_known` tokens, none of them a draft."""
+        """The step computes the first `num_known` tokens, none of them a draft."""
 
     @abstractmethod
     def take_slot_copies(self) -> list[SlotCopy]:
-        """The copies to make, in this order, before the step that is being scheduled computes anything."""
+        """To run in order before the step being scheduled."""
 
     @abstractmethod
     def clear_snapshots(self) -> None:
-        """Let no snapshot be found."""
+        """Forget all hashes."""
 
     @abstractmethod
     def set_before_reuse(self, before_reuse: Callable[[Sequence[int]], None]) -> None:
-        """`before_reuse`: called with slots that are about to be overwritten, as ~slot."""
+        """Called with ~slot of slots about to be overwritten."""
 
     @abstractmethod
     def can_resume_after_block(self, digest: bytes) -> bool:
-        """True if a request can begin at the end of the block with this hash."""
+        """True if a snapshot follows it or none is required."""
 
     @abstractmethod
     def request_prefix_snapshots(self, request: Request) -> list[tuple[int, bytes]]:
-        """The snapshots at the ends of a request's blocks: their slots, as ~slot, and the blocks' hashes."""
+        """(~slot, block hash) of a request's snapshots."""
 
     @abstractmethod
     def snapshots_for_next_turn(self, request: Request, num_blocks: int) -> list[SnapshotPosition]:
-        """The snapshots among the first `num_blocks` blocks with which a conversation's next turn may begin: the last
-        one, and the last one within the prompt, because a template may write an answer differently later."""
+        """The last one, and the last within the prompt, because a template may later render the answer differently."""
 
     @abstractmethod
     def reserve_slot_for_load(self) -> int | None:
-        """A slot for a snapshot from a tier, until `finish_load`; None if there is none now."""
+        """Until `finish_load`; None: no slot now."""
 
     @abstractmethod
     def finish_load(self, slot: int, digest: bytes, *, is_complete: bool) -> None:
-        """The load of a snapshot has ended, or failed if not `is_complete`. `digest`: its block's hash."""
+        """`is_complete`: False if it failed."""
 
 
 class NullStateSnapshots(StateSnapshots):
-    """For models whose blocks hold everything that a request needs."""
+    """For models whose blocks hold all state."""
 
     interval_tokens = 0
     is_required = False
@@ -157,14 +152,14 @@ class NullStateSnapshots(StateSnapshots):
 
 
 class PooledStateSnapshots(StateSnapshots):
-    """They are kept at every so many tokens, counted from a sequence's beginning, and at the last page's end within its
-    prompt, so that a conversation's next turn finds one. Steps end there. The least recently used ones make room; those
-    whose page is cached no longer go first."""
+    """Steps end every `interval_tokens`, and at the last block end within the prompt, where the next turn may start.
+    Evicts snapshots without a cached block, then the least recently used.
+    """
 
     is_required = True
 
     def __init__(self, block_pool: BlockPool, block_size: int, plan: SnapshotConfig, first_slot: int) -> None:
-        """The snapshots are the slots from `first_slot` on."""
+        """Snapshots are the slots from `first_slot` on."""
         assert plan.interval_tokens % block_size == 0
         self._block_pool = block_pool
         self._block_size = block_size
@@ -174,7 +169,7 @@ class PooledStateSnapshots(StateSnapshots):
         self._snapshot_hashes: dict[int, bytes] = {}
         self._slot_copies: list[SlotCopy] = []
         self._pending: list[_PendingSnapshot] = []
-        """By the step that was decided last: it has to compute them first."""
+        """The last scheduled step must compute them first."""
 
     def num_usable_blocks(self, digests: Sequence[bytes]) -> int:
         return next((count for count in range(len(digests), 0, -1) if self._pool.has_hash(digests[count - 1])), 0)
@@ -191,7 +186,7 @@ class PooledStateSnapshots(StateSnapshots):
         return min(max_tokens, self._next_snapshot_end(request) - request.num_computed_tokens)
 
     def limit_draft_tokens(self, num_known: int, max_drafts: int) -> int:
-        """The next step must be able to end at the next place."""
+        """The step must be able to end at the next snapshot."""
         return min(max_drafts, self._next_interval_end(num_known) - num_known - 1)
 
     def restore_state(self, request: Request) -> None:
@@ -201,7 +196,7 @@ class PooledStateSnapshots(StateSnapshots):
             snapshot = self._pool.get_cached_block(self._block_hash(request, request.num_computed_tokens))
             assert snapshot is not None, "a sequence begins where no snapshot is"
             self._pool.ref([snapshot])
-            self._pool.unref([snapshot])  # now it is the most recently used one
+            self._pool.unref([snapshot])  # mark as most recently used
             self._slot_copies.append(SlotCopy(self._first_slot + snapshot, request.slot))
 
     def save_state(self, request: Request, num_known: int) -> None:
@@ -235,7 +230,7 @@ class PooledStateSnapshots(StateSnapshots):
         return self._pool.has_hash(digest)
 
     def request_prefix_snapshots(self, request: Request) -> list[tuple[int, bytes]]:
-        """Those that a copy fills only when the next step begins are left out: they are kept with the next sequence."""
+        """Leaves out those filled only when the next step begins."""
         filling, slots = {copy.target for copy in self._slot_copies}, []
         for digest in request.block_hashes(
             min(request.num_computed_tokens, len(request.token_ids)) // self._block_size, self._block_size
@@ -261,8 +256,8 @@ class PooledStateSnapshots(StateSnapshots):
             return None
         (snapshot,) = self._pool.allocate(1)
         digest, slot = self._snapshot_hashes.pop(snapshot, None), self._first_slot + snapshot
-        if any(slot in (copy.source, copy.target) for copy in self._slot_copies):  # which the next step makes
-            if digest is not None:  # it stays what it is: the sequence that asks may be about to begin there
+        if any(slot in (copy.source, copy.target) for copy in self._slot_copies):  # the next step still copies it
+            if digest is not None:  # the asking request may start there
                 self._pool.cache_block(snapshot, digest)
                 self._snapshot_hashes[snapshot] = digest
             self._pool.unref([snapshot])
@@ -277,7 +272,6 @@ class PooledStateSnapshots(StateSnapshots):
         self._pool.unref([snapshot])
 
     def _next_snapshot_end(self, request: Request) -> int:
-        """The first place behind a sequence's computed tokens."""
         regular, end = self._next_interval_end(request.num_computed_tokens), self._prompt_snapshot_end(request)
         return end if end is not None and request.num_computed_tokens < end < regular else regular
 
@@ -285,17 +279,14 @@ class PooledStateSnapshots(StateSnapshots):
         return (tokens // self.interval_tokens + 1) * self.interval_tokens
 
     def _prompt_snapshot_end(self, request: Request) -> int | None:
-        """The last page's end within the prompt, whose last token must be computed in any case; None where too little
-        is computed up to there."""
+        """The prompt's last token must be computed. None: too few tokens precede the block end."""
         end = (request.num_prompt_tokens - 1) // self._block_size * self._block_size
         return end if end - request.num_snapshot_tokens >= _MIN_SNAPSHOT_TOKENS else None
 
     def _block_hash(self, request: Request, tokens: int) -> bytes:
-        """Of the page at whose end so many tokens are."""
         return request.block_hashes(tokens // self._block_size, self._block_size)[-1]
 
     def _evict_stale(self) -> None:
-        """Of snapshots whose page is cached no longer."""
         for snapshot, digest in list(self._snapshot_hashes.items()):
             if not self._block_pool.has_hash(digest) and not self._pool.is_pinned(snapshot):
                 self._pool.evict(snapshot)

@@ -1,5 +1,3 @@
-"""Runs steps: schedule, launch, apply. On a GPU a step is launched before the result of the last one is applied."""
-
 from __future__ import annotations
 
 from collections import deque
@@ -26,12 +24,9 @@ class _LaunchedStep:
 
 
 class StepRunner:
-    """Runs the steps that a scheduler decides on an executor, in order.
-
-    ahead: how many steps may be under way while the next one is decided. With 0 the scheduler learns from each step at
-    once. With 1 the device gets its next step before it ends the current one, so it never waits for Python; the
-    scheduler then finds a stop condition one step late, and drops the token computed in vain. While a sequence runs
-    that looks back, the oldest step is learnt from first: otherwise such a sequence would sit out every other step.
+    """`steps_ahead`: steps in flight while the next is scheduled. With 1, the device never waits for Python, but a stop
+    condition is found one step late. A request that needs its tokens on the host makes the oldest step apply first:
+    otherwise it would sit out every other step.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, steps_ahead: int, heartbeat: Heartbeat) -> None:
@@ -42,17 +37,14 @@ class StepRunner:
         self._in_flight: deque[_LaunchedStep] = deque()
         self._num_applied = 0
         self.last_record: StepRecord | None = None
-        """The record of the step whose result the last call of step() applied; None if it applied none."""
+        """None if the last run_step() applied no step."""
 
     @property
     def has_work(self) -> bool:
         return self._scheduler.has_requests or bool(self._in_flight)
 
     def run_step(self) -> list[EngineCoreOutput]:
-        """Launch a step if there is one, and apply the oldest step's result once more than `ahead` are under way.
-
-        Returns the outputs of that and of adds and aborts.
-        """
+        """Also returns outputs of adds and aborts."""
         self.last_record = None
         if self._in_flight and self._scheduler.needs_host_tokens:
             self._heartbeat.begin_step([])

@@ -1,5 +1,3 @@
-"""Builds the drafter: what a configuration asks for, with the device drafter that a worker has loaded."""
-
 from __future__ import annotations
 
 from quire.engine.architecture.kv_cache_spec import PIECE
@@ -12,8 +10,7 @@ from quire.engine.worker.startup_steps.started_worker import StartedWorker
 
 
 def make_configured_drafter(worker: StartedWorker, config: EngineConfig) -> Drafter | None:
-    """What guesses tokens, if somebody does: by default what grammars force, though not on a GPU, where nothing was
-    measured."""
+    """By default drafts what grammars force, except on GPUs, where it was not measured."""
     speculative = config.speculative_config
     if "generate" not in worker.engine_info.tasks or (speculative is None and worker.engine_info.device != "cpu"):
         return None
@@ -25,7 +22,7 @@ def make_configured_drafter(worker: StartedWorker, config: EngineConfig) -> Draf
 def make_model_or_head_drafter(
     worker: StartedWorker, config: EngineConfig
 ) -> tuple[Drafter | TokenwiseDrafter, list[tuple[int, float]]] | None:
-    """What asks the model or the heads that draft, if there are some, and what one guess more costs them."""
+    """Also returns the measured (tokens, seconds) of drafting."""
     if (draft := worker.started_drafter) is None:
         return None
     size = worker.kv_plan.block_size

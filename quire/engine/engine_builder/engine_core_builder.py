@@ -1,5 +1,3 @@
-"""Builds the parts of an engine core: the worker, and what decides its steps: KV offloader, drafter, scheduler."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -28,11 +26,10 @@ from quire.engine.worker.warmup import warm_up_runner
 
 
 class EngineCoreBuilder:
-    """Starts the worker when constructed. Hold it only while the engine core is built: it holds the weights."""
+    """Starts the worker. Do not keep it: it holds the weights."""
 
     def __init__(self, config: EngineConfig, heartbeat: Heartbeat, tensors: NamedTensors | None) -> None:
-        """`tensors`: weights under their names in the checkpoint, instead of those in files. Raises ConfigError for a
-        configuration that the engine core cannot start with."""
+        """`tensors`: by checkpoint name, instead of files. Raises ConfigError."""
         path = resolve_model_with_overrides(config)
         model = apply_context_settings(load_model_config(config, path), config)
         config = config.without_redundant_quantization((model.raw.get("quantization_config") or {}).get("quant_method"))
@@ -41,7 +38,6 @@ class EngineCoreBuilder:
             check_same_model(model, resolve_weights(config), path)
         check_tiers(config, is_encoder=is_encoder(model))
         self.config = config
-        """With the defaults of the device."""
         self.model = model
         self._weight_files = WeightFiles(config) if tensors is None else None
         self.worker = start_worker(config, path, model, heartbeat.progress, tensors, heartbeat.rank_ended)
@@ -53,7 +49,7 @@ class EngineCoreBuilder:
         self._notes = [*self.worker.engine_info.notes, *warmup_notes]
 
     def build_kv_offloader(self, make_tiered_offloader: Callable[..., TieredKVOffloader]) -> KVOffloader:
-        """`make_tiered_offloader`: see make_kv_offloader. Raises ConfigError."""
+        """Raises ConfigError."""
         plan = self.worker.kv_plan
         kv_offloader, tier_notes = make_kv_offloader(
             self.config,
@@ -72,7 +68,6 @@ class EngineCoreBuilder:
         return make_scheduler(self.config, self.worker, self.model.eos_token_ids, drafter, kv_offloader)
 
     def build_engine_info(self, kv_offloader: KVOffloader, load_seconds: float) -> EngineInfo:
-        """`load_seconds`: the time that the engine core took to start."""
         info = self.worker.engine_info
         return msgspec.structs.replace(
             info,

@@ -1,5 +1,3 @@
-"""Builds the scheduler for what a worker has allocated."""
-
 from __future__ import annotations
 
 from quire.engine.architecture.kv_cache_spec import PIECE
@@ -21,7 +19,7 @@ def make_scheduler(
     drafter: Drafter | None,
     kv_offloader: KVOffloader,
 ) -> Scheduler:
-    """For what the worker has allocated. Raises ConfigError."""
+    """Raises ConfigError."""
     plan = worker.kv_plan
     return resolve_scheduler_class(config)(
         SchedulerConfig(
@@ -48,7 +46,7 @@ def make_scheduler(
 
 
 def resolve_scheduler_class(config: EngineConfig) -> type[Scheduler]:
-    """Quire's own, or the one that --scheduler-cls names. Raises ConfigError."""
+    """Raises ConfigError."""
     if config.scheduler_cls is None:
         return Scheduler
     return import_class("scheduler_cls", config.scheduler_cls, Scheduler, "scheduler")

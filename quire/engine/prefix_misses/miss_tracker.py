@@ -1,9 +1,8 @@
-"""Reports for each prompt which of its tokens were computed before, and why the prefix cache did not have them.
+"""Reports which prompt tokens were computed before, and why the prefix cache did not have them.
 
-The owner of the engines' client reports what happens: new requests, steps, outputs that end requests, lost caches. For
-each tenant, prefix_tree.py remembers the tokens that were computed recently, up to a limit of bytes. This module
-compares them with what the engine found. The scheduler never calls it. A tenant learns nothing about the pages of other
-tenants: a page that is gone counts as "evicted", whoever needed the room."""
+Prompts are compared with the tokens recently computed for their tenant, outside the scheduler. Evictions are not
+attributed, so that a tenant learns nothing of other tenants.
+"""
 
 from __future__ import annotations
 
@@ -27,33 +26,31 @@ from quire.engine.prefix_misses.prefix_tree import (
 from quire.engine.prefix_misses.token_diff import TOKEN_BYTES, find_equal_runs
 
 MAX_TENANT_BYTES = 16 << 20
-"""The limit for one tenant: about 900,000 tokens."""
+"""About 900,000 tokens."""
 MAX_TOTAL_BYTES = 64 << 20
-"""The limit for all tenants together. The tenant whose last request is the oldest loses its tokens first."""
+"""The tenant with the oldest last request loses tokens first."""
 _MAX_TURN_SLACK = 8
-"""How many last tokens of a prompt the next turn may lack: they start the answer."""
+"""The next turn may lack these last prompt tokens, which start the answer."""
 _NUM_CONTEXT_TOKENS = 24
-"""How many tokens a report shows on each side of a difference."""
+"""Shown on each side of a difference."""
 
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """An open request without output, or with incomplete output."""
-
     request: EngineCoreRequest
     turn: _PromptInConversation
     visit: Visit | None = None
-    """None: no engine has started it, or that engine has ended."""
+    """None: no engine is computing it."""
     report: PrefixMissReport | None = None
     num_computed: int = 0
-    """The number of prompt tokens that were computed."""
+    """Prompt tokens only."""
     seconds: float = 0.0
     """Their share of the time of their steps."""
 
 
 @dataclass(slots=True)
 class _PromptInConversation:
-    """One turn of a conversation. All requests of a call with the same prompt share it."""
+    """Shared by a call's requests with the same prompt."""
 
     prompt: list[int]
     conversation: Conversation | None = None
@@ -70,27 +67,24 @@ class PrefixMissTracker:
     def __init__(
         self, engines: int, max_tenant_bytes: int = MAX_TENANT_BYTES, max_total_bytes: int = MAX_TOTAL_BYTES
     ) -> None:
-        """`engines`: how many engines there are, each with its own cache."""
         self._engines = [_EngineCacheInfo() for _ in range(engines)]
         self._max_tenant_bytes, self._max_total_bytes = max_tenant_bytes, max_total_bytes
         self._trees: OrderedDict[str, PrefixTree] = OrderedDict()
-        """By owner (see `_get_or_make_tenant_tree`), the most recent owner at the end."""
+        """The least recent tenant comes first."""
         self._open_requests: dict[str, _OpenRequest] = {}
         self.total_bytes = 0
-        """The size of all trees."""
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
-        """A call has submitted these requests."""
         turn = None
         for each in requests:
             if each.sampling_params is None:
-                continue  # a vector may need all tokens of its prompt computed
+                continue  # pooling may need all prompt tokens computed
             if turn is None or (turn.prompt is not each.prompt_ids and turn.prompt != each.prompt_ids):
                 turn = _PromptInConversation(each.prompt_ids)
             self._open_requests[each.id] = _OpenRequest(each, turn)
 
     def track_step(self, step: StepRecord, engine: int, stats: EngineStats, weights: str) -> None:
-        """An engine computed a step with this version of the weights. `stats`: the engine's stats after the step."""
+        """`stats`: those after the step."""
         self._engines[engine].stats = stats
         if not stats.prefix_unit:
             return
@@ -107,7 +101,7 @@ class PrefixMissTracker:
                 open_request.seconds += (step.computed_at - step.scheduled_at) * count / max(step.num_tokens, 1)
 
     def get_request_report(self, request_id: str) -> PrefixMissReport | None:
-        """The report for a request, once its first output has come."""
+        """None before the first output."""
         open_request = self._open_requests.get(request_id)
         if open_request is None or (report := open_request.report) is None:
             return None
@@ -122,7 +116,7 @@ class PrefixMissTracker:
         )
 
     def finish_request(self, request_id: str, generated: Sequence[int]) -> None:
-        """A request has ended. `generated`: the tokens that it generated after its `emitted_ids`."""
+        """`generated`: tokens after `emitted_ids`."""
         open_request = self._open_requests.pop(request_id, None)
         if open_request is None or (visit := open_request.visit) is None:
             return
@@ -136,11 +130,10 @@ class PrefixMissTracker:
             self._store_visit(tree, _encode_tokens(request) + array("i", answer).tobytes(), visit)
 
     def record_cache_reset(self, engine: int) -> None:
-        """An engine's cache was emptied."""
         self._engines[engine].generation += 1
 
     def record_engine_loss(self, engine: int, request_ids: Iterable[str] | None) -> None:
-        """An engine has ended. Another engine will compute these requests; None: all of its requests."""
+        """`request_ids`: those that another engine will compute; None: all."""
         self.record_cache_reset(engine)
         for each in [*self._open_requests] if request_ids is None else request_ids:
             open_request = self._open_requests.get(each)
@@ -151,7 +144,6 @@ class PrefixMissTracker:
                 open_request.num_computed, open_request.seconds = 0, 0.0
 
     def _start_request(self, open_request: _OpenRequest, num_cached: int, engine: int, weights: str) -> None:
-        """An engine starts a request. It has found `num_cached` of its tokens in its cache."""
         request = open_request.request
         adapter = "" if request.adapter is None else request.adapter.digest
         namespace = CacheNamespace(request.cache_salt, adapter, weights)
@@ -199,8 +191,7 @@ class PrefixMissTracker:
         self._store_visit(tree, tokens, open_request.visit)
 
     def _get_or_make_tenant_tree(self, request: EngineCoreRequest) -> PrefixTree:
-        """The tree of the request's tenant. Without API keys, all callers are one tenant, and only their salts separate
-        them. Then each salt has its own tree."""
+        """Without API keys all callers are one tenant, so each cache salt gets its own tree."""
         tree_key = f"key:{request.tenant}" if request.tenant else f"salt:{request.cache_salt}"
         tree = self._trees.get(tree_key)
         if tree is None:
@@ -210,7 +201,6 @@ class PrefixMissTracker:
         return tree
 
     def _store_visit(self, tree: PrefixTree, tokens: bytes, visit: Visit) -> None:
-        """Store the tokens of a visit. Above the limit for all tenants, the least recent tenants lose their tokens."""
         self.total_bytes -= tree.num_bytes
         tree.add_visit(tokens, visit)
         self.total_bytes += tree.num_bytes
@@ -226,8 +216,6 @@ class PrefixMissTracker:
 
 @dataclass(slots=True)
 class _PrefixMissAnalysis:
-    """Compares one prompt with what is known about its beginning."""
-
     prefix_match: PrefixMatch
     tokens: bytes
     namespace: CacheNamespace
@@ -241,12 +229,11 @@ class _PrefixMissAnalysis:
 
     @property
     def _max_cached(self) -> int:
-        """The most tokens that the cache can hold for the prompt. Its last token is always computed."""
+        """The last prompt token is always computed."""
         return (len(self.tokens) // TOKEN_BYTES - 1) // self._match_unit * self._match_unit
 
     def count_lost_tokens_by_reason(self, load: int) -> tuple[Counter[MissReason], bool]:
-        """Counts, by reason, the tokens that were computed before after the same tokens, but were not found. The second
-        value says whether the tenant's own `load` explains evictions."""
+        """Also returns whether the tenant's own `load` explains evictions."""
         prefix_match = self.prefix_match
         missed = Counter[MissReason]()
         own_load = False
@@ -267,7 +254,6 @@ class _PrefixMissAnalysis:
         return missed, own_load
 
     def count_other_namespaces(self) -> Counter[MissReason]:
-        """Counts the tokens after these that were computed after the same tokens, but with another origin."""
         prefix_match, missed = self.prefix_match, Counter[MissReason]()
         for index, visit in enumerate(prefix_match.other_visits, len(prefix_match.matched_visits)):
             begin, end = (
@@ -279,7 +265,7 @@ class _PrefixMissAnalysis:
         return missed
 
     def _miss_reason(self, visit: Visit, end: int) -> MissReason | None:
-        """Why the tokens of a visit up to `end` were not found; None: they were never computed."""
+        """None: never computed."""
         if visit.num_computed < end:
             return "computing" if visit.is_open else None
         if visit.engine != self.engine:
@@ -292,13 +278,14 @@ class _PrefixMissAnalysis:
         return "adapter" if namespace.adapter != self.namespace.adapter else "cache_salt"
 
     def find_nearest_divergence(self) -> tuple[PrefixDivergence, int, Visit | None, bool]:
-        """Returns four things: where the prompt first differs from the nearest earlier sequence; how many of its later
-        tokens occur in that sequence too; the sequence's visit, if the prompt continues its conversation; and whether
-        both prompts have the same end, so that the later one is the earlier one in another form."""
+        """Return the first difference from the nearest earlier sequence; how many later tokens occur there too; its
+        visit, if the prompt continues its conversation; and whether both prompts end alike, so that one is a rewritten
+        form.
+        """
         comparisons = [self._compare_neighbour(each) for each in self.prefix_match.neighbours]
         is_same_conversation, num_shared, same_end, nearest_neighbour = max(
             comparisons, key=lambda comparison: comparison[:2]
-        )  # equal ones: the first is the nearest
+        )
         common, visit = nearest_neighbour.num_common, nearest_neighbour.visit
         nearest = PrefixDivergence(
             common,
@@ -317,8 +304,9 @@ class _PrefixMissAnalysis:
         )
 
     def _compare_neighbour(self, neighbour: Neighbour) -> tuple[bool, int, bool, Neighbour]:
-        """Whether the prompt continues an earlier sequence's conversation, how many tokens both share after their first
-        difference, and whether the earlier prompt's end is this prompt's end too."""
+        """Return whether the prompt continues the conversation, how many later tokens both share, and whether both
+        prompts end alike.
+        """
         rest = self.tokens[neighbour.num_common * TOKEN_BYTES :]
         runs = find_equal_runs(neighbour.rest, rest)
         end = min(neighbour.visit.prompt_tokens - neighbour.num_common, len(neighbour.rest) // TOKEN_BYTES)
@@ -333,15 +321,14 @@ class _PrefixMissAnalysis:
 def _conversation_and_turn_number(
     earlier_visit: Visit | None, request_id: str, *, is_repeat: bool
 ) -> tuple[Conversation, int]:
-    """The conversation of a prompt and its turn in it. `earlier_visit`: the visit whose prompt it continues, or
-    repeats. A first prompt that somebody repeats begins a conversation of its own."""
+    """`earlier_visit`: continued or repeated. Repeating a first prompt begins a new conversation."""
     if earlier_visit is None or (is_repeat and earlier_visit.turn == 1):
         return Conversation(request_id), 1
     return earlier_visit.conversation, earlier_visit.turn if is_repeat else earlier_visit.turn + 1
 
 
 def _encode_tokens(request: EngineCoreRequest) -> bytes:
-    """A prompt's tokens, four bytes each. An image's tokens are a negative number that depends on its content."""
+    """Four bytes per token. Image tokens become a negative number derived from the content."""
     token_ids = array("i", request.prompt_ids)
     for span in request.spans:
         placeholder = -1 - int.from_bytes(span.digest[:4], "little") % 2**31
@@ -350,5 +337,4 @@ def _encode_tokens(request: EngineCoreRequest) -> bytes:
 
 
 def _token_ids_without_images(tokens: bytes) -> list[int]:
-    """The tokens without those of images."""
     return [token for token in array("i", tokens) if token >= 0]

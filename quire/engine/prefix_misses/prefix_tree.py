@@ -1,6 +1,6 @@
-"""Stores the tokens that were computed for one tenant recently, as a tree of pieces. One look-up for each piece finds
-the known beginning of a prompt. The tree has a size limit: it drops the least recently used pieces first, and the end
-of a sequence before its beginning."""
+"""A tree of the tokens recently computed for a tenant, in pieces. Least recently used pieces are dropped first, and the
+end of a sequence before its beginning.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +12,28 @@ from typing import NamedTuple
 from quire.engine.prefix_misses.token_diff import TOKEN_BYTES, common_prefix_length
 
 PIECE_TOKENS = 64
-"""The tokens of a piece. The last piece of a sequence may have fewer."""
+"""The last piece may be shorter."""
 EMPTY_TREE_BYTES = 2000
-"""The size of an empty tree."""
 NODE_BYTES = 900
-"""The size of a piece without its tokens but with its place in the order of use. Measured, and rounded up."""
+"""Without tokens. Measured, and rounded up."""
 _MAX_NAMESPACES = 3
-"""How many origins (salts, adapters, versions) each piece remembers."""
 _MAX_NEIGHBOURS = 32
-"""How many pieces after an equal beginning are compared with a prompt, the most recently used first."""
 _MAX_COMPARED_TOKENS = 65_536
-"""How many tokens after a difference are compared."""
 
 
 class CacheNamespace(NamedTuple):
-    """What a prefix was computed with. Prefixes of different origins share no pages."""
+    """Different namespaces share no blocks."""
 
     salt: str
     adapter: str
-    """The digest of its content; "": no adapter."""
+    """Digest of its content; "": no adapter."""
     weights: str
 
 
 @dataclass(eq=False, slots=True)
 class Conversation:
     id: str
-    """The id of its first request."""
+    """Id of its first request."""
 
 
 @dataclass(eq=False, slots=True)
@@ -47,61 +43,53 @@ class Visit:
     namespace: CacheNamespace
     engine: int
     cache_generation: int
-    """The number of the engine's cache, which counts up when the cache is lost."""
+    """Counts losses of the engine's cache."""
     prompt_tokens: int
     conversation: Conversation
     turn: int = 1
-    """The place of this prompt in the conversation, from 1 on."""
+    """From 1."""
     num_computed: int = 0
-    """The tokens that are computed so far."""
     is_open: bool = True
     tenant_load: int = 0
-    """The tenant's PrefixTree.total_load when the request ended."""
+    """PrefixTree.total_load when the request ended."""
 
 
 @dataclass(eq=False, slots=True)
 class PrefixNode:
     tokens: bytes
-    """The tokens of this piece."""
     parent: PrefixNode | None
     visits: tuple[Visit, ...] = ()
-    """The latest visit of each origin, the latest first."""
+    """The latest of each namespace, latest first."""
     children: dict[bytes, PrefixNode] | None = None
-    """In the order of their use, the last used at the end."""
+    """Least recently used first."""
 
     def find_visit(self, namespace: CacheNamespace) -> Visit | None:
         return next((each for each in self.visits if each.namespace == namespace), None)
 
 
 class Neighbour(NamedTuple):
-    """An earlier sequence that continues differently from a prompt."""
+    """An earlier sequence that diverges from a prompt."""
 
     num_common: int
-    """The number of tokens with which both start."""
     rest: bytes
-    """The sequence's tokens after these, at most _MOST_AHEAD."""
+    """At most _MAX_COMPARED_TOKENS after them."""
     visit: Visit
-    """The visit of the last of these tokens."""
 
 
 @dataclass(slots=True)
 class PrefixMatch:
-    """What is known about the beginning of a prompt."""
-
     matched_visits: list[Visit] = field(default_factory=list)
-    """For each of its first pieces: the last visit of the prompt's own origin."""
+    """Per first piece, in the prompt's namespace."""
     other_visits: list[Visit] = field(default_factory=list)
-    """For each piece after these: the last visit of another origin."""
+    """Per later piece, in other namespaces."""
     num_tail_tokens: int = 0
-    """How many tokens after the pieces in `matched_visits` the nearest sequence of the same origin has in common with
-    it."""
+    """Tokens after `matched_visits` shared with the nearest sequence."""
     tail_visit: Visit | None = None
     neighbours: list[Neighbour] = field(default_factory=list)
-    """The sequences that continue differently, the nearest first. Empty where an earlier sequence ended."""
+    """Nearest first. Empty if an earlier sequence ended here."""
 
     @property
     def num_common_tokens(self) -> int:
-        """How many of its first tokens an earlier sequence of the same origin has."""
         return len(self.matched_visits) * PIECE_TOKENS + self.num_tail_tokens
 
 
@@ -110,14 +98,12 @@ class PrefixTree:
         self._max_bytes = max_bytes
         self.num_bytes = EMPTY_TREE_BYTES
         self.total_load = 0
-        """How many tokens were computed for this tenant in all."""
+        """Tokens ever computed for the tenant."""
         self._root = PrefixNode(b"", None)
         self._nodes_by_use: OrderedDict[PrefixNode, None] = OrderedDict()
-        """All pieces in the order of their use, the last used at the end. A piece comes after the pieces that follow it
-        in a sequence."""
+        """Least recently used first. A piece comes after those that follow it."""
 
     def match_prefix(self, tokens: bytes, namespace: CacheNamespace) -> PrefixMatch:
-        """What is known about the beginning of a sequence."""
         prefix_match, node = PrefixMatch(), self._root
         num_pieces = len(tokens) // (PIECE_TOKENS * TOKEN_BYTES)
         for index in range(num_pieces):
@@ -137,7 +123,6 @@ class PrefixTree:
         return prefix_match
 
     def add_visit(self, tokens: bytes, visit: Visit) -> None:
-        """Store the tokens of a visit, which becomes the latest visit of their pieces."""
         node, path = self._root, list[PrefixNode]()
         size = PIECE_TOKENS * TOKEN_BYTES
         for at in range(0, len(tokens), size):
@@ -148,7 +133,7 @@ class PrefixTree:
                 child = PrefixNode(key, node)
                 self.num_bytes += NODE_BYTES + len(key)
             node.children = node.children or {}
-            node.children[key] = child  # at the end
+            node.children[key] = child
             others = [each for each in child.visits if each.namespace != visit.namespace]
             child.visits = (visit, *others[: _MAX_NAMESPACES - 1])
             path.append(child)
@@ -159,7 +144,6 @@ class PrefixTree:
         self.shrink(self._max_bytes)
 
     def shrink(self, max_bytes: int) -> None:
-        """Drop the least recently used pieces until the tree has at most `max_bytes` bytes."""
         while self.num_bytes > max_bytes and self._nodes_by_use:
             node, _ = self._nodes_by_use.popitem(last=False)
             self._remove_node(node)
@@ -175,7 +159,7 @@ class PrefixTree:
             parent.children = None
 
     def _drop_shorter_nodes(self, node: PrefixNode, key: bytes, namespace: CacheNamespace) -> None:
-        """Drop short last pieces that the new piece begins with, such as the end of a prompt when its answer comes."""
+        """Drop last pieces that the new one extends, such as a prompt's end when its answer comes."""
         for child in [*islice(reversed((node.children or {}).values()), 4)]:
             has_one_namespace = all(each.namespace == namespace for each in child.visits)
             if has_one_namespace and len(child.tokens) < len(key) and key.startswith(child.tokens):
@@ -191,7 +175,7 @@ class PrefixTree:
     def _add_tail_and_neighbours(
         self, prefix_match: PrefixMatch, node: PrefixNode, rest: bytes, namespace: CacheNamespace
     ) -> None:
-        """Compare a sequence with others that have the same pieces up to `node`. `rest`: its tokens after these."""
+        """`rest`: tokens after `node`."""
         num_matched = len(prefix_match.matched_visits) * PIECE_TOKENS
         candidates: list[tuple[int, PrefixNode, Visit]] = []
         for child in islice(reversed((node.children or {}).values()), _MAX_NEIGHBOURS):
@@ -200,14 +184,14 @@ class PrefixTree:
                 candidates.append((common_prefix_length(child.tokens, rest), child, visit))
         if not candidates:
             return
-        candidates.sort(key=lambda each: -each[0])  # stable: equal ones stay in the order of use
+        candidates.sort(key=lambda each: -each[0])  # stable: equals stay in order of use
         prefix_match.num_tail_tokens, _, prefix_match.tail_visit = candidates[0]
         if any(
             count * TOKEN_BYTES == len(child.tokens)
             for count, child, _ in candidates
             if count == prefix_match.num_tail_tokens
         ):
-            return  # this sequence continues an earlier one
+            return  # continues an earlier sequence
         if prefix_match.num_tail_tokens * TOKEN_BYTES == len(rest):
             return  # an earlier sequence continues this one
         for count, child, visit in candidates[:3]:
@@ -216,7 +200,7 @@ class PrefixTree:
 
     @staticmethod
     def _most_recent_continuation(node: PrefixNode, namespace: CacheNamespace, visit: Visit) -> tuple[bytes, Visit]:
-        """The tokens of a piece and of the most recently used pieces that follow it, and the visit of the last one."""
+        """Also returns the last piece's visit."""
         parts = [node.tokens]
         while node.children and len(parts) * PIECE_TOKENS < _MAX_COMPARED_TOKENS:
             next_node = next(

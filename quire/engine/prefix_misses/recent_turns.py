@@ -1,4 +1,4 @@
-"""Remembers the last turn of each named conversation, so that it can be computed again before the next turn."""
+"""Remembers each session's last turn, to compute it again before the next."""
 
 from __future__ import annotations
 
@@ -12,23 +12,20 @@ from quire.engine.common import clock
 from quire.engine.common.types import EngineCoreRequest
 
 MAX_TENANT_BYTES = 8 << 20
-"""The limit for one tenant's conversations: two million tokens."""
+"""Two million tokens."""
 MAX_TOTAL_BYTES = 64 << 20
-"""The limit for all tenants together."""
 _TURN_OVERHEAD_BYTES = 500
-"""The bytes that a turn takes beside its tokens."""
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
     ended_at: float
-    """Seconds of the Unix clock."""
+    """Unix time."""
     tenant: str
     adapter: str
-    """Its name; "" for none."""
+    """Its name; "": no adapter."""
     keep_seconds: float
-    """The value of its request."""
     tokens: bytes
-    """The prompt's and the answer's tokens, four bytes each."""
+    """Prompt and answer, four bytes per token."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -39,21 +36,20 @@ class LastSessionTurns:
     def __init__(self, max_tenant_bytes: int = MAX_TENANT_BYTES, max_total_bytes: int = MAX_TOTAL_BYTES) -> None:
         self._max_tenant_bytes, self._max_total_bytes = max_tenant_bytes, max_total_bytes
         self._turn_of_session: OrderedDict[tuple[str, str, str], Turn] = OrderedDict()
-        """By tenant, cache salt and name; the turn that ended last is at the end."""
+        """By tenant, cache salt and session; the last ended comes last."""
         self._bytes_of_tenant = Counter[str]()
-        """By tenant."""
 
     @property
     def total_bytes(self) -> int:
         return self._bytes_of_tenant.total()
 
     def record_turn(self, request: EngineCoreRequest, generated: Sequence[int]) -> None:
-        """A request has ended. `generated`: the tokens that it generated after its `emitted_ids`."""
+        """`generated`: tokens after `emitted_ids`."""
         if not request.session:
             return
         key = request.tenant, request.cache_salt, request.session
         self._drop_turn(key)
-        if request.spans:  # images are not remembered
+        if request.spans:
             return
         tokens = array("i", [*request.prompt_ids, *request.emitted_ids, *generated]).tobytes()
         adapter = "" if request.adapter is None else request.adapter.name

@@ -1,19 +1,16 @@
-"""Compares two token sequences after their first difference: finds text that was moved, or that now follows other text.
-A sequence is bytes, four for each token (`array("i")`)."""
+"""Finds moved text in token sequences: bytes, four per token (`array("i")`)."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 TOKEN_BYTES = 4
-"""Bytes of a token."""
 MIN_RUN_TOKENS = 16
-"""The shortest run of equal tokens that counts as the same text. What templates put around turns is shorter."""
+"""Shorter runs are what templates put around turns."""
 
 
 class EqualRun(NamedTuple):
-    """A run of equal tokens: `length` tokens, at `old_start` in the earlier sequence and at `new_start` in the later
-    one."""
+    """Offsets and length in tokens."""
 
     old_start: int
     new_start: int
@@ -21,11 +18,11 @@ class EqualRun(NamedTuple):
 
 
 def common_prefix_length(first: bytes, second: bytes) -> int:
-    """The number of tokens with which both sequences start."""
+    """In tokens."""
     low, high = 0, min(len(first), len(second)) // TOKEN_BYTES
     if first[: high * TOKEN_BYTES] == second[: high * TOKEN_BYTES]:
         return high
-    while high - low > 1:  # the sequences are equal up to `low` and differ before `high`
+    while high - low > 1:  # equal up to `low`, different before `high`
         middle = (low + high) // 2
         if first[low * TOKEN_BYTES : middle * TOKEN_BYTES] == second[low * TOKEN_BYTES : middle * TOKEN_BYTES]:
             low = middle
@@ -35,11 +32,8 @@ def common_prefix_length(first: bytes, second: bytes) -> int:
 
 
 def find_equal_runs(old: bytes, new: bytes) -> list[EqualRun]:
-    """The pieces of `new` that also occur in `old`, in the order of `new`, without overlaps. It finds all pieces of at
-    least LEAST tokens, except where `old` repeats itself."""
-    size = (
-        MIN_RUN_TOKENS // 2 * TOKEN_BYTES
-    )  # any run of LEAST tokens contains one such block at a multiple of its size
+    """Ordered by `new`, without overlaps. Finds all runs of MIN_RUN_TOKENS unless `old` repeats itself."""
+    size = MIN_RUN_TOKENS // 2 * TOKEN_BYTES  # any run contains an aligned block of this size
     positions: dict[bytes, int] = {}
     for start in range(0, len(old) - size + 1, size):
         positions.setdefault(old[start : start + size], start)
@@ -70,7 +64,7 @@ def find_equal_runs(old: bytes, new: bytes) -> list[EqualRun]:
 
 
 def _count_equal_bytes(first: bytes, first_start: int, second: bytes, second_start: int) -> int:
-    """The number of equal bytes from these places on, in whole tokens."""
+    """In whole tokens."""
     count, size = 0, 64 * TOKEN_BYTES
     while (
         first[first_start + count : first_start + count + size]

@@ -1,1 +1,1 @@
-"""Receipts: all that decided an answer's tokens, and whether the same comes of it again."""
+"""Receipts record all that decided an answer's tokens, so that it can be replayed."""

@@ -1,7 +1,5 @@
-"""What a receipt says of the model and of what computes it.
-
-The content of weights is read once, at about a second for each GiB, when the first receipt needs it. Files that were
-changed meanwhile have no hash: nobody knows any more what was loaded.
+"""Hashes of a model and its code, for receipts. Hashing weights takes about a second per GiB, when the first receipt
+needs it. Files changed meanwhile have no hash, because the loaded content is unknown.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from quire.engine.tiers.kv_identity import WeightFiles, code_hash
 
 
 class ModelHasher:
-    """The hashes of one engine's model, for as long as it runs; made before its weights are loaded."""
+    """Make it before the weights are loaded."""
 
     def __init__(
         self,
@@ -33,23 +31,21 @@ class ModelHasher:
         paths: Mapping[str, str | None],
         hash_folder: Path | None = None,
     ) -> None:
-        """`paths`: see EngineCoreClient.weights_paths; `hash_folder`: a folder that remembers the hashes of weights."""
+        """`paths`: see EngineCoreClient.weights_paths."""
         self._config = config
         self._tokenizer = tokenizer
         self._paths = paths
         self._hash_folder = hash_folder
         self._files: dict[str, WeightFiles | None] = {"1": _weight_files_or_none(config)}
-        """By version."""
         self._weight_hashes: dict[str, asyncio.Task[str | None]] = {}
         self._fixed_hashes: asyncio.Task[tuple[str, str, str, str]] | None = None
 
     def remember_weight_files(self, version: str) -> None:
-        """Weights of this version are computed with from now on: remember which files these are."""
+        """Call when the engine starts to use this version."""
         self._files[version] = self._weight_files_of_version(version)
         self._weight_hashes.pop(version, None)
 
     async def get_receipt_hashes(self, versions: Iterable[str]) -> ReceiptHashes:
-        """With those of these versions of the weights."""
         config, tokenizer, template, _ = await self._get_fixed_hashes()
         weights = {version: await self._weights_hash(version) for version in dict.fromkeys(versions)}
         return ReceiptHashes(config=config, tokenizer=tokenizer, template=template, weights=weights)
@@ -72,7 +68,7 @@ class ModelHasher:
         )
 
     async def _get_fixed_hashes(self) -> tuple[str, str, str, str]:
-        """The hashes of config.json, tokenizer, template and code."""
+        """See hash_all_but_weights."""
         if self._fixed_hashes is None:
             self._fixed_hashes = asyncio.create_task(
                 asyncio.to_thread(hash_all_but_weights, self._config, self._tokenizer)
@@ -94,14 +90,14 @@ class ModelHasher:
         return None if content_hash is None else content_hash.hex()
 
     def _weight_files_of_version(self, version: str) -> WeightFiles | None:
-        """None where they were given as tensors, or are not there any more."""
+        """None if given as tensors or deleted."""
         if (path := self._paths.get(version)) is None:
             return None
         return _weight_files_or_none(self._config.model_copy(update={"weights": path, "load_format": "auto"}))
 
 
 def _weight_files_or_none(config: EngineConfig) -> WeightFiles | None:
-    """None where they are not there any more."""
+    """None if deleted."""
     try:
         return WeightFiles(config)
     except ModelError:
@@ -109,7 +105,7 @@ def _weight_files_or_none(config: EngineConfig) -> WeightFiles | None:
 
 
 def hash_all_but_weights(config: EngineConfig, tokenizer: Tokenizer) -> tuple[str, str, str, str]:
-    """Of config.json, the tokenizer, its chat templates, and the code of kernels, layers and models."""
+    """Hashes of config.json, tokenizer, chat templates, and code."""
     model = ModelFiles(resolve_model_with_overrides(config)).read_json_file("config.json")
     tokenizer_text = f"{tokenizer.backend.to_str()}{tokenizer.eos_token_ids}"
     return _hash_json(model), _hash_json(tokenizer_text), _hash_json(tokenizer.chat_templates), code_hash().hex()

@@ -1,4 +1,4 @@
-"""A receipt: the prompts, parameters, seeds and hashes that decided an answer's tokens, and these tokens."""
+"""A receipt: prompts, parameters, seeds and hashes that decided an answer's tokens."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from quire.engine.common.types import Adapter, EngineCoreOutput, MediaSpan, Toke
 
 
 class ComputeInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What computed an answer, beside its weights. Where all of it is equal, bits are."""
+    """If all of it and the weights are equal, results are bit-identical."""
 
     quire: str
-    """The version."""
     kernels: str
-    """Hash of the installed code of kernels, layers and models."""
+    """Hash of the installed kernels, layers and models."""
     backend: str
-    """The kernels that were chosen, with their instruction set."""
+    """Chosen kernels and instruction set."""
     device: str
     dtype: str
     quantization: str | None = None
@@ -31,26 +30,24 @@ class ComputeInfo(msgspec.Struct, frozen=True, kw_only=True):
     rope_context: int | None = None
     tensor_parallel_size: int = 1
     deterministic: bool = True
-    """Whether tokens depend on nothing else that ran; where they may, a replay may differ."""
+    """False: a replay may differ, because tokens depend on what else ran."""
 
 
 class ReceiptHashes(msgspec.Struct, frozen=True, kw_only=True):
-    """Of what a model is made of; of 16 bytes each, in hexadecimal."""
+    """16 bytes each, in hexadecimal."""
 
     config: str
-    """Of config.json's content, or of what a GGUF file says instead."""
+    """config.json, or a GGUF file's equivalent."""
     tokenizer: str
     template: str
-    """Of the model's chat template, which made the prompts of chats."""
     weights: dict[str, str | None]
-    """Of the content of the weights' files, by version; None where they were given as tensors, or where the files were
-    changed or deleted before they were read for this."""
+    """By version; None if given as tensors, or if files changed or vanished before hashing."""
 
 
 class PromptReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ids: list[int]
     images: list[tuple[int, int, str]] = []
-    """Spans of ids that stand for images: start, count, and the hash of the resized pixels, in hexadecimal."""
+    """(start, count, hexadecimal hash of the resized pixels) of spans in ids."""
 
     @classmethod
     def from_prompt(cls, ids: Sequence[int], spans: Sequence[MediaSpan]) -> PromptReceipt:
@@ -60,7 +57,7 @@ class PromptReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 class AdapterReceipt(msgspec.Struct, frozen=True):
     name: str
     digest: str
-    """Of its files' content."""
+    """Hash of its files."""
 
     @classmethod
     def from_adapter(cls, adapter: Adapter | None) -> AdapterReceipt | None:
@@ -68,18 +65,18 @@ class AdapterReceipt(msgspec.Struct, frozen=True):
 
 
 class ChoiceReceipt(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One choice, which grows as its tokens come; choice i of prompt p has index p * n + i."""
+    """Choice i of prompt p has index p * n + i."""
 
     index: int
     seed: int
-    """The one that its random numbers are made of, also where the request had none."""
+    """The server's if the request had none."""
     token_ids: list[int] = []
-    """All that it consists of, with the one that ended it."""
+    """Includes the one that ended it."""
     versions: Versions = []
     logprobs: list[float | None] | None = None
-    """Of these tokens, if log probabilities were asked for; None stands for minus infinity."""
+    """None stands for minus infinity."""
     prompt_logprobs: list[float | None] | None = None
-    """Of the prompt's tokens from the second on, likewise."""
+    """From the prompt's second token on."""
     finish_reason: str = ""
 
     def add_output(self, output: EngineCoreOutput) -> None:
@@ -102,21 +99,19 @@ class ChoiceReceipt(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="receipt"):
     id: str
-    """The answer's."""
     created: int
-    """Seconds of the Unix clock."""
+    """Unix time."""
     model: str
     """As the request named it."""
     hashes: ReceiptHashes
     computed: ComputeInfo
     adapter: AdapterReceipt | None
     params: SamplingParams
-    """As resolved: with the model's defaults and the grammar of tools or formats. Fields with their default are left
-    out."""
+    """Resolved with the model's defaults and the grammar; defaults are omitted."""
     prompts: list[PromptReceipt]
     choices: list[ChoiceReceipt]
     irreproducible: str = ""
-    """Why it cannot be replayed, if it cannot."""
+    """Why it cannot be replayed."""
 
     def choice_prompt(self, choice: ChoiceReceipt) -> PromptReceipt:
         return self.prompts[choice.index // self.params.n]
@@ -127,7 +122,7 @@ _decode_json = msgspec.json.Decoder(Receipt).decode
 
 
 def parse_receipt_json(content: bytes) -> Receipt:
-    """Of a receipt, or of a whole answer that has one as its field `receipt`. Raises InvalidRequest for other JSON."""
+    """Also takes an answer with a field `receipt`. Raises InvalidRequest."""
     try:
         parsed = msgspec.json.decode(content)
         receipt_object = _find_receipt(parsed)
@@ -145,7 +140,6 @@ def parse_receipt_json(content: bytes) -> Receipt:
 
 
 def _is_consistent_choice(choice: ChoiceReceipt) -> bool:
-    """Whether a choice has a version and, if any, a log probability of each of its tokens."""
     counts = [count for _, count in choice.versions]
     if min(counts, default=0) < 0 or sum(counts) != len(choice.token_ids):
         return False
@@ -153,7 +147,7 @@ def _is_consistent_choice(choice: ChoiceReceipt) -> bool:
 
 
 def _find_receipt(parsed: Any) -> Any:
-    """The receipt of an answer, of an event that ends a stream, or of a line of a batch's output."""
+    """Also in stream events, and lines of a batch's output."""
     for path in ((), ("receipt",), ("x_receipt",), ("response", "receipt"), ("response", "body", "receipt")):
         candidate = parsed
         for name in path:
@@ -164,12 +158,10 @@ def _find_receipt(parsed: Any) -> Any:
 
 
 def logprob_values(logprobs: Iterable[TokenLogprob | None]) -> list[float | None]:
-    """The log probabilities alone, as JSON can have them."""
     return [None if each is None or each.logprob == -float("inf") else each.logprob for each in logprobs]
 
 
 def truncate_weight_versions(versions: Versions, count: int) -> Versions:
-    """Of the first `count` tokens."""
     truncated: Versions = []
     for version, tokens in versions:
         add_tokens(truncated, version, min(tokens, count - sum(each for _, each in truncated)))

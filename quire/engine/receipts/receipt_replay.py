@@ -1,5 +1,3 @@
-"""Computes a receipt's answers again, and says where the first difference is."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,23 +25,18 @@ ReplayOutcome = Literal["equal", "different", "refused"]
 
 @dataclass(frozen=True, slots=True)
 class ReplayVerdict:
-    """What became of one receipt."""
-
     id: str
     outcome: ReplayOutcome
     what: str
-    """The first difference, or why it was refused; of an equal one, what was compared."""
+    """The first difference, the reason of refusal, or what was compared."""
     tokens: int = 0
-    """That were computed again and compared."""
     warning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayModel:
-    """A running model that receipts are replayed on."""
-
     hashes: ReceiptHashes
-    """With those of the weights under one version."""
+    """With one version of the weights."""
     computed: ComputeInfo
     tokenizer: Tokenizer
     max_model_len: int
@@ -51,7 +44,7 @@ class ReplayModel:
     adapters: Mapping[str, Adapter]
     """By digest."""
     images: Mapping[str, Image]
-    """By digest, in hexadecimal."""
+    """By hexadecimal digest."""
 
     @property
     def weights_digest(self) -> str | None:
@@ -61,7 +54,7 @@ class ReplayModel:
 
 @dataclass(frozen=True, slots=True)
 class ReplaySegment:
-    """Tokens of a choice that one version of the weights computed: from `begin` on, up to `end`."""
+    """Tokens [begin, end), computed by one version of the weights."""
 
     choice: ChoiceReceipt
     begin: int
@@ -69,8 +62,7 @@ class ReplaySegment:
 
 
 async def replay_receipt(receipt: Receipt, model: ReplayModel, client: EngineClient) -> ReplayVerdict:
-    """Compute again what the model's weights computed of an answer. It is refused if nothing of it can be compared.
-    Raises EngineError when the engine fails."""
+    """Recompute what the model's weights computed. Raises EngineError."""
     if (why := refusal_reason(receipt, model)) is not None:
         return ReplayVerdict(receipt.id, "refused", why)
     segments, num_other_tokens = select_segments_of_weights(receipt, model.weights_digest)
@@ -94,7 +86,7 @@ async def replay_receipt(receipt: Receipt, model: ReplayModel, client: EngineCli
 
 
 def refusal_reason(receipt: Receipt, model: ReplayModel) -> str | None:
-    """Why the model cannot compute these answers again; None: it can."""
+    """None: the model can recompute these answers."""
     if receipt.irreproducible:
         return receipt.irreproducible
     different_files = [
@@ -129,7 +121,6 @@ def refusal_reason(receipt: Receipt, model: ReplayModel) -> str | None:
 
 
 def all_receipt_token_ids(receipt: Receipt) -> Iterator[int]:
-    """All token ids in a receipt."""
     params = receipt.params
     yield from chain.from_iterable(prompt.ids for prompt in receipt.prompts)
     yield from chain.from_iterable(choice.token_ids for choice in receipt.choices)
@@ -143,7 +134,7 @@ def all_receipt_token_ids(receipt: Receipt) -> Iterator[int]:
 
 
 def _has_valid_image_spans(prompt: PromptReceipt) -> bool:
-    """Whether the images of a prompt stand behind one another in it."""
+    """They must not overlap."""
     end = 0
     for start, count, _ in sorted(prompt.images):
         if start < end or count < 1:
@@ -153,7 +144,7 @@ def _has_valid_image_spans(prompt: PromptReceipt) -> bool:
 
 
 def compute_difference_warning(receipt: Receipt, model: ReplayModel) -> str:
-    """What computes here otherwise than there, so that bits may differ; "" where nothing does."""
+    """ "" if nothing that may change bits differs."""
     recorded, current = msgspec.structs.asdict(receipt.computed), msgspec.structs.asdict(model.computed)
     differ = [
         f"{name} was {recorded[name]}, is {current[name]}" for name in recorded if recorded[name] != current[name]
@@ -163,7 +154,7 @@ def compute_difference_warning(receipt: Receipt, model: ReplayModel) -> str:
 
 
 def select_segments_of_weights(receipt: Receipt, weights: str | None) -> tuple[list[ReplaySegment], int]:
-    """What these weights computed, and how many tokens others did."""
+    """Also returns how many tokens other weights computed."""
     segments, num_other_tokens = [], 0
     for choice in receipt.choices:
         begin = 0
@@ -179,7 +170,7 @@ def select_segments_of_weights(receipt: Receipt, weights: str | None) -> tuple[l
 async def _replay_and_compare_segment(
     receipt: Receipt, segment: ReplaySegment, model: ReplayModel, client: EngineClient
 ) -> str | None:
-    """The first difference of a piece from what is computed now. Raises InvalidRequest for what the engine refuses."""
+    """Return the first difference. Raises InvalidRequest."""
     choice, expected_ids = segment.choice, segment.choice.token_ids[segment.begin : segment.end]
     request = _make_replay_request(receipt, segment, model)
     stream = client.submit([request], request.id)
@@ -218,7 +209,7 @@ async def _replay_and_compare_segment(
 
 
 def _make_replay_request(receipt: Receipt, segment: ReplaySegment, model: ReplayModel) -> EngineCoreRequest:
-    """What computes a piece: it begins behind the tokens that others have computed."""
+    """Starts after the tokens that other weights computed."""
     choice, prompt = segment.choice, receipt.choice_prompt(segment.choice)
     digests = dict.fromkeys(digest for _, _, digest in prompt.images)
     return EngineCoreRequest(
@@ -234,7 +225,6 @@ def _make_replay_request(receipt: Receipt, segment: ReplaySegment, model: Replay
 
 
 def _first_difference(expected: Sequence[object], actual: Sequence[object]) -> int | None:
-    """The index of the first difference."""
     if list(expected) == list(actual):
         return None
     pairs = zip(expected, actual, strict=False)

@@ -1,1 +1,1 @@
-"""Reads settings: from flags or arguments, variables, TOML files."""
+"""Settings from flags or arguments, environment variables and TOML files."""

@@ -1,5 +1,3 @@
-"""Imports a class of a user's own that a setting names as MODULE:CLASS."""
-
 from __future__ import annotations
 
 from importlib import import_module
@@ -11,14 +9,13 @@ _Base = TypeVar("_Base")
 
 
 def import_class(setting: str, path: str, base: type[_Base], kind: str) -> type[_Base]:
-    """The class at `path`, which must be a subclass of `base`. `kind`: what such classes are, for the error. Raises
-    ConfigError."""
+    """`path`: MODULE:CLASS. `kind`: named in errors. Raises ConfigError."""
     module, _, name = path.partition(":")
     try:
         imported = getattr(import_module(module), name)
         if not (isinstance(imported, type) and issubclass(imported, base)):
             raise TypeError(f"it is no subclass of {base.__module__}.{base.__qualname__}")
-    except Exception as error:  # whatever a user's module raises
+    except Exception as error:  # a user's module may raise anything
         problem = f"{path!r} is no {kind}: {type(error).__name__}: {error}"
         raise ConfigError(f"{setting}: {problem}", param=setting) from error
     return imported

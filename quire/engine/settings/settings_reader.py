@@ -1,5 +1,3 @@
-"""Fills a model of settings from what is given, QUIRE_* variables and a TOML file."""
-
 from __future__ import annotations
 
 import json
@@ -18,14 +16,12 @@ from quire.engine.common.config import PRESETS_FOLDER
 from quire.engine.common.errors import ConfigError
 
 ENV_PREFIX = "QUIRE_"
-"""Of environment variables that are settings."""
 OTHER_ENV_VARIABLES = {"QUIRE_CPU_ISA", "QUIRE_LOG_FORMAT"}
-"""Not the engine's: kernels/cpu/native_library.py reads the first, and the server the others, which look like
-load_format and max_loras mistyped."""
+"""Read elsewhere; they look like mistyped load_format and max_loras."""
 _KUBERNETES_VARIABLE = re.compile(
     r"QUIRE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_[A-Z]+(_PROTO|_PORT|_ADDR)?)|QUIRE_\w+_PORT"
 )
-"""What Kubernetes sets for services whose names begin with quire, beside QUIRE_PORT=tcp://… for one of that name."""
+"""Set by Kubernetes for services named quire…, in addition to QUIRE_PORT=tcp://…."""
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
@@ -37,11 +33,11 @@ def load_settings(
     origin: str = "flag --{dashed}",
     other_settings: Collection[str] | None = None,
 ) -> Settings:
-    """The settings: `explicit` before QUIRE_* variables before the TOML file `config` before defaults.
+    """Precedence: `explicit`, QUIRE_* variables, the TOML file `config`, defaults.
 
-    `origin` says where given values came from. `other_settings`: settings that are not the model's, which variables may
-    set all the same; None: any that are not nearly one of the model's. Raises ConfigError in one line that names each
-    bad value's key and where it came from."""
+    `origin`: of explicit values. `other_settings`: further settings that variables may set; None: any that do not
+    resemble one of the model's. Raises ConfigError in one line with each bad value's key and origin.
+    """
     _check_environment_variables(model, other_settings)
     sources = [
         (origin, dict(explicit)),
@@ -69,7 +65,7 @@ def load_settings(
 
 
 def _check_environment_variables(model: type[BaseModel], other_settings: Collection[str] | None) -> None:
-    """Raise ConfigError for QUIRE_* variables that set nothing."""
+    """Raises ConfigError."""
     known = {ENV_PREFIX + name.upper() for name in (*model.model_fields, *(other_settings or ()))}
     problems = []
     for name in sorted(name for name in os.environ if name.startswith(ENV_PREFIX)):
@@ -85,8 +81,7 @@ def _check_environment_variables(model: type[BaseModel], other_settings: Collect
 
 
 def _suggest_variable(name: str, known: Collection[str]) -> str:
-    """What to write instead of a QUIRE_* variable that sets nothing; "" where nothing is known of it. A setting that
-    the advice consists of is written as its variable."""
+    """ "" if there is no suggestion."""
     text = unsupported_options.suggest_setting(
         name.removeprefix(ENV_PREFIX).lower(), [each.removeprefix(ENV_PREFIX).lower() for each in known]
     )
@@ -94,7 +89,7 @@ def _suggest_variable(name: str, known: Collection[str]) -> str:
 
 
 def _has_no_surrogates(text: str) -> bool:
-    """False for arguments that are not UTF-8: Python keeps their bytes as surrogates, which no JSON can hold."""
+    """Python keeps arguments that are not UTF-8 as surrogates, which JSON cannot hold."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -103,7 +98,6 @@ def _has_no_surrogates(text: str) -> bool:
 
 
 def preset_names() -> list[str]:
-    """Names of the TOML files that come with Quire."""
     return sorted(path.stem for path in PRESETS_FOLDER.glob("*.toml"))
 
 
@@ -113,7 +107,6 @@ def is_list_field(field: FieldInfo) -> bool:
 
 
 def parse_json_or_comma_list(text: str) -> Sequence[str]:
-    """A list written as JSON or with commas."""
     if text.lstrip().startswith("["):
         try:
             parsed: list[str] = json.loads(text)
@@ -137,7 +130,7 @@ def _describe_validation_error(error: dict[str, Any], origins: Mapping[str, str]
 
 
 def _read_environment(model: type[BaseModel]) -> dict[str, Any]:
-    """The fields that QUIRE_* variables set, as text; lists as JSON or with commas."""
+    """Values are text; lists are JSON or comma-separated."""
     values: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         text = os.environ.get(ENV_PREFIX + name.upper())
@@ -147,19 +140,20 @@ def _read_environment(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _read_launcher_variables(values: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Variables, and what they say, of settings that are not given: torchrun tells each machine who it is by these, as
-    other launchers of PyTorch do (https://docs.pytorch.org/docs/stable/elastic/run.html). They count only where several
-    machines are asked for: a program that torchrun has started may hold a model of its own."""
+    """Variables by which PyTorch launchers such as torchrun identify a machine
+    (https://docs.pytorch.org/docs/stable/elastic/run.html). Ignored with one machine: a program that torchrun started
+    may hold its own model.
+    """
     if str(values.get("nnodes", 1)) == "1":
         return {}
     names = {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT", "node_rank": "RANK"}
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself listens at that port
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself listens on that port
         del names["master_port"]
     return {key: (name, os.environ[name]) for key, name in names.items() if key not in values and name in os.environ}
 
 
 def _read_toml(config: str) -> dict[str, Any]:
-    """A TOML file by path, or a preset by name. Keys may be written with dashes."""
+    """`config`: a path or preset. Keys may have dashes."""
     path = PRESETS_FOLDER / f"{config}.toml" if config in preset_names() and not Path(config).exists() else Path(config)
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))

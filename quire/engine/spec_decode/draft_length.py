@@ -1,4 +1,4 @@
-"""How many drafts pay: decided for each sequence by what was accepted lately, and for each step by what it costs."""
+"""Draft lengths that pay, by recent acceptance and measured step costs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quire.engine.core.drafter import (
 from quire.engine.core.request import Request
 
 PRIOR_ACCEPTANCE = 0.6
-"""The share of drafts that is expected to be right before any was tried,"""
+"""Assumed before a token of a kind was tried."""
 PRIOR_ACCEPTANCE_OF_KIND = {
     KIND_FORCED: 0.97,
     KIND_FORCED_TEXT: 0.9,
@@ -36,23 +36,23 @@ PRIOR_ACCEPTANCE_OF_KIND = {
     6: 0.96,
     7: 0.97,
 }
-"""and of these kinds, about what it was for rewritten texts and for JSON of SmolLM2's."""
+"""Approximate; measured with SmolLM2 on rewritten texts and JSON."""
 REQUEST_DECAY, GLOBAL_DECAY = 0.8, 0.98
-"""What is left of the experience with a sequence, and of that with all, after a guess was tried."""
+"""Applied to acceptance counts per verified draft."""
 UNTRIED_DECAY = 0.99
-"""The same after one that was not worth a try, so that it will be again."""
+"""For a kind not worth trying, so that it is tried again eventually."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Seconds of a step by how many tokens it computes, as measured at the start."""
+    """Seconds by tokens of a step, measured at startup."""
 
     num_tokens: tuple[int, ...]
     """Ascending, at least two."""
     seconds: tuple[float, ...]
 
     def estimate_seconds(self, num_tokens: int) -> float:
-        """On the line between the nearest measured numbers; beyond them on the last such line."""
+        """Linear interpolation; extrapolates from the last two points."""
         right = min(max(bisect_left(self.num_tokens, num_tokens), 1), len(self.num_tokens) - 1)
         (low, high), (least, most) = self.num_tokens[right - 1 : right + 1], self.seconds[right - 1 : right + 1]
         return least + (most - least) * (num_tokens - low) / (high - low)
@@ -60,13 +60,13 @@ class StepCosts:
 
 @dataclass(slots=True)
 class AcceptanceRate:
-    """How often guesses were right lately. Tokens after a wrong one were not tried."""
+    """Tokens after a rejected one were not tried."""
 
     num_accepted: float = 0.0
     num_tried: float = 0.0
 
     def estimate_rate(self, prior: float) -> float:
-        """The probability that the next token is right; as expected while little was tried."""
+        """Close to `prior` while little was tried."""
         return (self.num_accepted + prior) / (self.num_tried + 1)
 
     def add_tokens(self, num_accepted: int, num_tried: int) -> None:
@@ -79,8 +79,6 @@ class AcceptanceRate:
 
 
 class AcceptanceTracker:
-    """Of all kinds of guesses, with each sequence and with all."""
-
     def __init__(self) -> None:
         self._global_rates: defaultdict[int, AcceptanceRate] = defaultdict(AcceptanceRate)
         """By kind."""
@@ -88,7 +86,7 @@ class AcceptanceTracker:
         """By request id and kind."""
 
     def acceptance_rate_of_kind(self, request: Request, kind: int) -> float:
-        """The probability that a token of this kind is right where those before it are."""
+        """Given that the tokens before it are accepted."""
         if kind >= FIRST_BUCKET_KIND:
             return self._global_rates[kind].estimate_rate((kind - FIRST_BUCKET_KIND + 0.5) / NUM_PROBABILITY_BUCKETS)
         return self._request_rates(request)[kind].estimate_rate(
@@ -96,11 +94,10 @@ class AcceptanceTracker:
         )
 
     def cumulative_rates(self, request: Request, kinds: Sequence[int]) -> list[float]:
-        """Of tokens of these kinds, one after the other, that each and all before it are right."""
+        """Probability that each token and all before it are accepted."""
         return list(accumulate((self.acceptance_rate_of_kind(request, kind) for kind in kinds), mul))
 
     def record_verified_kinds(self, request: Request, kinds: Sequence[int], num_verified: int) -> None:
-        """Tokens of these kinds were tried, and so many accepted."""
         verified_kinds = kinds[: num_verified + 1]
         for kind in set(verified_kinds):
             num_accepted, count = verified_kinds[:num_verified].count(kind), verified_kinds.count(kind)
@@ -112,7 +109,6 @@ class AcceptanceTracker:
                 rate.add_tokens(num_accepted, count)
 
     def decay_untried_kind(self, request: Request, kind: int) -> None:
-        """A guess of this kind was not worth a try."""
         self._request_rates(request)[kind].decay(UNTRIED_DECAY)
         self._global_rates[kind].decay(UNTRIED_DECAY)
 
@@ -124,14 +120,12 @@ class AcceptanceTracker:
 
 
 class TrackingDrafter(Drafter):
-    """It learns how often the tokens that another drafter guesses are right."""
-
     def __init__(self, drafter: Drafter | TokenwiseDrafter, max_drafts: int, step_costs: StepCosts) -> None:
-        """`max_drafts`: drafts of one sequence in one step. `step_costs`: of the steps that they are for."""
+        """`max_drafts`: per request and step."""
         self._max_drafts, self._step_costs = max_drafts, step_costs
         self._acceptance = AcceptanceTracker()
         self._pending_kinds: dict[str, list[int]] = {}
-        """By request id: of the tokens under way."""
+        """Of tokens in flight, by request id."""
         self._forget_in_source = drafter.forget_request
 
     def forget_request(self, request: Request) -> None:
@@ -141,13 +135,14 @@ class TrackingDrafter(Drafter):
 
 
 class AdaptiveLengthDrafter(TrackingDrafter):
-    """Of another drafter's guesses as many tokens as make the step give the most per second."""
+    """Cuts another drafter's drafts to maximize tokens per second."""
 
     def __init__(
         self, drafter: Drafter, max_drafts: int, step_costs: StepCosts, draft_costs: StepCosts | None = None
     ) -> None:
-        """`draft_costs`: what the drafter's steps cost, each of which gives a draft of every sequence; None: nothing,
-        and how many are worth it is decided when they are there."""
+        """`draft_costs`: of a step that drafts a token for every request; None: drafting is free, and lengths are
+        chosen afterwards.
+        """
         super().__init__(drafter, max_drafts, step_costs)
         self._drafter, self._draft_costs = drafter, draft_costs
 
@@ -183,7 +178,6 @@ class AdaptiveLengthDrafter(TrackingDrafter):
     def _choose_lengths(
         self, requests: Sequence[Request], kinds: Sequence[list[int]], num_step_tokens: int
     ) -> list[int]:
-        """How many tokens of these kinds are worth it for each sequence."""
         token_seconds = (
             0.0 if self._draft_costs is None else self._draft_costs.estimate_seconds(len(requests)) / len(requests)
         )
@@ -197,9 +191,9 @@ class AdaptiveLengthDrafter(TrackingDrafter):
 def choose_draft_lengths(
     probabilities: Sequence[Sequence[float]], num_step_tokens: int, costs: StepCosts, token_seconds: float = 0.0
 ) -> list[int]:
-    """How many of each proposal's drafts to compute, beside `num_step_tokens` tokens, for the most tokens per second.
+    """Maximize tokens per second of a step with `num_step_tokens` other tokens.
 
-    chances: of each draft, that it and those before it are right. each: seconds that it takes to make a draft.
+    `probabilities`: that each draft token and all before it are accepted. `token_seconds`: to draft one token.
     """
     ordered = sorted(
         ((probability, index) for index, row in enumerate(probabilities) for probability in row),

@@ -1,5 +1,3 @@
-"""Which drafter a configuration means."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -16,7 +14,7 @@ from quire.engine.text.grammar_compiler import GrammarCompiler
 MeasuredCosts = Sequence[tuple[int, float]]
 """(tokens, seconds) of steps, ascending."""
 ASSUMED_COSTS = ((1, 1.0), (2, 1.5))
-"""Where nothing was measured. What a grammar forces must be computed anyway, so hardly a cost is too high for it."""
+"""Forced tokens must be computed anyway, so hardly any cost is too high."""
 
 
 def choose_drafter(
@@ -25,9 +23,9 @@ def choose_drafter(
     model: tuple[Drafter | TokenwiseDrafter, MeasuredCosts] | None,
     compiler: Callable[[], GrammarCompiler],
 ) -> Drafter | None:
-    """None where nothing is guessed. `config`: None where nobody said how, which costs nothing where no grammar is.
-    `model`: what asks a model or heads that draft, where some do, and what each of their steps costs. `compiler`: of
-    grammars."""
+    """`config`: None: draft only forced tokens, which costs nothing without a grammar. `model`: a drafter with a draft
+    model or heads, and its step costs.
+    """
     if config is None:
         config, costs = SpeculativeConfig(method="grammar"), ASSUMED_COSTS
     if config.method == "none":

@@ -1,5 +1,4 @@
-"""Drafts of what a grammar leaves no choice about: the keys of a JSON schema, the marks of a tool call. No model is
-needed, and another drafter's guesses are cut off where the grammar forbids them."""
+"""Drafts tokens that a grammar forces, such as keys of a JSON schema."""
 
 from __future__ import annotations
 
@@ -26,26 +25,21 @@ if TYPE_CHECKING:
 
 
 _MAX_FORCED_TEXT_BYTES = 256
-"""Bytes of forced text that are divided into tokens in one step."""
 
 
 @dataclass(slots=True)
 class _GrammarState:
-    """How far a grammar has followed an answer."""
-
     matcher: LLMatcher | None
-    """None: it cannot follow it any more, or never could."""
+    """None: it cannot follow the answer."""
     num_consumed: int = 0
-    """Tokens of the answer that it has followed."""
     forced_run: list[int] = field(default_factory=list)
-    """Tokens that are forced, computed once: there may be thousands,"""
+    """Computed once: there may be thousands."""
     num_matched: int = 0
-    """of which the answer has so many already."""
+    """Tokens of `forced_run` that the answer has."""
     num_from_source: int = 0
-    """How many of the other drafter's tokens the guess under way begins with."""
+    """First tokens of the draft in flight that the other drafter proposed."""
 
     def consume_answer(self, answer: list[int], compiler: Callable[[], GrammarCompiler]) -> None:
-        """Take in more tokens of the answer."""
         self.num_consumed += len(answer)
         for token in answer:
             if self.forced_run[self.num_matched : self.num_matched + 1] == [token]:
@@ -58,21 +52,20 @@ class _GrammarState:
             self.matcher = None
 
     def next_forced_tokens(self, max_tokens: int) -> list[int]:
-        """Up to so many tokens that must come now."""
         if self.num_matched == len(self.forced_run) and self.matcher is not None:
             self.forced_run, self.num_matched = self.matcher.compute_ff_tokens(), 0
         return self.forced_run[self.num_matched : self.num_matched + max_tokens]
 
 
 class GrammarDrafter(Drafter):
-    """Adds to another drafter's guesses. JSON is guessed in its usual form, with one space after a comma or a colon,
-    though the answer may lack some."""
+    """Cuts another drafter's drafts where the grammar forbids them, and adds forced tokens. JSON is drafted with a
+    space after commas and colons.
+    """
 
     def __init__(self, drafter: Drafter, compiler: Callable[[], GrammarCompiler]) -> None:
         self._drafter = drafter
         self._compiler = compiler
         self._states: dict[str, _GrammarState] = {}
-        """By request id, of requests with a grammar."""
 
     def can_ever_draft(self, request: EngineCoreRequest) -> bool:
         return request_grammar(request) is not None or self._drafter.can_ever_draft(request)
@@ -112,13 +105,13 @@ class GrammarDrafter(Drafter):
         return completed_draft
 
     def _advance_grammar(self, request: Request) -> _GrammarState | None:
-        """The grammar after all of the sequence's tokens; None where it has none."""
+        """None: the request has no grammar."""
         if (grammar := request_grammar(request.engine_request)) is None:
             return None
         if (state := self._states.get(request.engine_request.id)) is None:
             try:
                 state = _GrammarState(self._compiler().new_matcher(with_usual_whitespace(grammar)))
-            except QuireError:  # its answer will say so
+            except QuireError:  # the answer reports it
                 state = _GrammarState(None)
             self._states[request.engine_request.id] = state
         state.consume_answer(request.token_ids[request.num_prompt_tokens + state.num_consumed :], self._compiler)
@@ -128,8 +121,7 @@ class GrammarDrafter(Drafter):
 def merge_draft_with_forced_tokens(
     matcher: LLMatcher, forced_tokens: list[int], draft: Draft, max_drafts: int, compiler: GrammarCompiler
 ) -> Draft:
-    """Up to so many tokens: the forced ones, then of the guess what agrees with these and is allowed, and what is
-    forced behind it."""
+    """Forced tokens come first, then allowed ones of the draft, then what is forced after them."""
     lookahead = matcher.deep_copy()
     token_ids = list[int]()
     kinds = list[int]()
@@ -157,21 +149,20 @@ def merge_draft_with_forced_tokens(
 
 
 def _valid_forced_text_tokens(matcher: LLMatcher, compiler: GrammarCompiler) -> list[int]:
-    """The tokens of text that is forced, though its last token might be one that goes on."""
+    """The last token might continue beyond the forced text."""
     text = matcher.compute_ff_bytes()[:_MAX_FORCED_TEXT_BYTES]
     tokens = compiler.tokenize_bytes(text) if text else []
     return tokens[: matcher.validate_tokens(tokens)] if tokens else []
 
 
 def _valid_continuation(matcher: LLMatcher, token_ids: list[int], draft_tokens: list[int]) -> list[int]:
-    """What of a guess may follow the tokens that were found, if it begins with them."""
+    """The rest of a draft that starts with `token_ids`, as far as allowed."""
     rest = draft_tokens[len(token_ids) :] if draft_tokens[: len(token_ids)] == token_ids else []
     return rest[: matcher.validate_tokens(rest)] if rest else []
 
 
 def _consume_token(matcher: LLMatcher, token: int, compiler: Callable[[], GrammarCompiler]) -> bool:
-    """Take in a token, perhaps without a space that the usual form has before what the token says. Whether that was
-    possible; else the matcher is of no use any more."""
+    """A space of the usual form may be missing. If False, the matcher is unusable."""
     if matcher.try_consume_tokens([token]):
         return True
     for byte in compiler().bytes_of_token(token):

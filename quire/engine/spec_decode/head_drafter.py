@@ -1,5 +1,4 @@
-"""Drafts of heads that guess from the hidden states of the served model itself. The worker has the heads and their
-states; here is decided which sequences they are asked about."""
+"""Drafts of heads on the served model's hidden states."""
 
 from __future__ import annotations
 
@@ -12,10 +11,8 @@ from quire.engine.spec_decode.model_drafter import DraftBlockLayout
 
 
 class DraftHeads(Protocol):
-    """What computes the guesses (engine/worker/draft_head_runner.py), or a fake in tests."""
-
     def draft_tokens(self, rows: Sequence[HeadDraftRequest]) -> list[list[int]]:
-        """Guesses for each of the rows, at most as many as it asks for."""
+        """Each row limits its tokens."""
 
 
 class HeadDrafter(Drafter):

@@ -1,6 +1,6 @@
-"""Under load guesses pay only where they are nearly certain: behind long matches, which are still there some tokens
-later. So then a sequence of which nothing is guessed is looked at once in a while, and a server with nothing to guess
-does not spend its steps on looking."""
+"""Under load only nearly certain drafts pay: those after long matches, which last for some tokens. So other requests
+are only probed now and then.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ from quire.engine.core.request import Request
 from quire.engine.spec_decode.draft_length import StepCosts
 
 PROBE_INTERVAL = 8
-"""Tokens."""
+"""In tokens."""
 MAX_DRAFTS = 32
 LOAD_THRESHOLD = 0.5
-"""The least probability of being right with which a draft pays, from which on that is so."""
+"""Break-even acceptance probability."""
 
 
 class LoadAwareDrafter(Drafter):
     def __init__(self, drafter: Drafter, costs: StepCosts) -> None:
         self._drafter = drafter
         self._break_even_rate = lru_cache(1024)(partial(break_even_rate, costs=costs))
-        """By rows and tokens of a step."""
         self._recently_verified: set[str] = set()
-        """Request ids: of whose guesses some were computed in the last step."""
 
     def can_ever_draft(self, request: EngineCoreRequest) -> bool:
         return self._drafter.can_ever_draft(request)
@@ -51,7 +49,7 @@ class LoadAwareDrafter(Drafter):
         self._drafter.forget_request(request)
 
     def _should_probe(self, request: Request) -> bool:
-        """Some sequences in each step, rather than all in the same one. What a grammar forces is certain anywhere."""
+        """Spreads probes over steps. Requests with a grammar always draft, because forced tokens are certain."""
         is_due = (len(request.token_ids) + request.arrival) % PROBE_INTERVAL == 0
         return (
             is_due
@@ -61,12 +59,11 @@ class LoadAwareDrafter(Drafter):
 
 
 def break_even_rate(num_requests: int, num_step_tokens: int, costs: StepCosts) -> float:
-    """With what chance of being right up to MAX_DRAFTS drafts pay at the least, in a step that computes
-    `num_step_tokens` tokens of so many rows."""
+    """Lowest acceptance probability at which 1 to MAX_DRAFTS drafts pay."""
     step_seconds = costs.estimate_seconds(num_step_tokens)
     measured_counts = [
         count - num_step_tokens for count in costs.num_tokens if 1 < count - num_step_tokens < MAX_DRAFTS
-    ]  # lines lie between these
+    ]  # costs are linear between these
     return min(
         num_requests * (costs.estimate_seconds(num_step_tokens + num_drafts) / step_seconds - 1.0) / num_drafts
         for num_drafts in (1, *measured_counts, MAX_DRAFTS)

@@ -1,7 +1,5 @@
-"""Drafts of another, smaller model (Leviathan et al., 2023). It picks with the request's own parameters and random
-numbers, as the model itself will, so its guesses also agree where tokens are drawn.
-
-Its keys and values are in pages of the same numbers as the model's own: a sequence's pages are its pages here too.
+"""Drafts of a smaller model (Leviathan et al., 2023). It samples with the request's parameters and random numbers, so
+that sampled tokens agree too. Its KV blocks have the served model's ids.
 """
 
 from __future__ import annotations
@@ -19,25 +17,20 @@ from quire.engine.core.request import Request
 
 
 class DraftModel(Protocol):
-    """What computes the guesses (engine/worker/draft_model_runner.py), or a fake in tests."""
-
     def draft_first_tokens(self, rows: Sequence[DrafterCatchUp]) -> list[DraftToken]:
-        """Compute the rows. Returns a guess for each that wants one."""
+        """Only rows that want a token get one."""
 
     def draft_next_tokens(self, keep: Sequence[int]) -> list[DraftToken]:
-        """One guess more for these of the sequences of the last call, by their places there."""
+        """`keep`: indices into the rows of the last call."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftBlockLayout:
-    """The KV cache of the model, or the heads, that draft."""
-
     block_size: int
     hash_block_size: int
-    """Tokens that are hashed together; a divisor of block_size."""
+    """A divisor of block_size."""
     first_spare_block: int
-    """Behind the pages that sequences own there are `num_spare_blocks` pages for each slot, from this one on, for
-    drafts beyond a sequence's pages; what is in these is lost."""
+    """Per slot `num_spare_blocks` from here on, for drafts beyond a request's blocks. Contents are lost."""
     num_spare_blocks: int
     max_model_len: int
 
@@ -46,30 +39,24 @@ class DraftBlockLayout:
         return range(first, first + self.num_spare_blocks)
 
     def block_table(self, block_ids: list[int], slot: int) -> list[int]:
-        """A sequence's pages and the spare ones of a slot."""
         return [*block_ids, *self.spare_blocks(slot)]
 
 
 @dataclass(slots=True)
 class _DraftModelState:
-    """What the model has computed of a sequence."""
-
     num_tokens: int
-    """The first tokens of the sequence, known then,"""
+    """Leading tokens, all known when computed."""
     drafts: list[int]
-    """and drafts after them."""
+    """Computed drafts after them."""
     block_ids: list[int]
-    """Which hold them: the sequence's own list. It is another one after a preemption, whatever pages are in it,"""
+    """The request's own list; preemption replaces it."""
     num_sent_blocks: int
-    """and of these the model's slot has so many."""
 
 
 @dataclass(frozen=True, slots=True)
 class _OpenDraft:
-    """A sequence that gets a guess, token by token."""
-
     index: int
-    """In what was asked."""
+    """In the requests to draft for."""
     request: Request
     token_ids: list[int] = field(default_factory=list)
     probabilities: list[float] = field(default_factory=list)
@@ -77,18 +64,16 @@ class _OpenDraft:
 
 class ModelDrafter(TokenwiseDrafter):
     def __init__(self, model: DraftModel, blocks: DraftBlockLayout, max_tokens: int) -> None:
-        """`max_tokens`: the most that the model computes in a step."""
+        """`max_tokens`: limit per step of the draft model."""
         self._model = model
         self._blocks = blocks
         self._max_tokens = max_tokens
         self._states: dict[str, _DraftModelState] = {}
-        """By request id."""
         self._slot_requests: dict[int, str] = {}
-        """By slot: the request whose tokens it has, as many as are done."""
+        """The request computed in each slot."""
         self._hash_of_block: dict[int, bytes] = {}
-        """By full page: the hash of the tokens whose keys and values were computed for it."""
+        """For full blocks that the draft model computed."""
         self._open_drafts: list[_OpenDraft] = []
-        """The sequences of the last call."""
 
     def draft_first_tokens(self, draft_requests: RequestsToDraft) -> list[Draft]:
         budget = self._max_tokens
@@ -113,9 +98,7 @@ class ModelDrafter(TokenwiseDrafter):
         for each in self._open_drafts:
             state = self._states[each.request.engine_request.id]
             room = len(each.request.block_ids) * self._blocks.block_size - state.num_tokens
-            state.drafts = each.token_ids[
-                :room
-            ]  # they are computed now, and stay where they are in the sequence's pages
+            state.drafts = each.token_ids[:room]
         self._append_draft_tokens(self._model.draft_next_tokens(keep))
 
     def forget_request(self, request: Request) -> None:
@@ -127,7 +110,7 @@ class ModelDrafter(TokenwiseDrafter):
             open_draft.probabilities.append(draft_token.probability)
 
     def _plan_catch_up(self, request: Request, budget: int) -> DrafterCatchUp:
-        """What is to be computed of the sequence, at most so many tokens, and counts as done from now on."""
+        """The tokens count as computed from now on."""
         assert request.slot is not None
         request_id, num_known = request.engine_request.id, len(request.token_ids)
         state = self._states.get(request_id)
@@ -140,7 +123,7 @@ class ModelDrafter(TokenwiseDrafter):
         )
         if (
             state is None and num_computed == num_known
-        ):  # a slot that is new to it begins behind whole pages, which hold states
+        ):  # a new slot starts after a full block, because blocks hold states
             num_computed -= self._blocks.block_size
         start = min(num_computed, num_known - 1)
         count = min(num_known - start, budget)
@@ -167,7 +150,6 @@ class ModelDrafter(TokenwiseDrafter):
         )
 
     def _num_tokens_with_draft_kv(self, request: Request) -> int:
-        """How many of the sequence's first tokens have their keys and values in its pages."""
         count = 0
         for block, digest in zip(
             request.block_ids, self._full_block_hashes(request, len(request.token_ids)), strict=False
@@ -178,7 +160,6 @@ class ModelDrafter(TokenwiseDrafter):
         return count
 
     def _full_block_hashes(self, request: Request, tokens: int) -> list[bytes]:
-        """Of the full pages of so many first tokens."""
         size, hash_size = self._blocks.block_size, self._blocks.hash_block_size
         hashes_per_block = size // hash_size
         return list(
@@ -186,7 +167,7 @@ class ModelDrafter(TokenwiseDrafter):
         )
 
     def _record_blocks(self, request: Request, begin: int, end: int) -> None:
-        """The tokens from `begin` to before `end` are computed, and perhaps drafts after them."""
+        """Drafts may follow tokens [begin, end)."""
         first = begin // self._blocks.block_size
         for block in request.block_ids[first:]:
             self._hash_of_block.pop(block, None)
@@ -197,7 +178,6 @@ class ModelDrafter(TokenwiseDrafter):
 
 
 def _num_tokens_with_matching_drafts(state: _DraftModelState, request: Request) -> int:
-    """How many of the sequence's first tokens are computed: those that were known then, and right drafts."""
     count = 0
     for draft, token in zip(state.drafts, request.token_ids[state.num_tokens :], strict=False):
         if draft != token:
@@ -207,8 +187,7 @@ def _num_tokens_with_matching_drafts(state: _DraftModelState, request: Request) 
 
 
 def draft_sampling_params(request: Request) -> SamplingParams:
-    """The request's parameters without what only its answer needs. Its grammar is left out: it would have to follow
-    drafts that may be wrong."""
+    """Without logprobs, and without the grammar, which would have to follow drafts that may be wrong."""
     params = request.engine_request.sampling_params
     assert params is not None
     return msgspec.structs.replace(params, logprobs=None, prompt_logprobs=None, logprob_token_ids=None, grammar=None)

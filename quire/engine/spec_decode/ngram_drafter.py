@@ -1,7 +1,5 @@
-"""Drafts copied from texts that went on from the same tokens before: from the sequence's own (prompt lookup, Saxena,
-2023), or also from what others were answered lately (suffix decoding, Oliaro et al., 2024). No model is needed.
-
-A text is found by its last few tokens in an index that grows with each token; nothing is searched.
+"""Drafts copied from earlier text with the same last tokens: the request's own (prompt lookup, Saxena, 2023), or also
+recent answers (suffix decoding, Oliaro et al., 2024).
 """
 
 from __future__ import annotations
@@ -15,42 +13,38 @@ from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
 from quire.engine.core.request import Request
 
 NGRAM_LENGTHS = (1, 2, 4, 8)
-"""Lengths of the runs of tokens that are looked up, the longest first that is found."""
+"""The longest match is used."""
 MAX_CANDIDATES = 8
-"""How many of the last places after the same run are compared."""
 MAX_MATCH_LENGTH = 64
 MAX_INDEXED_PER_STEP = 4096
-"""Tokens of one text that are indexed in one step: some 5 ms."""
+"""Per request; about 5 ms."""
 MAX_SHARED_TOKENS = 100_000
-"""Of one cache salt's recent answers; up to twice as many are held."""
+"""Per cache salt; up to twice as many are held."""
 MAX_SHARED_SALTS = 64
 
 
 class MatchPosition(NamedTuple):
-    """Where a text went on after the tokens that were looked up."""
-
     text: Sequence[int]
     position: int
-    """The first token that followed."""
+    """The first token after the match."""
 
 
 class NgramIndex:
-    """The places in some texts that follow each run of tokens, as numbers: the texts are numbered through."""
+    """Maps n-grams to positions after them, numbered through all texts."""
 
     def __init__(self, min_ngram: int) -> None:
-        """`min_ngram`: length of the shortest run."""
-        # Numbers take a third of the time that objects do, most of it the garbage collector's. Runs are known by their
-        # hashes; what another run of the same hash brings is compared and found not to match.
+        # Numbers take a third of the time of objects, mostly garbage collection. N-grams are stored as hashes;
+        # comparing positions detects collisions.
         lengths = sorted({min_ngram, *(length for length in NGRAM_LENGTHS if length > min_ngram)}, reverse=True)
         self._positions: dict[int, dict[int, int | list[int]]] = {length: {} for length in lengths}
-        """By length of the run, by its hash."""
+        """By n-gram length, then hash."""
         self._texts: list[Sequence[int]] = []
         self._text_offsets: list[int] = []
-        """Of each text, the number of its first place."""
+        """The number of each text's first position."""
         self._num_positions = 0
 
     def index_tokens(self, text: Sequence[int], begin: int, end: int) -> None:
-        """The places of `text` from `begin` to before `end`. A text may be added bit by bit while it is the last."""
+        """Index [begin, end). Only the last text may grow."""
         if not self._texts or self._texts[-1] is not text:
             self._texts.append(text)
             self._text_offsets.append(self._num_positions)
@@ -66,7 +60,7 @@ class NgramIndex:
                     positions[key] = [stored, first + at]
 
     def find_matches(self, text: Sequence[int]) -> list[MatchPosition]:
-        """The last places that follow the longest run with which `text` ends, the latest first."""
+        """Positions after the longest known n-gram that ends `text`, latest first."""
         for length, positions in self._positions.items():
             if (numbers := positions.get(hash(tuple(text[-length:])))) is not None:
                 latest = numbers[: -MAX_CANDIDATES - 1 : -1] if isinstance(numbers, list) else [numbers]
@@ -79,8 +73,7 @@ class NgramIndex:
 
 
 def longest_match_draft(text: Sequence[int], matches: Sequence[MatchPosition], max_drafts: int) -> Draft:
-    """What follows the place before which most tokens are those at the end of `text`, the first of equally good ones.
-    The longer the match, the likelier the guess."""
+    """The longer the match, the likelier acceptance."""
     best, longest = None, 0
     for match_position in matches:
         if (length := _match_length(text, match_position)) > longest:
@@ -100,8 +93,7 @@ def _match_length(text: Sequence[int], match_position: MatchPosition) -> int:
 
 
 def copy_continuation(match_position: MatchPosition, max_tokens: int) -> list[int]:
-    """Up to so many tokens from a place on. A text that ends before goes on as from the place: it may be repeating
-    itself."""
+    """At the end of the text, start over: it may be repeating."""
     text, start = match_position
     token_ids = list(text[start : start + max_tokens])
     while token_ids and len(token_ids) < max_tokens:
@@ -110,12 +102,10 @@ def copy_continuation(match_position: MatchPosition, max_tokens: int) -> list[in
 
 
 class NgramDrafter(Drafter):
-    """Looks in the sequence's own tokens."""
-
     def __init__(self, min_ngram: int) -> None:
         self._min_ngram = min_ngram
         self._indices: dict[str, tuple[NgramIndex, int]] = {}
-        """By request id, with the number of tokens whose places are indexed."""
+        """By request id, with the number of indexed tokens."""
 
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
         return [
@@ -124,7 +114,6 @@ class NgramDrafter(Drafter):
         ]
 
     def index_and_find_matches(self, request: Request) -> list[MatchPosition]:
-        """Where the sequence's tokens went on before."""
         index, num_indexed = self._indices.get(request.engine_request.id) or (NgramIndex(self._min_ngram), 0)
         end = min(len(request.token_ids), num_indexed + MAX_INDEXED_PER_STEP)
         index.index_tokens(request.token_ids, num_indexed, end)
@@ -136,13 +125,13 @@ class NgramDrafter(Drafter):
 
 
 class SuffixDrafter(Drafter):
-    """Looks in the sequence's own tokens and in recent answers to requests of the same cache salt."""
+    """Also looks in recent answers with the same cache salt."""
 
     def __init__(self, min_ngram: int) -> None:
         self._min_ngram = min_ngram
         self._prompt_drafter = NgramDrafter(min_ngram)
         self._recent: OrderedDict[str, _RecentAnswers] = OrderedDict()
-        """By salt; the one that was used last comes last."""
+        """By salt, least recently used first."""
 
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
         return [
@@ -158,7 +147,7 @@ class SuffixDrafter(Drafter):
 
     def forget_request(self, request: Request) -> None:
         self._prompt_drafter.forget_request(request)
-        if not request.num_output_tokens:  # a vector, or aborted before it had an answer
+        if not request.num_output_tokens:  # pooling, or aborted without an answer
             return
         salt = request.engine_request.cache_salt
         recent = self._recent.pop(salt, None) or _RecentAnswers(self._min_ngram)
@@ -169,7 +158,7 @@ class SuffixDrafter(Drafter):
 
 
 class _RecentAnswers:
-    """Answers, in two indices: when the newer one is full, it takes the place of the older one, which is dropped."""
+    """When the newer index is full, it replaces the older."""
 
     def __init__(self, min_ngram: int) -> None:
         self._min_ngram = min_ngram

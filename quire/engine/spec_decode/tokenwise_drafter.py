@@ -1,5 +1,3 @@
-"""Guesses that are made token by token: as long as one more is worth what it costs."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -14,7 +12,7 @@ class AdaptiveTokenwiseDrafter(TrackingDrafter):
     def __init__(
         self, drafter: TokenwiseDrafter, max_drafts: int, step_costs: StepCosts, draft_costs: StepCosts
     ) -> None:
-        """`draft_costs`: what it costs to make one token more of so many guesses."""
+        """`draft_costs`: of drafting a token for a number of requests."""
         super().__init__(drafter, max_drafts, step_costs)
         self._drafter, self._draft_costs = drafter, draft_costs
 
@@ -48,7 +46,6 @@ class AdaptiveTokenwiseDrafter(TrackingDrafter):
     def _extend_drafts_while_worthwhile(
         self, drafts: list[Draft], requests: list[Request], max_lengths: list[int], num_step_tokens: int
     ) -> None:
-        """Add to the guesses while that pays."""
         spent_seconds, open_indices = (
             self._draft_costs.estimate_seconds(max(sum(1 for draft in drafts if draft.token_ids), 1)),
             list(range(len(drafts))),
@@ -80,9 +77,11 @@ class AdaptiveTokenwiseDrafter(TrackingDrafter):
         spent_seconds: float,
         num_step_tokens: int,
     ) -> list[int]:
-        """The places of the guesses for which one token more makes the step give more per second, ascending. last: the
-        chance that all of each guess so far is right, 0 where it may get no more. gain: tokens that the step is
-        expected to give. spent: seconds that the guesses took so far. tokens: what the step computes."""
+        """Return ascending indices of drafts for which one more token raises tokens per second.
+
+        `last_probabilities`: that each whole draft is accepted; 0 if it must not grow. `spent_seconds`: on drafting so
+        far.
+        """
         gains = [
             (probability * self._acceptance.acceptance_rate_of_kind(request, KIND_DEFAULT), index)
             for index, (request, probability) in enumerate(zip(requests, last_probabilities, strict=True))

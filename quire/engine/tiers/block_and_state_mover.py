@@ -1,5 +1,4 @@
-"""Copies of pages and of snapshots' slots as a tier's threads make them: by one number, which is a page's own or, of a
-slot, ~slot."""
+"""Moves KV blocks (numbers from 0) and state snapshots (~slot)."""
 
 from __future__ import annotations
 
@@ -10,13 +9,10 @@ from quire.engine.common.executor import BlockMover
 
 
 def state_key(digest: bytes) -> bytes:
-    """By what tiers find the snapshot that stands at the end of a page with this hash."""
     return blake2b(digest, digest_size=16, person=b"quire state").digest()
 
 
 class BlockAndStateMover:
-    """A BlockMover of both."""
-
     def __init__(self, block_mover: BlockMover, state_mover: BlockMover) -> None:
         self._block_mover, self._state_mover = block_mover, state_mover
         self.block_bytes, self.layout = block_mover.block_bytes, block_mover.layout

@@ -1,8 +1,4 @@
-"""Pages on their way from a tier to the device, and the sequences that wait for them.
-
-A load is no admission: it brings pages into the device's prefix cache, and its sequences then go back to the queue,
-where they find them as any other cached prefix.
-"""
+"""Loads KV blocks into the prefix cache, where requests find them when they are scheduled again."""
 
 from __future__ import annotations
 
@@ -26,54 +22,42 @@ log = logging.getLogger("quire.tiers")
 
 _THREADS = 4
 LOAD_TIMEOUT_SECONDS = 10.0
-"""Seconds after which a sequence waits no longer for its pages, and computes them."""
+"""Afterwards a request computes its blocks instead."""
 _POLL_SECONDS = 0.005
-"""Seconds that an engine with nothing to compute waits for pages before it looks for messages."""
+"""An idle engine then looks for messages."""
 
 
 PromoteCallback = Callable[[bytes, BlockContent, Sequence[Tier], int], None]
-"""(digest, page, the tiers above the one that had it, the generation of the load)."""
+"""(digest, block, higher tiers, generation of the load)."""
 
 
 class IncomingSnapshot(NamedTuple):
-    """A snapshot that comes with pages."""
-
     slot: int
     digest: bytes
-    """Of the page at whose end it stands."""
+    """Hash of the block it follows."""
 
 
 @dataclass(eq=False, slots=True)
 class BlockLoad:
     waiting: list[Request]
-    """Those that wait for it."""
     cached_blocks: list[int]
-    """Pages of the prefix that the device has, held so that they stay."""
     blocks: list[int]
-    """Those to be filled,"""
     digests: list[Sequence[bytes]]
-    """and the hashes of their pieces; a page's own is the last."""
+    """Per block: hashes of its beginnings, its own last."""
     tiers: list[str]
-    """By page: the tier that is to have it."""
     began_at: float
     generation: int
     snapshot: IncomingSnapshot | None = None
-    """What comes behind the pages;"""
     has_snapshot: bool = False
-    """it has come."""
     num_filled: int = 0
-    """How many pages have arrived, the first ones."""
     loads_by_tier: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """By tier: pages, and the seconds they took."""
+    """(blocks, seconds) by tier."""
     is_running: bool = False
-    """Whether a thread is at it."""
     ended_at: float = 0.0
-    """When the last one arrived."""
 
 
 class BlockLoader:
-    """`begin_load`, `take_finished_and_overdue_loads`, `remove_request` and `wait_for_load` are called by the engine's
-    loop; the pages are fetched in threads."""
+    """Public methods are for the engine's loop; threads fetch blocks."""
 
     def __init__(
         self,
@@ -85,8 +69,7 @@ class BlockLoader:
         threads: ThreadPoolFactory = ThreadPoolExecutor,
         timeout: float = LOAD_TIMEOUT_SECONDS,
     ) -> None:
-        """`promote_block`: called in the threads with a page that was found below the first tier. `snapshot_bytes`: of
-        a snapshot."""
+        """`promote_block`: called in threads with a block found below the first tier."""
         self._snapshot_bytes, self._timeout = snapshot_bytes, timeout
         self._promote_block = promote_block
         self._tiers = tiers
@@ -94,7 +77,7 @@ class BlockLoader:
         self._pool = pool
         self._open_loads: list[BlockLoad] = []
         self._overdue_loads: list[BlockLoad] = []
-        """Nobody waits for these any more; their pages are theirs until they end."""
+        """They keep their blocks until they end."""
         self._load_by_hash: dict[bytes, BlockLoad] = {}
         self._finished: deque[BlockLoad] = deque()
         self._finished_event = threading.Event()
@@ -102,7 +85,6 @@ class BlockLoader:
 
     @property
     def has_open_loads(self) -> bool:
-        """Whether pages are on their way that are worth waiting for."""
         return bool(self._open_loads)
 
     @property
@@ -110,7 +92,7 @@ class BlockLoader:
         return bool(self._open_loads or self._overdue_loads)
 
     def join_load(self, request: Request, digest: bytes) -> bool:
-        """Let a sequence wait for a page that is coming already; False: it is not."""
+        """False if the block is not already loading."""
         if (load := self._load_by_hash.get(digest)) is None:
             return False
         load.waiting.append(request)
@@ -126,7 +108,7 @@ class BlockLoader:
         generation: int,
         snapshot: IncomingSnapshot | None = None,
     ) -> None:
-        """Fetch the pages of these hashes, that come after `cached_blocks`, for a sequence. The pool must have room."""
+        """The pool must have room."""
         self._pool.ref(cached_blocks)
         blocks = self._pool.allocate(len(digests))
         self._mover.announce_block_writes(blocks)
@@ -139,8 +121,7 @@ class BlockLoader:
     def take_finished_and_overdue_loads(
         self, now: float
     ) -> tuple[list[BlockLoad], list[tuple[BlockLoad, list[Request]]]]:
-        """The loads that have ended since the last call, each of which the caller ends by `release_load`; and those
-        that take too long, each with the sequences that wait for it no longer."""
+        """The caller must release ended loads. Overdue ones come with the requests that no longer wait."""
         self._finished_event.clear()
         finished = []
         while self._finished:
@@ -164,11 +145,10 @@ class BlockLoader:
         return finished, timed_out
 
     def release_load(self, load: BlockLoad) -> None:
-        """Its pages are the cache's now."""
         self._pool.unref(load.cached_blocks + load.blocks)
 
     def remove_request(self, request: Request) -> None:
-        """The sequence has ended; what it waited for still arrives."""
+        """The request has ended; its blocks still arrive."""
         for load in self._open_loads:
             if request in load.waiting:
                 load.waiting.remove(request)
@@ -177,7 +157,7 @@ class BlockLoader:
         self._finished_event.wait(_POLL_SECONDS)
 
     def shut_down(self) -> None:
-        """Let the threads end after the page that each is at; waits for them, but not for ever."""
+        """Wait for each thread's current block, at most the timeout."""
         for load in self._open_loads:
             load.waiting = []
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -187,7 +167,7 @@ class BlockLoader:
             self._finished_event.wait(_POLL_SECONDS)
 
     def _run_load(self, load: BlockLoad) -> None:
-        """In a thread."""
+        """Runs in a thread."""
         load.is_running = True
         try:
             for block, hashes in zip(load.blocks, load.digests, strict=True):
@@ -198,14 +178,14 @@ class BlockLoader:
                 load.has_snapshot = snapshot is not None and self._fill_block(
                     load, ~snapshot.slot, state_key(snapshot.digest)
                 )
-        except Exception:  # whatever it is, the sequence computes what is missing
+        except Exception:  # the request computes what is missing
             log.exception("KV pages cannot be copied to the device")
         load.ended_at = clock.monotonic()
         self._finished.append(load)
         self._finished_event.set()
 
     def _fill_block(self, load: BlockLoad, block: int, digest: bytes) -> bool:
-        """Fetch a page, or ~slot, from the first tier that has it; False: none has."""
+        """Fetch a block, or ~slot, from the first tier that has it."""
         num_bytes = self._mover.block_bytes if block >= 0 else self._snapshot_bytes
         for index, tier in enumerate(self._tiers):
             began_at = clock.monotonic()

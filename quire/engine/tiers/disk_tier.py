@@ -1,9 +1,8 @@
-"""The disk tier: a file for each page, up to a number of bytes, least recently used out. It survives the engine.
+"""The disk tier: a file per block, evicted least recently used (by modification time). It survives the engine.
 
-A folder holds one subfolder for each identity (engine/tiers/kv_identity.py), and all of them share the bytes: what
-older weights left goes as newer pages come. Folders are 0700 and files 0600. A file appears under its name only when it
-is whole, and what is in it is verified all the same (engine/tiers/sealed_blocks.py): a disk may lie, and a machine may
-lose its power. A file's time of modification is that of its last use."""
+Identities (kv_identity.py) have a subfolder each and share the limit, so newer blocks evict those of older weights.
+Folders are 0700, files 0600. Files are renamed when complete and verified when read, because disks and power fail.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +29,20 @@ log = logging.getLogger("quire.tiers")
 
 
 class DiskTier:
-    """A Tier of sealed pages; see GuardedTier. Servers may share a folder: each counts the bytes that it knows of."""
+    """Servers may share a folder; each counts the bytes that it knows of."""
 
     name = "disk"
 
     def __init__(self, folder: str, max_bytes: int, identity: bytes) -> None:
-        """Raises ConfigError for a folder that is not ours alone, or that cannot be written."""
+        """Raises ConfigError if the folder is not private and writable."""
         self._root = open_kv_dir(folder)
         self._identity_folder = identity.hex()
         self._max_bytes = max_bytes
         self._files: OrderedDict[str, int] = OrderedDict()
-        """Bytes by path below the root, the least recently used first."""
+        """Bytes by path below the root, least recently used first."""
         self._bytes = 0
         self._lock = Lock()
         self._write_failed = False
-        """Whether the last write found no room on the disk."""
         make_private_dir(self._root / self._identity_folder)
         for path, size in _scan_and_clean_folder(self._root):
             self._files[path] = size
@@ -53,7 +51,7 @@ class DiskTier:
 
     @property
     def num_blocks_and_bytes(self) -> tuple[int, int]:
-        """Pages, and bytes, those of other identities too."""
+        """Includes other identities."""
         return len(self._files), self._bytes
 
     def lookup(self, digest: bytes) -> bool:
@@ -84,7 +82,7 @@ class DiskTier:
                 return
         temporary = self._root / self._identity_folder / f"{PARTIAL_PREFIX}{os.getpid()}-{random_source.token_hex(4)}"
         try:
-            make_private_dir(self._root)  # somebody may have had all pages forgotten
+            make_private_dir(self._root)  # all blocks may have been deleted
             make_private_dir(temporary.parent)
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             with open(descriptor, "wb") as file:
@@ -122,7 +120,7 @@ class DiskTier:
         (self._root / name).unlink(missing_ok=True)
 
     def _evict(self) -> None:
-        """Keep within the bound. Files are removed without the lock: who looks a page up does not wait for the disk."""
+        """Removes files without the lock, so that lookups do not wait for the disk."""
         evicted = []
         with self._lock:
             while self._bytes > self._max_bytes:
@@ -134,8 +132,7 @@ class DiskTier:
 
 
 def _scan_and_clean_folder(root: Path) -> list[tuple[str, int]]:
-    """The files of all identities by path below the root, with their bytes, the least recently used first. What a
-    killed process left unfinished is removed."""
+    """(path, bytes), least recently used first. Removes unfinished files of dead processes."""
     for leftover in root.parent.glob(f"{DELETED_PREFIX}{KV_DIR_NAME}-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     files = []
@@ -153,7 +150,6 @@ def _scan_and_clean_folder(root: Path) -> list[tuple[str, int]]:
 
 
 def _is_process_alive(pid: str) -> bool:
-    """Whether there is such a process, which may yet finish its file."""
     try:
         os.kill(int(pid), 0)
     except (ValueError, ProcessLookupError):

@@ -1,6 +1,3 @@
-"""A tier outside the engine's memory: what comes back is what was put there (sealed_blocks.py), or nothing; what it
-raises is a miss; and it is given up where it hangs, as a disk may whose server is gone: nobody waits for it twice."""
-
 from __future__ import annotations
 
 import logging
@@ -16,16 +13,15 @@ from quire.engine.tiers.tier import BlockContent, Tier
 log = logging.getLogger("quire.tiers")
 
 CALL_TIMEOUT_SECONDS = 30.0
-"""Seconds after which a call hangs."""
 _THREADS = 5
-"""As many as may call at once: those that fetch, and the one that puts."""
 
 Result = TypeVar("Result")
 
 
 class GuardedTier:
-    """A Tier whose calls end in time, but for `lookup`, which answers from memory. After one that did not, it has
-    nothing and takes nothing, until the engine is built anew."""
+    """Verifies blocks of a tier outside the engine's memory, and treats exceptions as misses. A call that exceeds the
+    timeout, as on a dead network disk, disables the tier until the engine is rebuilt. `lookup` has no timeout.
+    """
 
     def __init__(self, tier: Tier, identity: bytes, timeout: float = CALL_TIMEOUT_SECONDS) -> None:
         self.name = tier.name
@@ -35,7 +31,7 @@ class GuardedTier:
         self._identity = identity
         self._last_call_failed = False
         self._calls: SimpleQueue[tuple[Callable[[], object], Future[object]] | None] = SimpleQueue()
-        for number in range(_THREADS):  # daemons: an executor's threads would keep the process from its end
+        for number in range(_THREADS):  # daemon threads: an executor's would keep the process from exiting
             Thread(target=self._run_calls, name=f"kv-{self.name}-{number}", daemon=True).start()
 
     def lookup(self, digest: bytes) -> bool:
@@ -53,19 +49,19 @@ class GuardedTier:
         self._call_or_disable_on_timeout(lambda: self._tier.put(digest, seal_block(self._identity, digest, page)))
 
     def drop(self, digest: bytes | None) -> None:
-        if self.is_disabled:  # what is to be forgotten is, should it come back
+        if self.is_disabled:  # drop it anyway, in case the tier recovers
             self._calls.put((lambda: self._call_or_none(lambda: self._tier.drop(digest)), Future()))
         else:
             self._call_or_disable_on_timeout(lambda: self._tier.drop(digest))
 
     def disable_and_stop_threads(self) -> None:
-        """Let the threads end after the calls that they are at; others have no answer."""
+        """Queued calls get no answer."""
         self.is_disabled = True
         for _ in range(_THREADS):
             self._calls.put(None)
 
     def _call_or_disable_on_timeout(self, call: Callable[[], Result]) -> Result | None:
-        """What a call returns in time; None where it raises or does not end."""
+        """None if the call raises or times out."""
         if self.is_disabled:
             return None
         future: Future[Result | None] = Future()
@@ -84,7 +80,7 @@ class GuardedTier:
             future.set_result(call())
 
     def _call_or_none(self, call: Callable[[], Result]) -> Result | None:
-        """What it returns; None where it raises, which is logged once until something works again."""
+        """Logs an exception once until a call succeeds."""
         try:
             result = call()
         except Exception:

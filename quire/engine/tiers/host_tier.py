@@ -1,5 +1,3 @@
-"""The host tier: pages in the engine's own memory, up to a number of bytes, least recently used out."""
-
 from __future__ import annotations
 
 from collections import OrderedDict
@@ -9,20 +7,17 @@ from quire.engine.tiers.tier import BlockContent
 
 
 class HostTier:
-    """A Tier. What it holds ends with the engine."""
-
     name = "host"
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._blocks: OrderedDict[bytes, BlockContent] = OrderedDict()
-        """The least recently used first."""
+        """Least recently used first."""
         self._bytes = 0
         self._lock = Lock()
 
     @property
     def num_blocks_and_bytes(self) -> tuple[int, int]:
-        """Pages, and their bytes."""
         return len(self._blocks), self._bytes
 
     def lookup(self, digest: bytes) -> bool:

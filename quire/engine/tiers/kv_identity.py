@@ -1,7 +1,7 @@
-"""What a page of KV depends on beside its tokens, as 16 bytes: pages of another identity are not read.
+"""16-byte fingerprint of all but the tokens that a KV block depends on.
 
-The weights count by the content of their files, not by their name or version. Reading them once takes about a second
-for each GiB, so the hash is kept beside the pages, with the files' sizes, times and inodes.
+Weights count by content. Hashing takes about a second per GiB, so the hash is stored with the files' sizes, times and
+inodes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,8 @@ log = logging.getLogger("quire.tiers")
 
 _CODE_SUFFIXES = (".py", ".so", ".cpp", ".h")
 _NUM_SAMPLES, _SAMPLE_BYTES = 1024, 4096
-"""Pieces of a model's files, and how long each is."""
 _MIN_SAMPLES_PER_FILE = 16
-"""Of each file, however many there are."""
 _PART_BYTES = 64 * 2**20
-"""Bytes that are hashed at a time, each part in a thread."""
 _THREADS = 4
 _HASHES_FILE = "weights.json"
 _MAX_REMEMBERED = 64
@@ -37,7 +34,7 @@ FileStamp = tuple[str, int, int, int, int, int]
 
 
 def compute_identity(config: EngineConfig, model: ModelConfig, weights: bytes, layout: str) -> bytes:
-    """`weights`: their hash; `layout`: see BlockMover. The code that computes keys and values counts too."""
+    """`layout`: see BlockMover. Includes the code of kernels, layers and models."""
     settings = (
         config.online_quantization,
         config.quantize_embedding,
@@ -61,8 +58,7 @@ def compute_identity(config: EngineConfig, model: ModelConfig, weights: bytes, l
 
 
 def model_sample_digest(model: ModelConfig, files: WeightFiles | None) -> str:
-    """What tells a model from another one in the same place, and is the same wherever it lies: a digest of config.json
-    and of samples of its weights. "" where these are in no file, or changed while they were loaded."""
+    """Independent of the path. "" if the weights are in no file or changed while loading."""
     if files is None or (sample := files.sample_digest()) is None:
         return ""
     raw = json.dumps(model.raw, sort_keys=True, default=repr)
@@ -70,7 +66,7 @@ def model_sample_digest(model: ModelConfig, files: WeightFiles | None) -> str:
 
 
 def code_hash() -> bytes:
-    """Of what computes keys and values: kernels, layers and models, as they are installed."""
+    """Hash of the installed kernels, layers and models."""
     engine = Path(__file__).resolve().parent.parent
     hasher = blake2b(digest_size=16)
     for folder in (engine.parent / "kernels", engine / "layers", engine / "models"):
@@ -81,7 +77,7 @@ def code_hash() -> bytes:
 
 
 class WeightFiles:
-    """The files of an engine's weights, as they are when this is made; before they are loaded."""
+    """Stamps must be taken before loading."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._is_dummy = config.load_format == "dummy"
@@ -89,8 +85,7 @@ class WeightFiles:
         self._stamps = [] if self._is_dummy else _file_stamps(resolve_weights(config))
 
     def sample_digest(self) -> bytes | None:
-        """Of their sizes and of pieces spread over them: milliseconds for any size. Another training changes some of
-        these pieces; a change of a few rows may go unseen, which `content_hash` would find. None: as `content_hash`."""
+        """Takes milliseconds. Another training changes it; a change of a few rows may not. None if files changed."""
         if self._is_dummy:
             return b"%d" % self._seed
         hasher = blake2b(digest_size=16)
@@ -103,14 +98,12 @@ class WeightFiles:
         return hasher.digest() if self._are_files_unchanged() else None
 
     def _are_files_unchanged(self) -> bool:
-        """Whether they are there, and as they were when this was made."""
         return bool(self._stamps) and [_file_stamp(Path(stamp[0])) for stamp in self._stamps] == self._stamps
 
     def content_hash(self, hash_folder: Path | None) -> bytes | None:
-        """Of their content; None where they have changed since this was made, so that nobody knows what was loaded.
-        `hash_folder`: a folder that remembers hashes."""
+        """None if files changed, because the loaded content is then unknown."""
         if self._is_dummy:
-            return bytes(16)  # of the seed, which the identity has
+            return bytes(16)  # the identity includes the seed
         if not self._are_files_unchanged():
             return None
         key = blake2b(repr(self._stamps).encode(), digest_size=16).hexdigest()
@@ -128,7 +121,7 @@ class WeightFiles:
 
 
 def _file_stamps(path: Path) -> list[FileStamp]:
-    """Of the files at `path`: a folder's safetensors files, or a GGUF file with its other parts."""
+    """`path`: a folder of safetensors, or a GGUF file with other parts."""
     if path.is_dir():
         return [_file_stamp(file) for file in find_weight_files(path)]
     parts = [
@@ -146,7 +139,7 @@ def _file_stamp(file: Path) -> FileStamp:
 
 
 def _hash_file_part(part: tuple[str, int]) -> bytes:
-    """With the part's place: the same bytes elsewhere are other weights."""
+    """Includes the position: the same bytes elsewhere are other weights."""
     path, begin = part
     with open(path, "rb") as file:
         file.seek(begin)
@@ -156,7 +149,7 @@ def _hash_file_part(part: tuple[str, int]) -> bytes:
 
 
 def _read_hashes(hash_folder: Path) -> dict[str, str]:
-    """Hashes by the key of their files' stamps; none from a file that is not as it was written."""
+    """Empty if the file is damaged."""
     try:
         hashes = json.loads((hash_folder / _HASHES_FILE).read_text())
         return {key: bytes.fromhex(value).hex() for key, value in hashes.items() if len(value) == 32}

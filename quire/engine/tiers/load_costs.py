@@ -1,30 +1,26 @@
-"""Whether to fetch a prefix or to compute it: what each costs here, as measured while both are done."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 _EMA_WEIGHT = 0.2
-"""Of the newest measurement in an average."""
 _MIN_STEP_TOKENS = 32
-"""Steps of fewer tokens do not say what a prompt's tokens cost."""
+"""Smaller steps do not show the cost of prompt tokens."""
 _PROBE_INTERVAL = 32
-"""After so many refusals in a row pages are fetched all the same: what made it slow may be over."""
+"""Load anyway after this many refusals: the tier may be fast again."""
 
 
 class LoadCosts:
-    """Running averages. What was never measured counts as free to fetch, so that it gets measured."""
+    """Whether to load or compute, by measured costs. An unmeasured tier counts as free, so that it gets measured."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self.token_seconds: float | None = None
-        """To compute one token of a prompt."""
+        """To compute a prompt token."""
         self.block_seconds: dict[str, float] = {}
-        """To fetch one page, by tier."""
+        """To load a block, by tier."""
         self._num_refused = 0
 
     def record_compute(self, tokens: int, seconds: float) -> None:
-        """A step computed so many tokens."""
         if tokens >= _MIN_STEP_TOKENS:
             self.token_seconds = _moving_average(self.token_seconds, seconds / tokens)
 
@@ -32,8 +28,7 @@ class LoadCosts:
         self.block_seconds[tier] = _moving_average(self.block_seconds.get(tier), seconds / num_blocks)
 
     def num_blocks_worth_loading(self, tiers: Sequence[str]) -> int:
-        """How many of a prefix's pages to fetch, the first ones, where `tiers` names the tier of each: as many as save
-        most time over computing them."""
+        """Return how many first blocks save most time. `tiers`: of each block."""
         if self.token_seconds is None:
             return len(tiers)
         compute_seconds = self.token_seconds * self._block_tokens

@@ -1,7 +1,6 @@
-"""What is kept outside the engine's memory comes back as it was, or not at all.
-
-A page is kept behind a header: what made it (engine/tiers/kv_identity.py), its hash, its length, and a checksum of
-these and of the page. A page that was torn, changed, or put there by another model or for other tokens is a miss."""
+"""Blocks outside the engine's memory have a header: identity (kv_identity.py), hash, length and checksum. Damaged or
+foreign blocks are misses.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ def seal_block(identity: bytes, digest: bytes, content: BlockContent) -> bytes:
 
 
 def unseal_block(identity: bytes, digest: bytes, sealed: BlockContent) -> memoryview | None:
-    """The page; None where this is not what `seal_block` made of it."""
+    """None if not intact."""
     view = memoryview(sealed)
     content = view[HEADER_BYTES:]
     head = _MAGIC + identity + digest + len(content).to_bytes(8, "little")

@@ -1,6 +1,3 @@
-"""The interface of a tier: a place for KV pages below the device's cache, such as the host's memory, a disk, or a store
-that others share."""
-
 from __future__ import annotations
 
 from typing import Protocol
@@ -9,21 +6,26 @@ BlockContent = bytes | memoryview
 
 
 class Tier(Protocol):
-    """Keeps pages by their hashes, 16 bytes each. Every method may be called from several threads at once. What a
-    method raises is logged, and counts as a miss."""
+    """A place for KV blocks: host memory, a disk, or a shared store.
+
+    `digest`s have 16 bytes. Any method may be called from several threads at once. Exceptions are logged and count as
+    misses.
+    """
 
     name: str
-    """For metrics and explanations: "host", "disk"."""
+    """Appears in metrics and explanations."""
 
     def lookup(self, digest: bytes) -> bool:
-        """Whether `fetch` would find the page, which counts as a use of it. The engine's loop asks between two steps,
-        so it must answer at once, from memory; it may be wrong."""
+        """Return True if `fetch` would find the block, which counts as a use.
+
+        The engine's loop calls this between steps, so it must answer at once, from memory. It may be wrong.
+        """
 
     def fetch(self, digest: bytes) -> BlockContent | None:
-        """The page; None: it is not there. May take its time: only the requests that need the page wait."""
+        """Return the block, or None if it is not there. May be slow: only requests that need the block wait."""
 
     def put(self, digest: bytes, page: BlockContent) -> None:
-        """Keep a page, or not, if there is no room. May take its time."""
+        """Store a block, or do nothing if there is no room. May be slow."""
 
     def drop(self, digest: bytes | None) -> None:
-        """Forget the page; None: forget all."""
+        """Forget a block, or all of them if `digest` is None."""

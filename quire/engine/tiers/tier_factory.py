@@ -1,5 +1,3 @@
-"""Which tiers a configuration asks for."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -25,12 +23,11 @@ _NUM_TRIAL_COPIES = 3
 
 
 def requested_tier_setting_names(config: EngineConfig) -> list[str]:
-    """The settings that ask for tiers."""
     return [key for key in ("kv_offload_memory", "kv_offload_dir", "kv_offload_tier") if getattr(config, key)]
 
 
 def check_tiers(config: EngineConfig, *, is_encoder: bool) -> None:
-    """Raise ConfigError where there can be no tiers, though some are asked for, and for a size of none."""
+    """Raises ConfigError."""
     has_no_folder = config.kv_offload_disk is not None and config.kv_offload_dir is None
     refuse_setting_if(
         "kv_offload_disk", has_no_folder and "says how much --kv-offload-dir DIR may take, which is not given"
@@ -57,9 +54,7 @@ def make_kv_offloader(
     make_state_offload_mover: Callable[[], BlockMover | None] | None = None,
     make_tiered_offloader: Callable[..., TieredKVOffloader] = TieredKVOffloader,
 ) -> tuple[KVOffloader, list[str]]:
-    """The tiers, and notes on them. `weight_files`: those of the weights that were loaded; None: they are in no file,
-    so no later engine could know whether they are the same. `make_state_offload_mover`: what copies slots, where
-    prefixes need snapshots. `make_tiered_offloader`: makes a TieredKVOffloader."""
+    """Also returns notes. `weight_files`: None: the weights are in no file, so a later engine could not verify them."""
     if not (settings := requested_tier_setting_names(config)):
         return NullKVOffloader(), []
     if (mover := make_block_mover()) is None:
@@ -103,7 +98,7 @@ def _capacity_text(name: str, max_gib: float | None, block_bytes: int, block_tok
 
 
 def _make_custom_tier(name: str, identity: bytes) -> Tier:
-    """What somebody's own function, named as module:function, makes for pages of an identity."""
+    """`name`: module:function. Raises ConfigError."""
     module, _, function = name.partition(":")
     try:
         tier: Tier = getattr(import_module(module), function)(identity)
@@ -116,7 +111,7 @@ def _make_custom_tier(name: str, identity: bytes) -> Tier:
 
 
 def _measure_copy_seconds(mover: BlockMover) -> float:
-    """To copy a page to the device a few times, which nobody uses yet."""
+    """Rewrites block 0, so no request may use the device yet."""
     mover.announce_block_writes([0])
     content = mover.read_block(0)
     began = clock.monotonic()

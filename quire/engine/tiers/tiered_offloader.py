@@ -1,6 +1,3 @@
-"""The KV offloader with tiers: blocks go to them when requests leave the device, and come back when a prefix is wanted
-again."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,13 +20,11 @@ from quire.engine.tiers.load_costs import LoadCosts
 from quire.engine.tiers.tier import Tier
 
 TierUsage = Callable[[], tuple[int, int]]
-"""Pages, and bytes, that a tier has."""
+"""(blocks, bytes) in a tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferOptions:
-    """How blocks move between the device and the tiers."""
-
     store_threads: ThreadPoolFactory = ThreadPoolExecutor
     load_threads: ThreadPoolFactory = ThreadPoolExecutor
     load_timeout: float = LOAD_TIMEOUT_SECONDS
@@ -37,7 +32,7 @@ class TransferOptions:
 
 
 class TieredKVOffloader(KVOffloader):
-    """Each block goes to all tiers, and comes back from the first that has it."""
+    """Stores blocks in all tiers when a request leaves the device, and loads them from the first that has them."""
 
     def __init__(
         self,
@@ -49,8 +44,7 @@ class TieredKVOffloader(KVOffloader):
         state_mover: BlockMover | None = None,
         transfer_options: TransferOptions | None = None,
     ) -> None:
-        """`tiers`: the nearest first. `usages`: by name, of the tiers that know theirs. `state_mover`: copies slots if
-        prefixes need state snapshots."""
+        """`tiers`: nearest first. `state_mover`: for state snapshots."""
         self.load_costs = load_costs
         self.capacity_text = capacity_text
         self.load_seconds = 0.0
@@ -61,11 +55,12 @@ class TieredKVOffloader(KVOffloader):
         self._transfer_options = transfer_options or TransferOptions()
         self._writer = BlockWriter(tiers, self._mover, self._transfer_options.store_threads)
         self._loaded_ids: set[str] = set()
-        """Requests that compute what is missing now: each begins one load between two times that it runs, for while it
-        waits others may take the pages that came, again and again. So do those for which not all came."""
+        """Requests that compute what is missing: after an incomplete load, and after any load until they have run,
+        because others may take the loaded blocks repeatedly.
+        """
         self._loaded_blocks: list[BlockLoadRecord] = []
         self._load_counts = {tier.name: (0, 0.0) for tier in tiers}
-        """By tier: pages fetched, and the seconds they took."""
+        """(blocks loaded, seconds) by tier."""
 
     def attach_cache(self, pool: BlockPool, prefixes: PrefixCache) -> None:
         self._prefix_cache = prefixes
@@ -96,7 +91,7 @@ class TieredKVOffloader(KVOffloader):
         blocks = list[tuple[int, bytes]]()
         for block, digest in self._prefix_cache.cached_blocks_with_hashes(
             request
-        ):  # a snapshot counts as used behind its page
+        ):  # a snapshot counts as used after its block
             blocks += [(slots[digest], state_key(digest))] if digest in slots else []
             blocks.append((block, digest))
         self._writer.write_blocks(blocks)
@@ -105,7 +100,7 @@ class TieredKVOffloader(KVOffloader):
         if request.engine_request.id in self._loaded_ids:
             return False
         block_hashes, on_device = self._prefix_cache.hashes_of_full_blocks(request), cached
-        if self._prefix_cache.snapshots.is_required:  # the device may have pages behind the last one with a snapshot
+        if self._prefix_cache.snapshots.is_required:  # the device may have blocks after the last snapshot
             on_device = self._pool.get_cached_prefix([hashes[-1] for hashes in block_hashes])
         missing = block_hashes[len(on_device) :]
         if missing and self._loads.join_load(request, missing[0][-1]):
@@ -131,8 +126,7 @@ class TieredKVOffloader(KVOffloader):
         return True
 
     def _choose_snapshot_and_num_blocks(self, digests: Sequence[bytes]) -> tuple[IncomingSnapshot | None, int]:
-        """Of pages with these hashes, behind how many of the first ones there is a snapshot where one is needed; and
-        room for it, if it must come from a tier."""
+        """Load only blocks up to a snapshot if one is required; reserves a slot for one from a tier."""
         snapshots = self._prefix_cache.snapshots
         for count in range(len(digests), 0, -1):
             if snapshots.can_resume_after_block(digest := digests[count - 1]):
@@ -171,7 +165,6 @@ class TieredKVOffloader(KVOffloader):
         return ready
 
     def _record_load(self, load: BlockLoad) -> None:
-        """Count what a load brought, and what it cost."""
         block_size = self._prefix_cache.block_size
         for tier, (num_blocks, seconds) in load.loads_by_tier.items():
             counted = self._load_counts[tier]

@@ -1,4 +1,3 @@
-"""The subcommands of `quire`, one module each, with a function `main(argv, started) -> exit status`.
-
-`started` is time.perf_counter() at the start of the process.
+"""The subcommands of `quire`: modules with `main(argv, started)`, which returns the exit status. `started`:
+time.perf_counter() at process start.
 """

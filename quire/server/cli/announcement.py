@@ -1,4 +1,4 @@
-"""What `quire serve` says when it is ready, with a first request that works as it stands: with its keys and TLS."""
+"""What `quire serve` prints when ready: a first request to paste, with its keys and TLS."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from quire.server.config import ServerConfig
 
 
 def listen_url(host: str, port: int, *, tls: bool = False) -> str:
-    """The URL of a server that listens on `host`; for a wildcard address that of the loopback interface."""
+    """A wildcard address becomes the loopback interface."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     scheme = "https" if tls else "http"
     return f"{scheme}://[{reachable}]:{port}" if ":" in reachable else f"{scheme}://{reachable}:{port}"
 
 
 def example_path_and_body(info: EngineInfo, *, has_chat_template: bool) -> tuple[str, dict[str, object]]:
-    """A path, and a body for it, that the model can answer. chats: it has a chat template."""
     if has_chat_template and "generate" in info.tasks:
         message = {"role": "user", "content": "Tell me a story about a fox."}
         return "/v1/chat/completions", {"messages": [message], "max_tokens": 100, "stream": True}
@@ -34,7 +33,7 @@ def example_path_and_body(info: EngineInfo, *, has_chat_template: bool) -> tuple
 def curl_command(
     config: ServerConfig, info: EngineInfo, base: str, tls: ssl.SSLContext | None, *, has_chat_template: bool = False
 ) -> str:
-    """A first request, with what the server asks for: a key, which is not shown, and trust in its certificate."""
+    """The API key is not shown."""
     path, body = example_path_and_body(info, has_chat_template=has_chat_template)
     flags = []
     if config.has_api_keys:
@@ -48,7 +47,7 @@ def curl_command(
 
 
 def _curl_tls_flags(config: ServerConfig, base: str, tls: ssl.SSLContext) -> list[str]:
-    """curl's flags for the server's certificate: none where the system trusts it for this address."""
+    """No flags if the system trusts the certificate for this address."""
     host, flags = base.partition("://")[2].rpartition(":")[0].strip("[]"), []
     if not _is_certificate_trusted(tls, host, None):
         certificate = config.ssl_certfile
@@ -64,10 +63,9 @@ def _curl_tls_flags(config: ServerConfig, base: str, tls: ssl.SSLContext) -> lis
 
 
 def _is_certificate_trusted(tls: ssl.SSLContext, host: str, trust: Path | None) -> bool:
-    """Whether a client that trusts the system's authorities, or `trust`, accepts the certificate: a handshake in
-    memory tells."""
+    """Tries a TLS handshake in memory. `trust`: a certificate in addition to the system's."""
     client = ssl.create_default_context(cafile=trust)
-    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # as curl has it
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     down, up = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = (client.wrap_bio(down, up, server_hostname=host), tls.wrap_bio(up, down, server_side=True))
     done = [False, False]
@@ -79,7 +77,7 @@ def _is_certificate_trusted(tls: ssl.SSLContext, host: str, trust: Path | None) 
             except ssl.SSLWantReadError:
                 continue
             except ssl.SSLError:
-                return done[0]  # the server may go on to want a certificate of the client's
+                return done[0]  # the server may still require a client certificate
     return done[0]
 
 
@@ -94,8 +92,6 @@ def build_announcement(
     tls: ssl.SSLContext | None = None,
     has_chat_template: bool = False,
 ) -> str:
-    """The text that says what was loaded, how the memory is used and where the format of tool calls is from
-    (`tool_format_source`), with a first request to paste, in a chat where the model `has_chat_template`."""
     names = ", ".join(config.model_names)
     weights = f"{info.weight_bytes / 2**20:.1f} MiB" + (f" ({info.quantization})" if info.quantization else "")
     notes = "".join(f"\n  note       {note}" for note in info.notes)

@@ -1,7 +1,5 @@
-"""`python -m quire.server.cli.api_process`: one of several API processes, which api_process_manager.py starts.
-
-It is what `quire serve` is with one process, but for the engine, which it reaches through the leader, and for the
-announcement, which its parent prints.
+"""`python -m quire.server.cli.api_process`: one of several API processes. It reaches the engine through the leader, and
+its parent prints the announcement.
 """
 
 from __future__ import annotations
@@ -33,8 +31,6 @@ _LINGER_MS = 1000
 
 
 class ApiProcessRun(ServerRun):
-    """Tells its parent what is to be announced."""
-
     def __init__(self, config: ServerConfig, link: SharedClient, listener: socket.socket, started: float) -> None:
         super().__init__(config, SingleModelHost(config, EngineClient(link)), listener, started)
         self._link = link
@@ -50,11 +46,11 @@ def main() -> int:
     end_with_parent()
     config = ServerConfig.model_validate_json(setup.config)
     log_setup.set_up_logging(config)
-    logging.getLogger("quire.server.cli.serve").setLevel(logging.WARNING)  # the parent says that all drain
+    logging.getLogger("quire.server.cli.serve").setLevel(logging.WARNING)
     try:
         with bind_shared_port(setup) as listener:
             link = SharedClient(config, setup.hub, setup.identity)
-            # As if it were killed: others go on with what is kept, and nothing of it is stored as failed.
+            # as if killed: other processes continue its journaled calls, and none is stored as failed
             link.on_failure = partial(os._exit, 1)
             return uvloop.run(ApiProcessRun(config, link, listener, setup.started).run())
     except (QuireError, sqlite3.OperationalError) as error:
@@ -63,7 +59,7 @@ def main() -> int:
 
 
 def bind_shared_port(setup: ApiProcessSetup) -> socket.socket:
-    """A socket of our own for the port that all API processes share. Raises ConfigError."""
+    """Raises ConfigError."""
     listener = socket.socket(setup.family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -76,7 +72,6 @@ def bind_shared_port(setup: ApiProcessSetup) -> socket.socket:
 
 
 def report_failure_to_parent(setup: ApiProcessSetup, error: QuireError) -> None:
-    """Tell the parent why we end."""
     context = zmq.Context()
     link = context.socket(zmq.DEALER)
     link.set(zmq.IDENTITY, setup.identity.encode())

@@ -1,8 +1,7 @@
-"""`quire serve --api-server-count N`: N API processes listen on one port and share the engines. This process has the
-engines' supervisor, starts the API processes and replaces those that end; it serves nothing itself.
+"""`quire serve --api-server-count N`: supervises the engines and the API processes, and serves nothing itself.
 
-Each API process has a listening socket of its own for the port (SO_REUSEPORT), so that connections go to
-the others as soon as one has ended. The socket that this process bound never listens: it keeps the port from others.
+Each API process has its own listening socket (SO_REUSEPORT), so that connections go to the others as soon as one ends.
+This process's socket never listens: it reserves the port.
 """
 
 from __future__ import annotations
@@ -41,19 +40,19 @@ from quire.server.store.sweeper import SECONDS_PER_DAY
 
 log = logging.getLogger("quire.server")
 MAX_FAILURES = 3
-"""API processes of one number in a row that may end without having served; with the last one the server ends."""
+"""Consecutive processes of a number that may end without having served; then the server ends."""
 _CHECK_SECONDS = 0.5
 _SILENCE_SECONDS = 60.0
-"""An API process that gives no sign of life for so long is killed, and replaced."""
+"""A process without heartbeats for this long is killed and replaced."""
 _STOPPED_SECONDS = 10.0
-"""So is one that is stopped for so long."""
+"""So is one stopped for this long."""
 _FAILURE_MESSAGE_SECONDS = 0.2
-"""How long the message may take with which an API process says why it ends."""
+"""For the last message of an ended process to arrive."""
 _BACKOFF_SECONDS = 0.5
 
 
 class ApiProcessSetup(msgspec.Struct, frozen=True):
-    """What an API process is told, as a line of JSON on its standard input."""
+    """A line of JSON on an API process's stdin."""
 
     config: str
     """A ServerConfig as JSON."""
@@ -61,14 +60,12 @@ class ApiProcessSetup(msgspec.Struct, frozen=True):
     identity: str
     family: int
     address: tuple[Any, ...]
-    """To listen on, as the socket module writes it."""
     started: float
-    """When the command began, by time.perf_counter()."""
+    """time.perf_counter() when the command began."""
 
 
 def check_multi_process_settings(config: ServerConfig, models: Path | None) -> None:
-    """Raise ConfigError for what several API processes cannot serve, because each would know a part of it. `models`:
-    the file of --models."""
+    """Raise ConfigError for settings that need one process to know everything."""
     unshareable = {
         "models": models is not None,
         "enable_lora": config.enable_lora,
@@ -86,21 +83,15 @@ def check_multi_process_settings(config: ServerConfig, models: Path | None) -> N
 
 @dataclass(frozen=True, slots=True)
 class ManagerDependencies:
-    """What these processes have of it."""
-
     create_client: Callable[[ServerConfig], EngineClient] = processes
     launch_process: Callable[[Sequence[str], bytes], Child] = Child
-    """Starts an API process."""
     create_socket_folder: Callable[[], SocketFolder] = SocketFolder
     create_wire: Callable[..., Wire] = Wire
     signal_watcher: WatchSignals = watch_signals
     connect_database: SQLiteConnect | None = None
-    """See Database."""
 
 
 class ApiProcessManager:
-    """One run of the server: start, serve, drain. `run()` returns the exit status."""
-
     def __init__(
         self,
         config: ServerConfig,
@@ -108,20 +99,19 @@ class ApiProcessManager:
         started: float,
         dependencies: ManagerDependencies = ManagerDependencies(),
     ) -> None:
-        """Of a configuration that `check_multi_process_settings` lets through."""
+        """The configuration must have passed `check_multi_process_settings`."""
         self._config = config
         self._dependencies = dependencies
         self._listener = listener
         self._started = started
         self._client = dependencies.create_client(config)
         self._data: DataDir | None = None
-        """What API processes keep, which ask for it here."""
         self._processes: dict[int, Child] = {}
         self._hub_address = ""
         self._is_ready = False
         self._num_signals = 0
         self.end_signal = ""
-        """The name of the first signal."""
+        """Name of the first signal."""
 
     @property
     def was_ready(self) -> bool:
@@ -151,7 +141,6 @@ class ApiProcessManager:
                     self._data.close()
 
     async def _answer_data_dir_call(self, body: bytes) -> bytes:
-        """What an API process asks of what is kept."""
         assert self._data is not None
         return await serve_data_dir_call_in_thread(self._data, body)
 
@@ -181,19 +170,17 @@ class ApiProcessManager:
         return 0 if all(code in (0, -signal.SIGTERM) for code in codes) else 1
 
     async def _announce_when_ready(self, hub: ApiServerLeader) -> None:
-        """Wait for the engine and for all API processes, and say so."""
         hub.ready(await self._client.engine_core.start())
         texts: list[str] = []
         while len(texts) < self._config.api_server_count:
             await hub.changed.wait()
             texts = [each.announcement for each in hub.channels if each.announcement is not None]
         self._is_ready = True
-        with suppress(OSError):  # the output may be closed or full, which is no reason not to serve
+        with suppress(OSError):  # stdout may be closed or full; serve anyway
             print(texts[0], flush=True)
 
     async def _keep_process_running(self, hub: ApiServerLeader, number: int) -> int:
-        """Have an API process of this number, until the server ends. Returns the last one's return code; raises
-        ConfigError or EngineError when too many in a row cannot serve."""
+        """Returns the last return code. Raises ConfigError or EngineError if too many in a row cannot serve."""
         failures = generation = 0
         while True:
             identity, generation = f"{number}.{generation}", generation + 1
@@ -201,7 +188,7 @@ class ApiProcessManager:
             process = self._processes[number] = self._spawn_process(identity)
             code = await self._wait_for_exit_or_kill_hung(process, channel)
             await asyncio.sleep(_FAILURE_MESSAGE_SECONDS)
-            if self._data is not None:  # first: who waits for its answer then finds all that it had
+            if self._data is not None:  # first, so that clients waiting for its answers find all of them
                 await asyncio.to_thread(self._data.processes.remove_process, identity)
             aborted = hub.remove(identity.encode())
             if self._num_signals or not self._client.alive:
@@ -228,7 +215,7 @@ class ApiProcessManager:
         return self._dependencies.launch_process(module("quire.server.cli.api_process"), msgspec.json.encode(setup))
 
     async def _wait_for_exit_or_kill_hung(self, process: Child, channel: ApiProcessChannel) -> int:
-        """The return code of a process, which is killed when it hangs."""
+        """Returns the return code."""
         exited = asyncio.create_task(process.wait_for_exit())
         stopped, timer = Stopped(), WatchTimer(_CHECK_SECONDS)
         try:
@@ -245,12 +232,12 @@ class ApiProcessManager:
 
     def _on_signal(self, main_task: asyncio.Task[int], number: int) -> None:
         if number == signal.SIGHUP and self._num_signals:
-            return  # a closing terminal may send several; only a repeated Ctrl-C or SIGTERM means haste
+            return  # a closing terminal may send several; only a repeated Ctrl-C or SIGTERM means to hurry
         self._num_signals += 1
         self.end_signal = self.end_signal or signal.Signals(number).name
         if not self._is_ready:
             if self._num_signals > 1:
-                os._exit(INTERRUPTED_STATUS)  # engines and API processes end with this process
+                os._exit(INTERRUPTED_STATUS)
             main_task.cancel()
             return
         if self._num_signals == 1 and self._client.num_open:

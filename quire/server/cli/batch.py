@@ -1,4 +1,4 @@
-"""`quire batch`: hands a file of requests to a running server, which answers it behind everything else."""
+"""`quire batch`: sends a file of requests to a running server, which answers it at low priority."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 class BatchClient:
-    """The files and batches of a server. Methods raise EngineError with what it says."""
+    """Methods raise EngineError."""
 
     def __init__(self, http: httpx.Client) -> None:
         self._http = http
 
     def submit_file(self, file: Path, window: str) -> dict[str, Any]:
-        """A new batch, for the endpoint that the file's first request names."""
+        """The file's first request names the endpoint."""
         try:
             _, first = next(read_nonempty_lines(file), (0, ""))
             endpoint = parse_line(first).url
@@ -89,7 +89,7 @@ class BatchClient:
         return entries
 
     def download_results(self, batch: dict[str, Any], output: Path) -> None:
-        """The answers, and behind them the errors."""
+        """Answers come first, then errors."""
         try:
             with output.open("wb") as file:
                 for name in ("output_file_id", "error_file_id"):
@@ -105,7 +105,7 @@ class BatchClient:
             raise ConfigError(f"cannot write {output}: {error.strerror}") from None
 
     def wait_for_end(self, id: str) -> dict[str, Any]:
-        """The batch when it has ended. A server that is away for a while is waited for."""
+        """Tolerates an unreachable server for a while."""
         batch = self.fetch_batch(id)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -132,7 +132,6 @@ class BatchClient:
 
 
 def _run_action(server: BatchClient, args: argparse.Namespace) -> int:
-    """Do what was asked; the exit status."""
     if args.action == "list":
         for each in server.list_batches():
             print(_format_batch(each))

@@ -1,5 +1,3 @@
-"""Starts an engine, the app and an HTTP server together: what serve, chat and run share."""
-
 from __future__ import annotations
 
 import asyncio
@@ -33,17 +31,15 @@ PRIVATE_SERVER_SETTINGS: dict[str, object] = {
     "ssl_keyfile": None,
     "ssl_ca_certs": None,
 }
-"""Settings for a server that only this process can reach: it needs no keys, limits or TLS."""
+"""Only this process can reach the server, so it needs no keys, limits or TLS."""
 
 
 @asynccontextmanager
 async def open_engine_app(
     config: ServerConfig, client: EngineClient, link: PeerLink | None = None
 ) -> AsyncIterator[FastAPI]:
-    """The app, with the engine of a launched client ready; both end with the block. `link`: see create_app.
-
-    The app's lifespan is entered here and not by uvicorn, which would log an error of the engine's start instead of
-    raising it. Raises ConfigError for unusable certificates and keys before the model is loaded.
+    """The lifespan is entered here, because uvicorn would log an engine's start error instead of raising it. Raises
+    ConfigError for unusable certificates and keys before the model is loaded.
     """
     try:
         tls_context(config)
@@ -56,11 +52,8 @@ async def open_engine_app(
 
 @contextmanager
 def run_server_on_private_socket(config: ServerConfig) -> Iterator[str]:
-    """Serve `config`'s model from a thread, on a private Unix socket whose path is yielded.
-
-    Raises what starting the engine raises.
-    """
-    # The socket is in a directory that only this user can read, so no keys are needed.
+    """Yield the path of a Unix socket. Raises what starting the engine raises."""
+    # only this user can read the socket's directory, so no keys are needed
     config = config.model_copy(update=PRIVATE_SERVER_SETTINGS)
     client = processes(config)
     client.engine_core.launch()
@@ -84,7 +77,7 @@ def run_server_on_private_socket(config: ServerConfig) -> Iterator[str]:
 
 
 def _run_server_thread(config: ServerConfig, client: EngineClient, listener: socket, ready: Future[HttpServer]) -> None:
-    """Start the engine, serve on `listener`, stop both. Runs in a thread; `ready` gets the server or the error."""
+    """`ready` gets the server or the error."""
 
     async def serve_socket() -> None:
         async with open_engine_app(config, client) as app:

@@ -1,5 +1,3 @@
-"""What an engine is made with, for programs: from a command line, or to hand on."""
-
 from __future__ import annotations
 
 import argparse
@@ -14,10 +12,7 @@ _Parser = TypeVar("_Parser", bound=argparse.ArgumentParser)
 
 
 class EngineArgs:
-    """LLM's options under vLLM's name: `AsyncLLM.from_engine_args(EngineArgs(model=…))`.
-
-    Raises ConfigError as LLM does.
-    """
+    """LLM's options under vLLM's name. Raises ConfigError."""
 
     @with_config_docs
     def __init__(self, model: str | Path | None = None, **options: Unpack[EngineOptions]) -> None:
@@ -28,12 +23,12 @@ class EngineArgs:
 
     @staticmethod
     def add_cli_args(parser: _Parser) -> _Parser:
-        """Add a flag for each option; `LLM(**vars(parser.parse_args()))` takes those that are given, as text."""
+        """`LLM(**vars(parser.parse_args()))` takes the given flags, as text."""
         add_flag_per_field(parser, EngineConfig, {EngineConfig: "engine"})
         return parser
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
-        """Takes the engine's options out of what `parse_args` found; the program's own options stay there."""
+        """Ignores the program's own options."""
         options = {name: value for name, value in vars(args).items() if name in EngineConfig.model_fields}
         return cls(options.pop("model", None), **options)

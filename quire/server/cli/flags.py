@@ -1,5 +1,3 @@
-"""The command line of a program, from a table of its flags."""
-
 from __future__ import annotations
 
 import argparse
@@ -13,22 +11,21 @@ class ExclusiveFlags(dict[str, Any]):
 
 
 class FlagGroup(dict[str, Any]):
-    """Flags that --help shows under a title, by which they stand in the table."""
+    """Shown by --help under its key in the table."""
 
 
 def build_parser(
     program: str | None, description: str | None, flags: Mapping[str, Any], **parser_options: Any
 ) -> argparse.ArgumentParser:
-    """A parser of these flags. `parser_options`: other arguments of ArgumentParser."""
     parser = argparse.ArgumentParser(prog=program, description=description, **{"allow_abbrev": False} | parser_options)
     add_flag_table(parser, flags)
     return parser
 
 
 def add_flag_table(parser: Any, flags: Mapping[str, Any]) -> None:
-    """Add flags to argparse's parser, or to a group of one. `flags`: by the names of each flag or argument its default,
-    or what argparse's add_argument takes; False: a flag without a value; a type: an argument of this type;
-    ExclusiveFlags, by any name; Group, by its title."""
+    """`flags` maps space-separated names to a default, a type, False for a switch, or add_argument's arguments; also
+    any key to ExclusiveFlags, and titles to FlagGroups.
+    """
     for names, spec in flags.items():
         if isinstance(spec, ExclusiveFlags):
             add_flag_table(parser.add_mutually_exclusive_group(), spec)

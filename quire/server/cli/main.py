@@ -1,4 +1,4 @@
-"""The `quire` command. It imports only the module of the chosen subcommand, so that each starts quickly."""
+"""The `quire` command. Imports only the subcommand's module, so that each starts quickly."""
 
 from __future__ import annotations
 
@@ -67,7 +67,6 @@ _FOREIGN_COMMANDS = {
     **dict.fromkeys(("search", "catalog"), "quire models"),
     **dict.fromkeys(("env", "doctor", "check"), "quire collect-env, quire verify"),
 }
-"""Commands of vLLM's, Ollama's and llama.cpp's, and what to write instead."""
 
 _COMMAND_MODULES = {
     "models": "models.table",
@@ -81,11 +80,11 @@ _COMMAND_MODULES = {
     "collect-env": "collect_env",
     "plan": "plan.command",
 }
-"""Where a command's module is not the one of its name."""
+"""Commands in a module with another name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `quire argv`; the exit status is 0 for success, 1 for a failure and 2 for a mistake in the command."""
+    """Return 0 for success, 1 for failure, 2 for a usage error."""
     started = time.perf_counter()
     open_standard_streams()
     arguments = sys.argv[1:] if argv is None else list(argv)
@@ -113,9 +112,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except QuireError as error:
         print(f"quire {args.command}: {error}", file=sys.stderr)
         return 1
-    except OSError as error:  # such as a full disk under what is written to
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would try it again when it exits
-        if not isinstance(error, BrokenPipeError):  # the reader of our output has closed it, as `head` does
+    except OSError as error:  # such as a full disk
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would flush again at exit
+        if not isinstance(error, BrokenPipeError):  # the reader has closed our output, as `head` does
             where = "" if error.filename is None else f"{error.filename}: "
             print(f"quire {args.command}: {where}{error.strerror or error}", file=sys.stderr)
         return 1
@@ -130,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _import_command_module(command: str, rest: Sequence[str]) -> ModuleType:
     name = _COMMAND_MODULES.get(command, command)
     if command == "run" and not any(re.match(r"-o|--output(=|$)", each) for each in rest):
-        name = "chat.run"  # as Ollama's; a file of requests has an output
+        name = "chat.run"  # like Ollama's
     return import_module(f"quire.server.cli.{name}")
 
 

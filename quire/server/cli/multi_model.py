@@ -1,4 +1,4 @@
-"""What `quire serve --models FILE` serves: several models, of which the first is there from the start."""
+"""Serves several models (`quire serve --models FILE`); the first is loaded at the start."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from quire.server.runtime.model_startup import open_runtime
 
 
 class MultiModelHost:
-    """The same for `Service` as serve.SingleModelHost. `file`: a TOML file, or `cache` for all that is downloaded.
-    Raises ConfigError for what is wrong in the file."""
+    """`file`: TOML, or `cache` for all downloaded models. Raises ConfigError."""
 
     def __init__(self, config: ServerConfig, file: Path) -> None:
         self._config = config
@@ -47,14 +46,14 @@ class MultiModelHost:
         return 0 if self._manager is None else self._manager.num_open_requests
 
     def launch_engine(self) -> None:
-        """Nothing can be done before the event loop and the imports are there."""
+        """The event loop is needed first."""
 
     @asynccontextmanager
     async def open_app(self) -> AsyncIterator[FastAPI]:
         from quire.server.http.server import tls_context
         from quire.server.runtime.model_spec_loader import load_served_model_spec
 
-        tls_context(self._config)  # before a model is loaded
+        tls_context(self._config)
         tenants, data = Tenants(self._config), self._config.data_dir
 
         @asynccontextmanager

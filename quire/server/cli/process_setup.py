@@ -1,6 +1,3 @@
-"""What a command needs of the process that it was started in: standard streams, open files, and signals that it may get
-before it can handle them."""
-
 from __future__ import annotations
 
 import asyncio
@@ -20,34 +17,31 @@ from quire.engine.common.errors import ConfigError
 log = logging.getLogger("quire.server")
 
 INTERRUPTED_STATUS = 130
-"""The exit status of a server that was to end at once."""
+"""Exit status when told to end at once."""
 MIN_OPEN_FILES = 64
-"""Open files without which no server and engine can start."""
 AMPLE_OPEN_FILES = 1024
 _MAX_OPEN_FILES = 2**20
 _RESERVED_FILES = 40
-"""What a server holds open beside its clients' connections."""
+"""In addition to connections."""
 
 
 def open_standard_streams() -> None:
-    """Open /dev/null in place of standard streams that are closed.
-
-    Otherwise the next files and sockets would get their numbers, and whoever writes a message would write into those.
+    """Otherwise later files and sockets would get the numbers of closed streams, and messages would be written into
+    them.
     """
     for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # gets this number, the lowest free one
         if getattr(sys, name) is None:
             setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without a letter of a model's name still works
+        sys.stdout.reconfigure(errors="backslashreplace")  # the terminal may lack a character of a model's name
 
 
 def discard_closed_stderr() -> None:
-    """Drop messages that nobody can read any more, as where the terminal was closed: Python would try again to write
-    them when it exits, and the exit status would be 120."""
+    """Otherwise Python would flush again at exit and return status 120."""
     try:
         sys.stderr.flush()
     except OSError:
@@ -55,7 +49,7 @@ def discard_closed_stderr() -> None:
 
 
 def exit_on_sigterm_or_sighup() -> None:
-    """End the process with status 0 on SIGTERM or SIGHUP, until a server that drains handles them."""
+    """With status 0, until a draining server handles the signals."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, _exit_now)
@@ -66,13 +60,12 @@ WatchSignals = Callable[[Callable[[int], None]], AbstractContextManager[None]]
 
 @contextmanager
 def watch_signals(on_signal: Callable[[int], None]) -> Iterator[None]:
-    """Call `on_signal`, in the running event loop, with each SIGINT, SIGTERM and SIGHUP that comes in the block. After
-    it nothing is left to be done but to exit, and a signal for haste does that at once."""
+    """Call `on_signal` in the running event loop. After the block further signals exit at once."""
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
         numbers.append(signal.SIGHUP)
     loop = asyncio.get_running_loop()
-    # Not the loop's own handlers: it restores the default when it closes, and one more SIGHUP would be the end.
+    # The loop's own handlers restore the defaults when it closes; another SIGHUP would then kill the process.
     for number in numbers:
         signal.signal(number, lambda number, _: loop.call_soon_threadsafe(on_signal, number))
     try:
@@ -85,24 +78,23 @@ def watch_signals(on_signal: Callable[[int], None]) -> Iterator[None]:
 
 
 def dump_threads_on_signal() -> None:
-    """Write what each thread is at to standard error on SIGUSR1, which would end the process."""
+    """On SIGUSR1, which would otherwise end the process."""
     faulthandler.register(signal.SIGUSR1, 2)
 
 
 def _exit_now(number: int, frame: FrameType | None) -> None:
-    os._exit(0)  # SystemExit would be lost in a finalizer, where Python only reports it, and the server would go on
+    os._exit(0)  # in a finalizer Python only reports SystemExit, and the server would continue
 
 
 def raise_open_file_limit() -> None:
-    """Raise the limit of open files as far as the system allows, and say how many connections it leaves room for when
-    these are few. Raises ConfigError for a limit with which nothing can start."""
+    """Warns if few connections remain. Raises ConfigError if nothing can start."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < target:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
             soft = target
-        except (OSError, ValueError):  # a system that allows less than it says
+        except (OSError, ValueError):  # the system allows less than it reports
             pass
     if soft == resource.RLIM_INFINITY or soft >= AMPLE_OPEN_FILES:
         return

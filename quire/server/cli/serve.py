@@ -1,7 +1,7 @@
 """`quire serve`: a model behind the OpenAI API, until Ctrl-C, SIGTERM or SIGHUP.
 
-The order saves time: the port is bound first, so that a taken port is reported at once; then the engine process starts,
-and while it loads the model this process imports the API.
+The port is bound first, so that a taken port is reported at once. The API is imported while the engine process loads
+the model.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire.server.cli.serve")
 HEALTH_POLL_SECONDS = 0.5
 _MEMORY_SETTINGS = ("model", "max_model_len", "gpu_memory_utilization", "kv_cache_memory", "max_num_batched_tokens")
-"""What the engine names when it has too little memory; it may name them for other reasons too."""
+"""Named in errors if memory is short, but for other reasons too."""
 _GC_THRESHOLDS = 5000, 10, 20
-"""Most of what requests hold is freed without the collector. With Python's own thresholds it looks at all that is open
-again and again: 34 times, for 20 to 30 ms each, in two rounds of 16 beam searches of 64 beams; with these, twice."""
+"""Most of what requests hold is freed without the collector. Python's defaults scanned all open objects 34 times, 20 to
+30 ms each, in two rounds of 16 beam searches of 64 beams; these, twice.
+"""
 _THREAD_SWITCH_SECONDS = 0.0005
-"""How long a thread may wait for the interpreter while the event loop runs. With Python's 5 ms a stream's first token
-waited so long for the thread that writes its call into the journal."""
+"""With Python's 5 ms a stream's first token waited that long for the thread that writes the journal."""
 
 
 def main(argv: Sequence[str], started: float) -> int:
@@ -112,16 +112,13 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def _import_slow_modules() -> None:
-    """Import what the engine need not wait for: what plans, and what serves HTTP."""
     import_module("quire.server.cli.plan.model_plan")
     import_module("quire.server.cli.engine_app")
 
 
 class SingleModelHost:
-    """What a server serves: a model, from its engine's launch to its end."""
-
     def __init__(self, config: ServerConfig, client: EngineClient | None = None) -> None:
-        """client: one that reaches an engine of another process; None: the engine is to be started."""
+        """`client`: None: start an engine."""
         self._config = config
         self._client = client or processes(config)
         self._machine: Machine | None = None
@@ -129,7 +126,7 @@ class SingleModelHost:
 
     @property
     def alive(self) -> bool:
-        """False when its engine cannot be brought back."""
+        """False if the engine cannot be restarted."""
         return self._client.alive
 
     @property
@@ -142,13 +139,12 @@ class SingleModelHost:
 
     @asynccontextmanager
     async def open_app(self) -> AsyncIterator[FastAPI]:
-        """The app, ready."""
         from quire.server.cli.engine_app import open_engine_app
 
         try:
             async with open_engine_app(self._config, self._client) as app:
                 self._runtime = app.state.server.models.loaded_runtimes[0]
-                self._runtime.workers.start_fork_server()  # so that the first large request does not wait for it
+                self._runtime.workers.start_fork_server()  # so that the first large request need not wait
                 yield app
         except ConfigError as error:
             if error.param not in _MEMORY_SETTINGS or self._machine is None:
@@ -176,8 +172,6 @@ class SingleModelHost:
 
 
 class ServerRun:
-    """One run of the server: start, serve, drain. `run()` returns the exit status."""
-
     def __init__(
         self,
         config: ServerConfig,
@@ -194,7 +188,7 @@ class ServerRun:
         self._server: HttpServer | None = None
         self._num_signals = 0
         self.end_signal = ""
-        """The name of the first signal."""
+        """Name of the first signal."""
         self._drain_task: asyncio.Task[None] | None = None
 
     @property
@@ -232,19 +226,19 @@ class ServerRun:
         return 0 if server.started else 1
 
     async def _stop_when_engine_dies(self, server: HttpServer) -> None:
-        """Stop the server when its engine cannot be brought back, so that a process manager restarts both."""
+        """A process manager then restarts both."""
         while self._models.alive:  # noqa: ASYNC110 - a poll is soon enough
             await asyncio.sleep(HEALTH_POLL_SECONDS)
         server.should_exit = True
 
     def _on_signal(self, main_task: asyncio.Task[int], number: int) -> None:
         if number == signal.SIGHUP and self._num_signals:
-            return  # a closing terminal may send several; only a repeated Ctrl-C or SIGTERM means haste
+            return  # a closing terminal may send several; only a repeated Ctrl-C or SIGTERM means to hurry
         self._num_signals += 1
         self.end_signal = self.end_signal or signal.Signals(number).name
         if self._server is None:
             if self._num_signals > 1:
-                os._exit(INTERRUPTED_STATUS)  # the engine ends with this process
+                os._exit(INTERRUPTED_STATUS)
             main_task.cancel()
         elif self._num_signals == 1:
             self._drain_task = asyncio.create_task(self._server.drain_requests())
@@ -259,10 +253,10 @@ class ServerRun:
         seconds = time.perf_counter() - self._started
         base = listen_url(host, port, tls=tls is not None)
         self.publish_announcement(self._models.announcement_text(base, seconds, tls))
-        gc.freeze()  # exempts what lives as long as the process from every later collection
+        gc.freeze()  # exempts long-lived objects from garbage collection
         gc.set_threshold(*_GC_THRESHOLDS)
         sys.setswitchinterval(_THREAD_SWITCH_SECONDS)
 
     def publish_announcement(self, announcement: str) -> None:
-        with suppress(OSError):  # the output may be closed or full, which is no reason not to serve
+        with suppress(OSError):  # stdout may be closed or full; serve anyway
             print(announcement, flush=True)

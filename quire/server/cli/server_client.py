@@ -1,5 +1,3 @@
-"""How the client commands reach a server: its URL as people type it, and whose certificates they trust."""
-
 from __future__ import annotations
 
 import os
@@ -15,7 +13,7 @@ from quire.engine.unsupported_options import suggest_nearest
 
 
 def server_flags(url: str | None, *, key: str = "api_key") -> dict[str, Any]:
-    """--url (default `url`), --cacert and --api-key, which `key` names among the parsed arguments."""
+    """`key`: the parsed argument's name for --api-key."""
     default = "" if url is None else " (default: %(default)s)"
     cacert_help = "a certificate, of the server or of an authority, to trust beside the system's"
     key_help = "the server's key; default: the variable OPENAI_API_KEY"
@@ -27,8 +25,7 @@ def server_flags(url: str | None, *, key: str = "api_key") -> dict[str, Any]:
 
 
 def normalize_server_url(text: str, *, tls: bool = False) -> str:
-    """The base of a server's URL, without /v1. Where the scheme is left out it is http, or https with `tls`, as for
-    one whose --cacert was given. Raises ConfigError."""
+    """Without /v1. The default scheme is http, or https with `tls`. Raises ConfigError."""
     full = text if "://" in text else f"{'https' if tls else 'http'}://{text}"
     try:
         parts = urlsplit(full)
@@ -45,11 +42,11 @@ def auth_headers(key: str | None) -> dict[str, str]:
 
 
 def client_ssl_context(cacert: Path | None) -> ssl.SSLContext:
-    """A context that trusts what the system trusts, and `cacert`. Raises ConfigError for a file that is none."""
+    """Trusts the system's authorities and `cacert`. Raises ConfigError."""
     context = httpx.create_ssl_context()
     context.load_default_certs()
     if cacert is not None:
-        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # so that a server's own certificate will do
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # accepts a server's own certificate
         try:
             context.load_verify_locations(cacert)
         except (OSError, ssl.SSLError) as error:
@@ -59,7 +56,6 @@ def client_ssl_context(cacert: Path | None) -> ssl.SSLContext:
 
 
 def error_from_response(response: httpx.Response) -> QuireError:
-    """The message of an OpenAI error body, or the status of anything else."""
     try:
         message = str(response.json()["error"]["message"])
         way = " (--api-key KEY, or the variable OPENAI_API_KEY)" if response.status_code == 401 else ""
@@ -73,9 +69,8 @@ class ServerUnreachable(EngineError):
 
 
 def unreachable_error(base: str, error: Exception) -> ServerUnreachable:
-    """What kept a request from its answer, with the likely way out."""
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
-        other = "mismatch" in str(error)  # of the host's name or its address
+        other = "mismatch" in str(error)
         way = "name the server as its certificate does" if other else "--cacert PEM names a certificate to trust"
         return ServerUnreachable(f"cannot trust {base}: {error}; {way}")
     way = ""
@@ -89,8 +84,7 @@ def unreachable_error(base: str, error: Exception) -> ServerUnreachable:
 
 
 def fetch_model_names(http: httpx.Client) -> list[str]:
-    """The names of the models that the server lists, at least one. The client's base must be its /v1. Raises
-    EngineError."""
+    """At least one. The client's base must be /v1. Raises EngineError."""
     try:
         response = http.get("models")
         if response.is_error:
@@ -106,7 +100,7 @@ def fetch_model_names(http: httpx.Client) -> list[str]:
 
 
 def check_model_name(served_names: list[str], name: str) -> str:
-    """`name`, if the server lists it. Raises EngineError."""
+    """Raises EngineError."""
     if name not in served_names:
         raise EngineError(
             f"no model {name}; {suggest_nearest(name, served_names) or 'there are ' + ', '.join(served_names)}"
@@ -115,7 +109,7 @@ def check_model_name(served_names: list[str], name: str) -> str:
 
 
 def choose_model(http: httpx.Client, name: str | None) -> str:
-    """The model `name`, or the first that the server lists. Raises EngineError for one that it does not list."""
+    """None: the first listed. Raises EngineError if `name` is not listed."""
     try:
         served_names = fetch_model_names(http)
     except ServerUnreachable:
@@ -123,5 +117,5 @@ def choose_model(http: httpx.Client, name: str | None) -> str:
     except EngineError:
         if name is None:
             raise
-        return name  # a server need not have such a list
+        return name  # servers need not list models
     return served_names[0] if name is None else check_model_name(served_names, name)

@@ -1,5 +1,3 @@
-"""Command-line flags made from a settings model's fields."""
-
 from __future__ import annotations
 
 import argparse
@@ -40,12 +38,10 @@ COMMON_SETTINGS = (
     "threads",
     "enable_lora",
 )
-"""The settings that --help shows; --help=all shows all."""
+"""Shown by --help."""
 
 
 class _HelpAction(argparse.Action):
-    """Prints the common flags, or with =all all of them, and exits with status 0."""
-
     uncommon_actions: list[argparse.Action]
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: object, flag: object = None) -> None:
@@ -61,7 +57,7 @@ class _HelpAction(argparse.Action):
 def add_settings_flags(
     parser: argparse.ArgumentParser, model: type[BaseModel], titles: Mapping[type[BaseModel], str]
 ) -> None:
-    """Add --help, --config and the flags of `add_flag_per_field`. The parser has no --help of its own."""
+    """The parser must have no --help."""
     shown = parser.add_argument(
         "-h",
         "--help",
@@ -82,10 +78,8 @@ def add_settings_flags(
 def add_flag_per_field(
     parser: argparse.ArgumentParser, model: type[BaseModel], titles: Mapping[type[BaseModel], str]
 ) -> dict[str, argparse.Action]:
-    """Add one flag per field of `model`, under the title of the first class in `titles` that has it. Returns these by
-    the fields' names.
-
-    Fields of none of these classes get no flag, nor those whose flag the parser has.
+    """Fields go under the title of the first class in `titles` that has them. Others, and flags that the parser has,
+    are left out.
     """
     actions = {}
     sections = {base: parser.add_argument_group(title) for base, title in titles.items()}
@@ -104,10 +98,10 @@ def parse_settings(
     positional: str | None = None,
     gguf: str | None = None,
 ) -> tuple[argparse.Namespace, Settings]:
-    """Parse `argv`: the arguments that are not fields of `model`, and the settings.
+    """Return other arguments, and the settings.
 
-    `positional` names an argument for the field `model`, `gguf` another for one that is to be a GGUF file.
-    Exits with status 2 and one line for a bad value.
+    `positional` names an argument for the field `model`, `gguf` one for a GGUF file. Exits with status 2 for bad
+    values.
     """
     args = parse_flags(parser, argv)
     if args.config is not None and Path(args.config).suffix in (".yaml", ".yml"):
@@ -137,7 +131,7 @@ def parse_settings(
 def _parse_yaml_and_flags(
     parser: argparse.ArgumentParser, file: str, argv: Sequence[str], *, with_model: bool
 ) -> argparse.Namespace:
-    """Parse the flags of a YAML file, then `argv`, which overrides them."""
+    """`argv` overrides the YAML file."""
     try:
         args = parse_flags(parser, [*read_yaml_flags(file, with_model=with_model), *argv])
     except ConfigError as error:
@@ -158,8 +152,8 @@ def _split_json_lists(texts: Sequence[str]) -> list[Any]:
 
 
 def _warn_of_api_keys(program: str, flags: Mapping[str, Any]) -> None:
-    """Warn of an API key that nothing reads, and of keys that other users of the machine can see."""
-    if os.environ.get("VLLM_API_KEY"):  # who set it believes that the server asks for a key
+    """If nothing reads them, or the process list shows them."""
+    if os.environ.get("VLLM_API_KEY"):  # whoever set it expects the server to require a key
         print(f"{program}: VLLM_API_KEY is not read; QUIRE_API_KEY is", file=sys.stderr)
     for name in ("api_key", "admin_api_key"):
         if name in flags:
@@ -169,8 +163,8 @@ def _warn_of_api_keys(program: str, flags: Mapping[str, Any]) -> None:
 
 
 def read_yaml_flags(file: str, *, with_model: bool) -> list[str]:
-    """The flags that a YAML file says, as vLLM's --config has them. `with_model`: the model too. Raises ConfigError."""
-    import yaml  # the hub's client has it
+    """In the format of vLLM's --config. Raises ConfigError."""
+    import yaml  # a dependency of huggingface_hub
 
     try:
         content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
@@ -192,7 +186,7 @@ def read_yaml_flags(file: str, *, with_model: bool) -> list[str]:
 def bounded_number(
     kind: Callable[[str], Any], low: float, high: float = math.inf, *, above: bool = False
 ) -> Callable[[str], Any]:
-    """An argparse type: a finite number from `low`, itself left out with `above`, up to `high`."""
+    """An argparse type: finite, from `low` (above it if `above`) to `high`."""
 
     def parse_number(text: str) -> Any:
         value = kind(text)
@@ -201,13 +195,12 @@ def bounded_number(
             raise argparse.ArgumentTypeError(f"must be {'above' if above else 'at least'} {low:g}{most}, got {text}")
         return value
 
-    parse_number.__name__ = kind.__name__  # argparse shows this name in its error message
+    parse_number.__name__ = kind.__name__  # shown in argparse's error messages
     return parse_number
 
 
 def _field_argparse_kwargs(field: FieldInfo) -> dict[str, Any]:
-    """Arguments of add_argument for a field. argparse keeps values as text, which the model validates, and sets nothing
-    when the flag is not given."""
+    """argparse keeps text, which the model validates, and sets nothing if the flag is missing."""
     kinds = [kind for kind in (get_args(field.annotation) or (field.annotation,)) if kind is not type(None)]
     options: dict[str, Any] = {"default": argparse.SUPPRESS}
     if bool in kinds:

@@ -1,4 +1,4 @@
-"""`quire trace`: record some seconds of a running server's engine, and open them in ui.perfetto.dev."""
+"""`quire trace`: records some seconds of a running server's engine, to open in ui.perfetto.dev."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""The command line's flags, and what to do instead of those that Quire does not have."""
-
 from __future__ import annotations
 
 import argparse
@@ -18,16 +16,15 @@ _PLUGIN_FLAGS = {
     "--tool-parser-plugin": "--tool-call-parser",
     "--tool-call-parser-plugin": "--tool-call-parser",
 }
-"""Flags that bring code for a parser's name, which nobody else knows."""
+"""Load a user's parser under a name unknown to Quire."""
 _LOCAL_ENGINES_FLAGS = "--data-parallel-size-local", "-dpl"
 _ONE_ENGINE_FLAGS = "--data-parallel-rank", "-dpn", "--data-parallel-external-lb", "-dpe"
 JSON_METAVAR = "JSON"
-"""The metavar of flags that take an object, which may come in parts: `--flag.key.key value`."""
+"""Flags with an object value may come in parts: `--flag.key.key value`."""
 
 
 def replace_underscores_in_flags(argv: Sequence[str]) -> list[str]:
-    """Arguments with dashes for underscores in flags: --max_model_len means --max-model-len, as in vLLM. Behind a dot
-    there are keys, which stay as they are."""
+    """--max_model_len means --max-model-len, as in vLLM. Keys after a dot stay."""
     arguments = []
     for argument in argv:
         flag, equals, value = argument.partition("=")
@@ -37,7 +34,7 @@ def replace_underscores_in_flags(argv: Sequence[str]) -> list[str]:
 
 
 def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments; exits with status 2 where one is unknown. Flags that change nothing are told, and left out."""
+    """Exits with status 2 for unknown flags. Drops flags without effect, with a message."""
     known = parser._option_string_actions
     arguments = [_translate_flag(each, known) for each in replace_underscores_in_flags(argv)]
     arguments = _drop_redundant_flags(
@@ -50,7 +47,6 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpars
 
 
 def _translate_flag(argument: str, known: Container[str]) -> str:
-    """With our flag for another server's that means the same, where the command has it."""
     flag, equals, value = argument.partition("=")
     flag, dot, keys = flag.partition(".")
     if not flag.startswith("-") or flag in known:
@@ -60,7 +56,7 @@ def _translate_flag(argument: str, known: Container[str]) -> str:
 
 
 def _normalize_switches(known: Mapping[str, argparse.Action], argv: Sequence[str]) -> list[str]:
-    """The arguments with `--flag` or `--no-flag` for `--flag=true`, `--flag False` and the like."""
+    """`--flag=true`, `--flag False` and the like become `--flag` or `--no-flag`."""
     rest, arguments = list(argv), []
     while rest:
         argument = rest.pop(0)
@@ -90,7 +86,7 @@ def _is_switch(flag: str, known: Mapping[str, argparse.Action]) -> bool:
 
 
 def _translate_local_data_parallel_flags(known: Container[str], argv: Sequence[str]) -> list[str]:
-    """The arguments with the number of engines that vLLM would start on this machine: each machine serves its own."""
+    """vLLM's engines on this machine: each machine serves its own."""
     if "--data-parallel-size" not in known:
         return list(argv)
     positionals: list[str] = []
@@ -113,8 +109,7 @@ def _translate_local_data_parallel_flags(known: Container[str], argv: Sequence[s
 
 
 def _pop_leading_positionals(rest: list[str]) -> list[str]:
-    """Take what stands behind a flag that is left out. Nothing would keep it from a list before that flag any more, so
-    it is to go before all flags."""
+    """Positionals after a dropped flag move before all flags, or an earlier list flag would take them."""
     positionals = []
     while rest and not rest[0].startswith("-"):
         positionals.append(rest.pop(0))
@@ -122,8 +117,7 @@ def _pop_leading_positionals(rest: list[str]) -> list[str]:
 
 
 def _merge_object_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """The arguments with one JSON object for each flag that comes in parts, as `--flag.key.key value`. It stands where
-    the first part did: the flag ends a list before it."""
+    """`--flag.key.key value` parts become one JSON object where the first part was, so that it ends an earlier list."""
     known, rest = parser._option_string_actions, list(argv)
     arguments: list[str] = []
     places: dict[str, int] = {}
@@ -155,7 +149,7 @@ def _merge_object_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) ->
 def _merge_object(
     parser: argparse.ArgumentParser, name: str, values: Sequence[str], parts: Sequence[tuple[str, str]]
 ) -> dict[str, Any]:
-    """Of the last of `values`, which are JSON, and of `parts`: keys with dots between them, and a value each."""
+    """`parts`: dotted keys with values."""
     merged = _parse_json_or_text(values[-1]) if values else {}
     if not isinstance(merged, dict):
         parser.error(f"argument {name}: {values[-1]!r} is no JSON object that {name}.{parts[0][0]} could be a part of")
@@ -174,7 +168,6 @@ def _merge_object(
 
 
 def _parse_json_or_text(text: str) -> Any:
-    """JSON, or text that is none."""
     if text in ("True", "False", "None"):
         return {"True": True, "False": False, "None": None}[text]
     try:
@@ -184,7 +177,7 @@ def _parse_json_or_text(text: str) -> Any:
 
 
 def _drop_redundant_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """The arguments without foreign flags that change nothing, and their values; these are told on standard error."""
+    """Reports them on stderr."""
     known, rest = parser._option_string_actions, list(argv)
     positionals: list[str] = []
     arguments: list[str] = []
@@ -225,8 +218,6 @@ _PARSER_PLUGIN_REASON = "a parser of a plugin's: how the model writes is read fr
 
 
 def _pop_flag_values(rest: list[str], value_kind: str) -> list[str]:
-    """Take the values of a flag from the beginning of `rest`; `value_kind` is as in
-    `unsupported_options.ForeignFlag`."""
     values: list[str] = []
     while value_kind and rest and not rest[0].startswith("--") and (value_kind == "+" or not values):
         values.append(rest.pop(0))
@@ -234,7 +225,6 @@ def _pop_flag_values(rest: list[str], value_kind: str) -> list[str]:
 
 
 def unknown_flags_message(unknown: Sequence[str], known: Iterable[str]) -> str:
-    """A line for each unknown flag, with what to do instead."""
     flags, names = [each.partition("=")[0] for each in unknown if each.startswith("-")], list(known)
     lines = [
         f"  {flag}: {unsupported_options.suggest_flag(flag, names) or 'not known; see --help'}\n"

@@ -1,4 +1,4 @@
-"""`quire verify`: the same tokens, whatever else is running; checked on this machine, with this model."""
+"""`quire verify`: checks on this machine that a model's tokens do not depend on what else is running."""
 
 from __future__ import annotations
 
@@ -39,26 +39,21 @@ SAMPLING_PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "top_k": 50, "top_p": 0.8, "presence_penalty": 0.7},
 )
 MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 120, 32
-"""Tokens of the longest prompt and answer."""
 CHUNK_TOKENS = 7
-"""Tokens per step when chunked prefill is checked."""
+"""Per step when checking chunked prefill."""
 KILL_AFTER_OUTPUTS = 8
-"""How many outputs must have arrived before the engine is killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """The result of running the requests in one way, compared with running each of them alone."""
-
     name: str
     what: str
-    """What happened, for people to read."""
     requests: int
     tokens: int
     differing: int
-    """Requests that got other tokens than alone."""
+    """Requests with other tokens than alone."""
     exercised: bool
-    """Whether what the check is about (such as preemption) happened at all."""
+    """The subject of the check (such as preemption) occurred."""
 
     @property
     def has_passed(self) -> bool:
@@ -66,7 +61,7 @@ class CheckResult:
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    """Returns the exit status: 0 if all tokens were the same, else 1."""
+    """Return 0 if all tokens were the same, else 1."""
     parser = build_parser(
         "quire verify",
         __doc__,
@@ -96,7 +91,7 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def determinism_label(info: EngineInfo) -> str:
-    """What the engine promises about its tokens; it is part of every answer's system_fingerprint."""
+    """Part of every answer's system_fingerprint."""
     return "deterministic" if info.deterministic else "batch-dependent"
 
 
@@ -115,7 +110,7 @@ def print_check_results(info: EngineInfo, checks: Sequence[CheckResult]) -> None
 
 
 class Verification:
-    """Runs the same requests on engines with different configurations, none of which may change a token."""
+    """Runs the same requests with configurations that must not change any token."""
 
     def __init__(self, config: EngineConfig, num_requests: int, make_link: MakeLink) -> None:
         self._config = config
@@ -125,7 +120,7 @@ class Verification:
         self._expected_tokens: TokensByRequest = {}
 
     async def run_checks(self) -> tuple[EngineInfo, list[CheckResult]]:
-        """Run all checks. Raises ConfigError or EngineError when an engine cannot start or fails a request."""
+        """Raises ConfigError or EngineError."""
         model = read_model_config(resolve_model_with_overrides(self._config), self._config.model_impl)
         longest = min(MAX_PROMPT_TOKENS + MAX_OUTPUT_TOKENS + 1024, model.max_position)
         async with self._open_engine(enable_prefix_caching=False, max_model_len=longest) as (client, info):
@@ -185,7 +180,7 @@ class Verification:
 
 
 def build_test_requests(count: int, vocab_size: int, block_size: int, longest: int) -> list[EngineCoreRequest]:
-    """Requests of many kinds: greedy and sampled, short and long, with common prefixes, ending near a page's end."""
+    """Greedy and sampled, short and long, with common prefixes that end near block boundaries."""
     rng = random.Random(5)
     common = [rng.randrange(vocab_size) for _ in range(max(MAX_PROMPT_TOKENS, 2 * block_size))]
     requests = []
@@ -203,10 +198,7 @@ def build_test_requests(count: int, vocab_size: int, block_size: int, longest: i
 async def generate_tokens(
     client: EngineClient, requests: Sequence[EngineCoreRequest], *, kill: bool = False
 ) -> TokensByRequest:
-    """Submit all requests at once and return their tokens. Raises EngineError when one fails.
-
-    kill: end the engine process, once, while it computes them.
-    """
+    """Raises EngineError. `kill`: end the engine process once meanwhile."""
     tokens: TokensByRequest = {request.id: [] for request in requests}
     outputs = 0
     async for step in client.submit(requests):

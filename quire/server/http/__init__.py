@@ -1,1 +1,1 @@
-"""HTTP on uvicorn and sse-starlette: what overrides their inner parts stands here and nowhere else."""
+"""HTTP on uvicorn and sse-starlette; only here are their internals overridden."""

@@ -1,6 +1,3 @@
-"""uvicorn's HTTP connection, with limits on all that a request has besides its body, and on the time to send and to
-read."""
-
 from __future__ import annotations
 
 import asyncio
@@ -24,19 +21,17 @@ from quire.server.http.write_batching import TRANSPORT_SCOPE_KEY, BatchingTransp
 log = logging.getLogger("quire.server")
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Largest size of a request line and its headers, and of what may come without a byte of the body: a chunk's line with
-its extensions, trailers."""
+"""For a request line with headers, and for anything without body bytes: a chunk's line with extensions, trailers."""
 MAX_HEADERS = 256
-"""Headers and trailers of a request. Each look for a header passes over all of them."""
+"""Including trailers. Each lookup scans them all."""
 MAX_FRAMING_BYTES = 1 << 20
-"""Bytes of a request that are not its body's: the head, the lines before chunks with their extensions, the trailers."""
+"""Outside the body: head, chunk lines with extensions, trailers."""
 _BODY_BYTES_PER_FRAMING_BYTE = 4
-"""A body may have one more byte of framing for so many bytes: chunks of 24 bytes and more may come without end."""
+"""Earn another framing byte, so chunks of 24 bytes and more are never refused."""
 MAX_PIPELINED_REQUESTS = 100
-"""Requests that may wait behind one that is being answered. While some wait nothing more is read, but a single read
-could bring thousands."""
+"""Reading pauses while requests wait, but a single read could bring thousands."""
 BODY_PIECE_BYTES = 16 * 1024
-"""Bytes of a body that must arrive in each read timeout."""
+"""Must arrive per read timeout."""
 _HEAD_TOO_LARGE = 431, f"The headers are larger than {MAX_HEAD_BYTES} bytes"
 _TRAILERS_TOO_LARGE = 431, f"The trailers, or the line before a chunk, are larger than {MAX_HEAD_BYTES} bytes"
 _FRAMING_TOO_LARGE = 431, f"The lines between the body's chunks are larger than {MAX_FRAMING_BYTES} bytes"
@@ -45,23 +40,22 @@ _FRAMING_TOO_LARGE = 431, f"The lines between the body's chunks are larger than 
 @dataclass(frozen=True, slots=True)
 class ConnectionTimeouts:
     read_timeout: float
-    """Seconds for a request's head, and for each piece of its body."""
+    """Seconds per head, and per piece of a body."""
     write_timeout: float
     """Seconds that an answer may wait for its reader."""
     client: EngineClient
-    """Its `slow_readers` counts clients that exceeded the write timeout."""
+    """Its `slow_readers` counts clients beyond the write timeout."""
 
 
 class UpgradeIgnoringParser(httptools.HttpRequestParser):
-    """Ignores the header Upgrade, which a server may: Java's client and `curl --http2` send it with every request.
+    """Ignores the header Upgrade, which Java's client and `curl --http2` always send.
 
-    The base class would take all that follows the head, a body first of all, for another protocol's. Here the head is
-    read once more, without the header.
+    The base class would take the body for another protocol. Here the head is parsed again without the header.
     """
 
     def __init__(self, connection: HttpConnection) -> None:
         super().__init__(connection)
-        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as the base class of connections
+        self.set_dangerous_leniencies(lenient_data_after_close=True)
         self._connection = connection
 
     def feed_data(self, data: bytes | bytearray | memoryview | array[int]) -> None:
@@ -73,16 +67,13 @@ class UpgradeIgnoringParser(httptools.HttpRequestParser):
                 if parser.get_method() == b"CONNECT":
                     raise
                 data = self._connection.head_without_upgrade() + bytes(data)[upgrade.args[0] :]
-                # Another parser reads on: this one ignores what follows a head that also says `Connection: close`.
+                # this parser would ignore what follows a head with `Connection: close`
                 parser = self._connection.parser = UpgradeIgnoringParser(self._connection)
 
 
 class UnchunkedSender:
-    """Sends an answer to a client of HTTP/1.0 (nginx by default, `ab`), which knows no chunks: one whose length is not
-    known ends with the connection.
-
-    uvicorn writes chunks for such a client, too. What it writes otherwise must have a length, which here is told as
-    each part comes.
+    """For HTTP/1.0 clients (nginx by default, `ab`), which know no chunks: the connection ends an answer of unknown
+    length. uvicorn writes chunks, or requires a length, which is set here per part.
     """
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
@@ -103,11 +94,10 @@ class UnchunkedSender:
 
 
 class HttpConnection(HttpToolsProtocol):
-    """Adds bounds to uvicorn's connection, and deadlines by timers instead of tasks, which would cost more.
+    """Adds limits to uvicorn's connection, and deadlines by timers, which cost less than tasks.
 
-    uvicorn has no deadline for a request that arrives slowly, no limit on the size of headers and trailers, and waits
-    for ever for a client that does not read. The bounds are the connection's: each byte that is read counts as framing
-    until it turns out to be a body's, whatever the parser is about to meet.
+    uvicorn has no deadline for slow requests or clients that do not read, and no limit on headers and trailers. Each
+    byte counts as framing until it proves to be a body's.
     """
 
     transport: BatchingTransport
@@ -127,26 +117,21 @@ class HttpConnection(HttpToolsProtocol):
         self._write_batcher = write_batcher
         self._in_head = False
         self._received_bytes = 0
-        """Bytes of the head, or of the body since the timer was set."""
+        """Of the head, or of the body since the timer was set."""
         self._framing_bytes = 0
-        """Bytes of the request that are not its body's. Those that come in one piece with the end of the request before
-        it are not counted."""
+        """Without those received with the end of the previous request."""
         self._body_bytes = 0
         self._bytes_without_body = 0
-        """Bytes in pieces that brought no byte of a body, since the last piece that did."""
+        """Since the last piece with a body byte."""
         self._num_headers = 0
-        """Of the request, with its trailers."""
         self._body_chunks: list[bytes] = []
-        """Of a body, as they came with the data of the moment."""
         self._read_timer: asyncio.TimerHandle | None = None
-        """Runs while a request is being received."""
         self._write_timer: asyncio.TimerHandle | None = None
-        """Runs while what was sent is not read."""
         self._refusal = (400, "Invalid HTTP request")
         self._running_cycle: RequestResponseCycle | None = None
-        """The request that the application answers or has answered last; `cycle` is the one that came last."""
+        """Being answered or answered last; `cycle` was received last."""
         self._is_refused = False
-        """Whether nothing more is read, and the refusal is sent once the requests before it are answered."""
+        """Read nothing more; send the refusal after the answers to earlier requests."""
 
     # Receiving
 
@@ -184,7 +169,7 @@ class HttpConnection(HttpToolsProtocol):
             self._expect_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Trailers are dropped: ASGI has no place for them, and as headers they could say what no proxy has checked."""
+        """Drops trailers: ASGI has no place for them, and as headers they would bypass proxies' checks."""
         self._num_headers += 1
         if self._num_headers > MAX_HEADERS:
             self._abort_parsing(431, f"The request has more than {MAX_HEADERS} headers")
@@ -199,7 +184,7 @@ class HttpConnection(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED_REQUESTS:
             self._abort_parsing(400, f"More than {MAX_PIPELINED_REQUESTS} requests wait in this connection")
         if not self.url.startswith(b"/") and b"://" in self.url:
-            # The host of an absolute target stands for the header's (RFC 9112, 3.2.2).
+            # The host of an absolute target replaces the header's (RFC 9112, 3.2.2).
             authority = re.split(rb"[/?#]", self.url.partition(b"://")[2], maxsplit=1)[0].rpartition(b"@")[2]
             self.headers[:] = [(b"host", authority), *(each for each in self.headers if each[0] != b"host")]
         super().on_headers_complete()
@@ -218,7 +203,7 @@ class HttpConnection(HttpToolsProtocol):
         self._body_bytes += len(body)
 
     def _flush_body_chunks(self) -> None:
-        """All at once: the base class copies what it has with each chunk, of which one byte each may come."""
+        """The base class copies all it has per chunk, which may be a byte each."""
         if self._body_chunks:
             super().on_body(b"".join(self._body_chunks))
             self._body_chunks.clear()
@@ -234,11 +219,9 @@ class HttpConnection(HttpToolsProtocol):
 
     @property
     def _will_reparse_head(self) -> bool:
-        """Whether the parser has met a head that it will meet once more."""
         return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
 
     def head_without_upgrade(self) -> bytes:
-        """The head of the request that is being received."""
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
         lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
         return b"\r\n".join([*lines, b"", b""])
@@ -258,7 +241,6 @@ class HttpConnection(HttpToolsProtocol):
             self._read_timer = None
 
     def _is_receiving(self) -> bool:
-        """Whether a part of a request has come, and more of it may come."""
         return self._is_refused or (self._read_timer is not None and (self._received_bytes > 0 or not self._in_head))
 
     @property
@@ -277,7 +259,7 @@ class HttpConnection(HttpToolsProtocol):
             self._refuse_request(408, f"The request did not come within {self._limits.read_timeout:g} seconds")
 
     def _abort_parsing(self, status: int, message: str) -> None:
-        """Stop the parser, which calls this in the middle of what came: uvicorn then calls send_400_response."""
+        """uvicorn then calls send_400_response."""
         self._refusal = (status, message)
         raise ValueError(self._refusal)
 
@@ -286,8 +268,7 @@ class HttpConnection(HttpToolsProtocol):
         self.send_400_response(message)
 
     def send_400_response(self, msg: str) -> None:
-        """Send an OpenAI error body, unless a response has begun, and close the connection. What is wrong with a
-        request is told after the answers to those before it."""
+        """After the answers to earlier requests, and unless a response has begun."""
         if not self._in_head and self.pipeline and self.pipeline[0][0] is self.cycle:
             self.pipeline.popleft()
             self.cycle = self.pipeline[0][0] if self.pipeline else cast(RequestResponseCycle, self._running_cycle)
@@ -303,14 +284,13 @@ class HttpConnection(HttpToolsProtocol):
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[status] + head + body)
         self.transport.close()
-        self._notify_disconnect()  # nothing that the application still does would be sent
+        self._notify_disconnect()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running_cycle = cycle
         super()._start_asgi_task(cycle, app)
 
     def _notify_disconnect(self) -> None:
-        """Tell the application that its client has left, also where other requests have come since."""
         if self._running_cycle is not None and not self._running_cycle.response_complete:
             self._running_cycle.disconnected = True
             self._running_cycle.message_event.set()
@@ -327,7 +307,7 @@ class HttpConnection(HttpToolsProtocol):
             self.send_400_response(self._refusal[1])
 
     def pause_writing(self) -> None:
-        """The transport's buffer is full. The application waits, and tokens gather in its OutputStream."""
+        """Tokens then gather in the OutputStream."""
         super().pause_writing()
         self.transport.writable = False
         self._write_timer = self.loop.call_later(self._limits.write_timeout, self._on_write_timeout)
@@ -354,7 +334,7 @@ class HttpConnection(HttpToolsProtocol):
         self.transport.release_references()
         super().connection_lost(exc)
         self._notify_disconnect()
-        # Without these circles the connection is freed now. Python looks for circles rarely here.
+        # Break cycles to free the connection now; the garbage collector runs rarely here.
         self.pipeline.clear()
         self._running_cycle = None
         self.cycle = None  # type: ignore[assignment]

@@ -1,5 +1,3 @@
-"""The TCP socket that a server listens on: bound before the model is loaded."""
-
 from __future__ import annotations
 
 import logging
@@ -18,7 +16,7 @@ UNPROTECTED_WARNING = (
 
 
 def bind_or_explain(config: ServerConfig) -> socket.socket:
-    """`bind_tcp_socket`; where the port is taken and the model is no model either, one error names both."""
+    """One error names a taken port and an invalid model."""
     try:
         return bind_tcp_socket(config.host, config.port)
     except ConfigError as error:
@@ -31,10 +29,7 @@ def bind_or_explain(config: ServerConfig) -> socket.socket:
 
 
 def bind_tcp_socket(host: str, port: int) -> socket.socket:
-    """A socket that is bound but does not listen: connections are refused until the model is loaded.
-
-    Raises ConfigError, naming the address, when it is taken or not this machine's.
-    """
+    """The socket does not listen: connections are refused until the model is loaded. Raises ConfigError."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, proto)
@@ -48,6 +43,6 @@ def bind_tcp_socket(host: str, port: int) -> socket.socket:
 
 
 def warn_if_unprotected(config: ServerConfig, listener: socket.socket) -> None:
-    """Warn the operator of a server that other machines reach and that asks for no keys."""
+    """Without keys, if other machines can reach the server."""
     if not (config.has_api_keys or is_loopback_listener(listener)):
         log.warning(UNPROTECTED_WARNING, config.host)

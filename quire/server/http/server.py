@@ -1,5 +1,3 @@
-"""The HTTP server: uvicorn with our connections, TLS settings and a drain before it stops."""
-
 from __future__ import annotations
 
 import asyncio
@@ -25,14 +23,14 @@ from quire.server.runtime.server_context import ModelDispatcher
 
 _DRAIN_POLL_SECONDS = 0.05
 _ORPHANED_REQUEST_SECONDS = 2.0
-"""In which requests may end whose engine is gone."""
+"""For requests of a dead engine."""
 
 
 class HttpServer(uvicorn.Server):
-    """A uvicorn server that catches no signals, calls `on_ready` when it listens, and drains before it stops."""
+    """uvicorn without signal handlers. Calls `on_ready` when it listens, and drains before it stops."""
 
     def __init__(self, app: FastAPI, config: ServerConfig, on_ready: Callable[[], None]) -> None:
-        """Of an app whose lifespan has begun. Raises ConfigError for certificates that cannot be used."""
+        """The app's lifespan has begun. Raises ConfigError for unusable certificates."""
         self._models: ModelDispatcher = app.state.server.models
         bounds = ConnectionTimeouts(config.read_timeout, config.write_timeout, self._models.loaded_runtimes[0].client)
         tls = tls_context(config)
@@ -47,7 +45,7 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 log_level=config.uvicorn_log_level,
                 access_log=False,  # server/observe/log_setup.py writes it
-                timeout_keep_alive=75,  # longer than the minute of most proxies, which might reuse a closed connection
+                timeout_keep_alive=75,  # longer than most proxies' minute, so that they never reuse a closed connection
                 timeout_graceful_shutdown=max(1, round(config.shutdown_timeout)),
             )
         )
@@ -64,10 +62,7 @@ class HttpServer(uvicorn.Server):
             self._on_ready()
 
     async def drain_requests(self) -> None:
-        """Refuse new generations with 503, and stop when the open ones have ended.
-
-        Those still open after --shutdown-timeout end with an error.
-        """
+        """Refuse new generations with 503. Open ones end with an error after --shutdown-timeout."""
         models = self._models.loaded_runtimes
         ends = clock.monotonic() + self._drain_timeout
         for each in models:
@@ -81,8 +76,7 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
     async def wait_for_requests(self) -> None:
-        """Wait until the requests have ended whose engine is gone: the end of the event loop would cancel them, and
-        each would be a traceback in the log."""
+        """Closing the event loop would cancel requests of a dead engine, with a traceback each."""
         if tasks := self.server_state.tasks:
             await asyncio.wait(tasks, timeout=_ORPHANED_REQUEST_SECONDS)
 
@@ -97,7 +91,7 @@ def _is_runtime_busy(runtime: ModelRuntime) -> bool:
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """The context for HTTPS; None for plain HTTP. Raises ConfigError naming the setting that is wrong."""
+    """None: plain HTTP. Raises ConfigError."""
     files = {name: getattr(config, name) for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")}
     if config.ssl_certfile is None:
         if any(files.values()):
@@ -124,6 +118,6 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
 
 
 def _lacks_private_key(certfile: Path) -> bool:
-    """Whether it is a PEM file of certificates alone, of which OpenSSL says "PEM lib"."""
+    """OpenSSL only reports "PEM lib"."""
     content = certfile.read_bytes()
     return b"CERTIFICATE-----" in content and b"PRIVATE KEY-----" not in content

@@ -1,4 +1,4 @@
-"""Server-sent events: one body chunk per engine step, comments during silences, and an end when the client is gone."""
+"""Server-sent events: a body chunk per engine step, pings during silence."""
 
 from __future__ import annotations
 
@@ -19,25 +19,23 @@ from quire.server.http.write_batching import BatchingTransport
 
 Result = TypeVar("Result")
 CLIENT_CLOSED_REQUEST = 499
-"""The status of a request whose client has left: nobody but the log reads it."""
+"""Status for the log if the client has left."""
 EVENT_STREAM_TYPE = b"text/event-stream; charset=utf-8"
 EVENT_STREAM_HEADERS = (
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would hold events back to fill its buffers
+    (b"x-accel-buffering", b"no"),  # otherwise nginx buffers events
 )
 
 
 class EventStream(EventSourceResponse):
-    """Sends chunks as they come; each is one or more whole events, already encoded.
+    """Each chunk is one or more whole, encoded events.
 
     `close` is called when the client disconnects and when the stream ends, and must end `chunks`. The status is sent
-    with the first chunk, or with the first ping when none came for `config.sse_ping` seconds. An exception before that
-    is raised, to get a status of its own; a later one is sent as the last event.
+    with the first chunk, or the first ping after `config.sse_ping` seconds. An earlier exception is raised, to get its
+    own status; a later one becomes the last event.
 
-    Of sse-starlette one thing is overridden: how the answer is sent (`__call__`). Its own way sends the status before
-    the first chunk, pings between events that come all the time, ends a stream when uvicorn is asked to stop, although
-    HttpServer drains its streams first, and takes 0.4 ms for each stream, in task groups, and microseconds for each
-    token.
+    sse-starlette's `__call__` sends the status before the first chunk, pings between frequent events, ends streams that
+    HttpServer drains, and takes 0.4 ms per stream and microseconds per token.
     """
 
     def __init__(
@@ -52,9 +50,9 @@ class EventStream(EventSourceResponse):
         encode_error: Callable[[Exception], bytes] = encode_openai_stream_error,
         transport: BatchingTransport | None = None,
     ) -> None:
-        """`content_type`: the type of the content. `ping` is sent after a silence, `encode_error` writes the last event
-        of a stream that an error ends. The generator of the chunks may write some to `transport` itself, while it is
-        asked for the next one."""
+        """`ping` is sent after a silence; `encode_error` encodes the last event after an error. The generator may write
+        chunks to `transport` while asked for the next.
+        """
         super().__init__(chunks, ping=config.sse_ping)
         extra_headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         self.raw_headers = [(b"content-type", content_type), *EVENT_STREAM_HEADERS, *extra_headers]
@@ -63,7 +61,6 @@ class EventStream(EventSourceResponse):
         self._ping_event = ping
         self._encode_error = encode_error
         self._status_sent = False
-        """Whether the status was sent."""
         self._last_send_time = clock.monotonic()
         self._transport = transport
         self._status_lock = asyncio.Lock()
@@ -93,7 +90,7 @@ class EventStream(EventSourceResponse):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._chunks.aclose()
-        await self._send_status(send)  # for the log of requests, where the client left before the status
+        await self._send_status(send)  # for the request log, if the client left before the status
 
     async def _send_status(self, send: Send) -> None:
         async with self._status_lock:
@@ -134,7 +131,7 @@ class EventStream(EventSourceResponse):
 
 @asynccontextmanager
 async def closing_on_disconnect(receive: Receive, close: Callable[[], None]) -> AsyncIterator[None]:
-    """Calls `close` as soon as the client is gone, and in any case at the end."""
+    """Also calls `close` at the end."""
     watcher = asyncio.create_task(_close_when_disconnected(receive, close))
     try:
         yield
@@ -144,7 +141,7 @@ async def closing_on_disconnect(receive: Receive, close: Callable[[], None]) -> 
 
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of some work, which is cancelled when the client leaves. Raises HTTPException then."""
+    """Raises HTTPException if the client leaves."""
     task = asyncio.create_task(work)
 
     def cancel_task() -> None:

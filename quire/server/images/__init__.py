@@ -1,1 +1,1 @@
-"""The images of requests: where they come from, and their bytes."""
+"""Images of requests."""

@@ -1,8 +1,7 @@
-"""Fetches images from addresses that the operator allows, by HTTP.
+"""Fetches images by HTTP from hosts that the operator allows.
 
-A caller's address must not reach what only this machine reaches: a host must be one of the operator's, and after its
-name is resolved, at the moment of the connection, its address must be a public one; redirections are looked at in the
-same way. Proxies of the environment are not asked, as they would resolve names themselves.
+A URL must not reach what only this machine reaches: the address must be public when connecting, also after redirects.
+Environment proxies are ignored, because they resolve names themselves.
 """
 
 from __future__ import annotations
@@ -24,23 +23,22 @@ from quire.engine.images.image_decoding import MAX_FILE_BYTES, image_error
 from quire.server.access.host_addresses import matches_any_host_pattern
 
 FETCH_TIMEOUT = 10.0
-"""For one image, redirections included."""
+"""Per image, including redirects."""
 MAX_REDIRECTS = 3
 MAX_TOTAL_BYTES = 48 << 20
-"""Bytes of all images of a request."""
+"""Per request."""
 MAX_FETCHING_REQUESTS = 64
-"""Requests whose images are fetched at the same time."""
 _MAX_CONNECTIONS = 4
-"""Of a request."""
+"""Per request."""
 _NUM_LOOKUP_THREADS = 4
-"""Threads that look up names, and nothing else: a name server that does not answer keeps them for a while."""
+"""An unresponsive name server blocks them for a while."""
 _CONNECT_TIMEOUT = 3.0
-"""Seconds for each address of a host but the last."""
+"""Seconds per address of a host, except the last."""
 _REDIRECT_STATUSES = (301, 302, 303, 307, 308)
 _IPV4_EMBEDDING_NETWORKS = tuple(
     ipaddress.ip_network(each) for each in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32")
 )
-"""Networks of IPv6 whose addresses stand for others of IPv4."""
+"""IPv6 networks for IPv4 addresses."""
 
 
 LookUpHost = Callable[..., Sequence[tuple[Any, ...]]]
@@ -51,7 +49,7 @@ class ForbiddenAddress(Exception):
 
 
 def is_public_address(address: str) -> bool:
-    """Whether an address is one of the public network: not private, loopback, link-local, multicast or reserved."""
+    """Not private, loopback, link-local, multicast or reserved."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped is not None:
@@ -62,7 +60,7 @@ def is_public_address(address: str) -> bool:
 
 
 class GuardedNetwork(httpcore.AsyncNetworkBackend):
-    """Connects to addresses that may be reached, and to no others, whatever a name stands for."""
+    """Connects only to allowed addresses, whatever a name resolves to."""
 
     def __init__(self, may_reach: Callable[[str], bool], lookups: Executor, look_up: LookUpHost) -> None:
         self._may_reach = may_reach
@@ -100,7 +98,7 @@ class GuardedNetwork(httpcore.AsyncNetworkBackend):
 
 @dataclass(slots=True)
 class _ByteBudget:
-    """What is left of a request's bytes. A host sends what it likes, so each piece counts when it comes."""
+    """Counts pieces as they come, because hosts send what they like."""
 
     charge_bytes: Callable[[int], None]
     bytes_left: int
@@ -115,27 +113,25 @@ class _ByteBudget:
 
 
 class ImageFetcher:
-    """Fetches for all requests of a model."""
-
     def __init__(
         self,
         domains: Sequence[str],
         may_reach: Callable[[str], bool] = is_public_address,
         look_up: LookUpHost = socket.getaddrinfo,
     ) -> None:
-        """`domains`: hosts that may be asked; *.example.com: all below it; *: any. `look_up`: finds a name's addresses,
-        as getaddrinfo."""
+        """`domains`: allowed hosts; *.example.com: its subdomains; *: any. `look_up`: like getaddrinfo."""
         self._domains = [each.lower().rstrip(".") for each in domains]
         self._lookups = ThreadPoolExecutor(_NUM_LOOKUP_THREADS, "names")
         self._network = GuardedNetwork(may_reach, self._lookups, look_up)
-        self._ssl_context = httpcore.default_ssl_context() if domains else None  # which takes 20 ms to read
+        self._ssl_context = httpcore.default_ssl_context() if domains else None  # takes 20 ms to load
 
     def stop_lookup_threads(self) -> None:
         self._lookups.shutdown(wait=False, cancel_futures=True)
 
     async def fetch_images(self, urls: Mapping[str, str], charge_bytes: Callable[[int], None]) -> dict[str, bytes]:
-        """What is at these addresses, each with the field that names it. hold: is told of so many bytes more. Raises
-        InvalidRequest, naming the field, and what `charge_bytes` raises."""
+        """`urls`: URL to the field that names it. `charge_bytes` gets each piece's size. Raises InvalidRequest, and
+        what `charge_bytes` raises.
+        """
         contents, budget = dict[str, bytes](), _ByteBudget(charge_bytes, MAX_TOTAL_BYTES)
         async with (
             httpcore.AsyncConnectionPool(
@@ -182,7 +178,7 @@ class ImageFetcher:
         raise image_error(where, f"its address leads on more than {MAX_REDIRECTS} times")
 
     def _validate_url_to_ascii(self, url: str, where: str) -> str:
-        """The address in ASCII. Raises InvalidRequest for one that may not be asked."""
+        """Raises InvalidRequest."""
         url = _url_to_ascii(url)
         split = urlsplit(url)
         host = (split.hostname or "").rstrip(".")
@@ -195,7 +191,7 @@ class ImageFetcher:
     async def _fetch_once(
         self, pool: httpcore.AsyncConnectionPool, url: str, where: str, budget: _ByteBudget
     ) -> tuple[bytes | None, str]:
-        """The content, or None and the address that it leads on to."""
+        """Content, or None and the redirect's URL."""
         pieces, size = [], 0
         headers = [(b"accept", b"image/*"), (b"user-agent", b"quire")]
         async with pool.stream("GET", url, headers=headers) as response:
@@ -214,8 +210,7 @@ class ImageFetcher:
 
 
 def _url_to_ascii(url: str) -> str:
-    """An address as HTTP takes it: the host's letters by IDNA, under which digits of other kinds are digits, and the
-    rest by their bytes. Raises ValueError."""
+    """IDNA turns other digits of a host into ASCII digits. Raises ValueError."""
     if url.isascii():
         return url
     split = urlsplit(url)
@@ -225,7 +220,7 @@ def _url_to_ascii(url: str) -> str:
 
 
 async def _result_or_error(fetch: Any) -> bytes | QuireError:
-    """The result, or the error: the others are not cut off by it."""
+    """An error must not cancel other fetches."""
     try:
         content: bytes = await fetch
     except QuireError as error:

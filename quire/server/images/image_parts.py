@@ -1,4 +1,4 @@
-"""The images of a chat's messages, in their order: the bytes of each, and the field that an error names."""
+"""Images of a chat's messages in order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.server.protocol.chat import ChatMessage, ImagePart
 from quire.server.served_model import ServedModel
 
 MAX_FETCHED_IMAGES = 16
-"""Addresses that images of one request may be at."""
+"""Per request."""
 _MAX_SCHEME_LENGTH = 100
 FETCHING_DISABLED = (
     "images are not fetched from addresses here: send a data: URL with the image in base64; the server's operator may "
@@ -20,12 +20,11 @@ FETCHING_DISABLED = (
 
 
 class UnfetchedImagesError(QuireError):
-    """Images must be fetched before the request can be resolved. After that it is resolved again with their content."""
+    """The request is resolved again once these images are fetched."""
 
     def __init__(self, message: str = "images are to be fetched", *, param: str | None = None) -> None:
         super().__init__(message, param=param)
         self.fields_by_url: dict[str, str] = {}
-        """By address, the field that names it."""
 
 
 def has_images(messages: Sequence[ChatMessage]) -> bool:
@@ -33,7 +32,7 @@ def has_images(messages: Sequence[ChatMessage]) -> bool:
 
 
 def collect_images(messages: Sequence[ChatMessage], model: ServedModel) -> list[RequestImage]:
-    """Raises InvalidRequest, naming the field, for what may not be or cannot be read, and UnfetchedImagesError."""
+    """Raises InvalidRequest naming the field, and UnfetchedImagesError."""
     unfetched, images = dict[str, str](), list[RequestImage]()
     for where, role, part in _image_parts(messages):
         if model.multimodal_prompt_builder is None:
@@ -62,8 +61,7 @@ def collect_images(messages: Sequence[ChatMessage], model: ServedModel) -> list[
 
 
 def check_images_rendered(text: str, placeholder: str, messages: Sequence[ChatMessage]) -> None:
-    """Raises InvalidRequest if the template wrote fewer marks than there are images: some templates leave out the
-    images of tools' results."""
+    """Raise InvalidRequest for missing placeholders: some templates omit images of tool results."""
     parts = list(_image_parts(messages))
     if text.count(placeholder) < len(parts):
         where = next((where for where, role, _ in parts if role != "user"), parts[-1][0])

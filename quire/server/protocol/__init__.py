@@ -1,1 +1,1 @@
-"""The bodies of requests, as pydantic models."""
+"""Request bodies as pydantic models."""

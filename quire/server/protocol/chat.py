@@ -40,7 +40,7 @@ class TextPart(ExtraFieldsModel):
 class ImageUrl(ExtraFieldsModel):
     url: str
     detail: Literal["auto", "low", "high"] | None = None
-    """low: the image takes few tokens."""
+    """low: few tokens per image."""
 
 
 class ImagePart(ExtraFieldsModel):
@@ -66,7 +66,7 @@ ContentPart = Annotated[
 
 
 class ChatMessage(ExtraFieldsModel):
-    """One turn. Other fields (name, tool_call_id, reasoning_content …) are passed on to the template."""
+    """One turn. Other fields (name, tool_call_id, reasoning_content …) go to the template."""
 
     role: str
     content: str | Annotated[list[ContentPart], MaxEntries(MAX_CONTENT_PARTS)] | None = None
@@ -74,7 +74,7 @@ class ChatMessage(ExtraFieldsModel):
 
     def to_template_message(self) -> dict[str, Any]:
         turn = self.model_dump(exclude_unset=True)
-        if self.tool_calls:  # some templates read type and arguments without checking whether they are there
+        if self.tool_calls:  # some templates read type and arguments unconditionally
             turn["tool_calls"] = [
                 call.to_function_call() if isinstance(call, CustomToolCall) else call.model_dump(exclude_none=True)
                 for call in self.tool_calls
@@ -92,11 +92,11 @@ class ChatRequest(GenerationBody):
     top_logprobs: int = Field(0, ge=0)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    """The answer continues the last message, which must be an assistant's."""
+    """The last message must be an assistant's."""
     echo: bool = False
-    """With continue_final_message: answers begin with the message that they continue."""
+    """Answers begin with the continued message."""
     chat_template: str | None = None
-    """Used instead of the model's, where the operator allows it."""
+    """Replaces the model's, if the operator allows it."""
     add_special_tokens: bool = False
     """False, because templates write BOS themselves."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -104,16 +104,15 @@ class ChatRequest(GenerationBody):
     tools: ToolList = Field(default_factory=list)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
-    """False: of several calls only the first is kept."""
+    """False: only the first call is kept."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    """A variable of the template; "none" also sets the variable enable_thinking to false."""
+    """"none" also sets the template variable enable_thinking to false."""
     include_reasoning: bool = True
     thinking_token_budget: int | None = Field(None, ge=-1, lt=2**31)
-    """Most tokens of thinking; -1: no limit."""
+    """-1: no limit."""
 
     @property
     def reasoning_template_variables(self) -> dict[str, Any]:
-        """The template variables that reasoning_effort sets."""
         variables: dict[str, Any] = {}
         if self.reasoning_effort is not None:
             variables["reasoning_effort"] = self.reasoning_effort
@@ -140,7 +139,7 @@ class ChatRequest(GenerationBody):
 
 
 def check_final_message_continuation(messages: Sequence[ChatMessage], generation_prompt: bool) -> None:
-    """Raises InvalidRequest where continue_final_message is not possible."""
+    """Raises InvalidRequest."""
     if generation_prompt:
         raise InvalidRequest(
             "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"

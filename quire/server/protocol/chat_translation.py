@@ -1,5 +1,4 @@
-"""What the bodies of other APIs share: each is translated to a chat, and accepts the chat's other fields under their
-own names."""
+"""Base of other APIs' bodies, which are translated to a chat and accept its other fields."""
 
 from __future__ import annotations
 
@@ -37,22 +36,19 @@ CHAT_EXTENSIONS = (
     "documents",
     "add_special_tokens",
 )
-"""Fields of a chat that mean the same in every API."""
+"""Same meaning in every API."""
 
 
 class TranslatableBody(ModelBody):
     chat_field_aliases: ClassVar[Mapping[str, str]] = {}
-    """What fields of a chat are called in this API, where it has them under other names."""
+    """This API's names of a chat's fields."""
     accepted_extensions: ClassVar[tuple[str, ...]] = CHAT_EXTENSIONS
-    """Fields of a chat that this API takes by their names."""
 
     def pick_extensions(self) -> dict[str, Any]:
-        """The fields that go into the chat as they are."""
         return {name: value for name, value in (self.model_extra or {}).items() if name in self.accepted_extensions}
 
     def check_params_and_list_ignored(self) -> list[str]:
-        """Names of parameters that have no effect. Raises InvalidRequest for one that should have had one: all other
-        fields of a chat."""
+        """Return parameters without effect. Raises InvalidRequest for unsupported fields of a chat."""
         for name, value in (self.model_extra or {}).items():
             field = ChatRequest.model_fields.get(name)
             if field is None or name in self.accepted_extensions:

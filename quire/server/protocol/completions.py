@@ -20,9 +20,9 @@ class CompletionRequest(GenerationBody):
     echo: bool = False
     logprobs: int | None = Field(None, ge=0)
     best_of: int | None = Field(None, ge=1)
-    """Generate so many choices, and answer with the n of highest mean log probability per token."""
+    """Choices to generate; the n with the highest mean log probability per token are returned."""
     suffix: str = ""
-    """The text after the gap that the answer fills; for models that are trained to fill in the middle."""
+    """Text after the gap, for models trained to fill in the middle."""
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
@@ -33,7 +33,7 @@ class CompletionRequest(GenerationBody):
 
     @property
     def num_candidates(self) -> int:
-        """Choices to generate for each prompt. Raises InvalidRequest."""
+        """Per prompt. Raises InvalidRequest."""
         if self.best_of is None:
             return self.n
         if self.best_of < self.n:

@@ -1,5 +1,4 @@
-"""The limits of the fields of bodies. Validation stops at the first field that exceeds one, before it reads the
-rest."""
+"""Limits of bodies' fields. Validation stops at the first excess, before reading the rest."""
 
 from __future__ import annotations
 
@@ -24,40 +23,37 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from quire.engine.common.errors import InvalidRequest
 
 MAX_FIELDS = 256
-"""Fields of a body, those without effect included."""
 MAX_LISTED_TOKEN_IDS = 1024
-"""Entries of logit_bias and of stop_token_ids: each of n answers carries a copy."""
+"""For logit_bias and stop_token_ids: each of n answers has a copy."""
 MAX_LOGPROB_TOKEN_IDS = 128
-"""Entries of logprob_token_ids: each token of an answer gives the log probabilities of all."""
+"""Every token of an answer reports all."""
 MAX_ALLOWED_TOKEN_IDS = 2**20
-"""Entries of allowed_token_ids."""
 MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 1024, 128
-"""Words, and characters of each."""
+"""Number of words, and characters per word."""
 MAX_STRUCTURED_CHOICES = 10_000
-"""Texts of a structured output that is one of several."""
 MAX_COPIED_PARAMS_SIZE = 2**20
-"""Token ids, and 16 characters of a grammar for one, that all answers of a call carry: each has a copy of the call's
-logit_bias, stop_token_ids, allowed_token_ids, bad_words and grammar."""
+"""Per call: each answer copies logit_bias, stop_token_ids, allowed_token_ids, bad_words and grammar. In token ids; 16
+characters of a grammar count as one.
+"""
 MAX_CACHE_SALT_LENGTH = 1024
 MAX_SESSION_ID_LENGTH = 256
 MAX_PROMPTS = 2048
 MAX_PROMPT_ENTRIES = 2**22
-"""Of a prompt, as token ids or as several prompts; the context and MAX_PROMPTS bound them further."""
+"""Token ids or prompts; the context and MAX_PROMPTS limit them further."""
 MAX_MESSAGES = 100_000
-"""The context bounds them too: each takes a token at least."""
+"""The context limits them too: each takes at least a token."""
 MAX_CONTENT_PARTS = 10_000
-"""Parts of one message's content."""
+"""Per message."""
 MAX_DOCUMENTS = 10_000
 MAX_TOOLS = 1024
 MAX_TOOL_CALLS = 1024
-"""Calls in one message."""
+"""Per message."""
 MAX_DETOKENIZE_TOKENS = 1_000_000
-"""Token ids of one call of /detokenize."""
 
 
 @dataclass(frozen=True, slots=True)
 class MaxEntries:
-    """Bounds a list's or an object's entries; a list is refused with its first wrong entry, the others unread."""
+    """A list is refused at its first wrong entry, the others unread."""
 
     max_entries: int
 
@@ -66,7 +62,7 @@ class MaxEntries:
         assert schema["type"] in ("list", "dict")
         if schema["type"] == "list":
             schema["fail_fast"] = True
-        schema["max_length"] = self.max_entries  # for the JSON schema: pydantic itself counts as it goes
+        schema["max_length"] = self.max_entries  # only for the JSON schema
         return core_schema.no_info_before_validator_function(self._check_length, schema)
 
     def _check_length(self, value: Any) -> Any:
@@ -82,7 +78,7 @@ def _text_or_list_tag(value: Any) -> str:
 
 _List = TypeVar("_List")
 TextOrList = Annotated[Annotated[str, Tag("str")] | Annotated[_List, Tag("[]")], Discriminator(_text_or_list_tag)]
-"""A text or a list: what is wrong in a list is told of the list alone."""
+"""Errors in a list are reported only for the list."""
 BadWord = Annotated[str, StringConstraints(max_length=MAX_BAD_WORD_LENGTH)]
 TokenIds = Annotated[list[StrictInt], MaxEntries(MAX_PROMPT_ENTRIES)]
 TextsOrTokenIds = (
@@ -94,7 +90,7 @@ TextsOrTokenIds = (
 
 
 class ExtraFieldsModel(BaseModel):
-    """A part of a body whose other fields are kept, for the chat template."""
+    """A part of a body that keeps other fields for the chat template."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -105,8 +101,7 @@ def validate_with_one_error(
     validate: ValidatorFunctionWrapHandler,
     explain_error: Callable[[Any], str] = lambda value: "",
 ) -> Any:
-    """Refuse wrong TextsOrTokenIds with one message. Pydantic would give one for each token and for each type that it
-    could be. `explain_error`: a better message about the value; "": there is none."""
+    """Pydantic would give an error per token and possible type. `explain_error`: a better message, or ""."""
     try:
         return validate(value)
     except ValidationError:
@@ -121,4 +116,3 @@ def _check_token_limit(count: int) -> int:
 
 
 TokenLimit = Annotated[int, AfterValidator(_check_token_limit)]
-"""Most tokens of an answer."""

@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens, in Anthropic's shapes."""
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ class CacheControl(BodyModel):
 
 
 class CacheableBlock(BodyModel):
-    """A block that can have a cache_control mark, which says how long the prompt up to its end is kept."""
+    """cache_control says how long to keep the prompt up to the block's end."""
 
     cache_control: CacheControl | None = None
 
 
 CACHE_TTL_SECONDS = {"5m": 300.0, "1h": 3600.0}
-"""Seconds."""
 
 
 class TextBlock(CacheableBlock):
@@ -106,7 +105,7 @@ class InputMessage(BodyModel):
 
 
 class InputTool(CacheableBlock):
-    """Only the caller's own tools: there are none that Anthropic's servers would run."""
+    """A caller's own tool; Anthropic's server tools do not exist here."""
 
     type: Literal["custom"] = "custom"
     name: ToolNameText
@@ -146,23 +145,20 @@ class OutputConfig(BodyModel):
 
 
 class CountTokensRequest(TranslatableBody):
-    """What makes a prompt, and what else Anthropic's endpoint takes."""
-
     messages: Annotated[list[InputMessage], MaxEntries(MAX_MESSAGES), Field(min_length=1)]
     system: TextOrList[Annotated[list[TextBlock], MaxEntries(MAX_CONTENT_PARTS)]] = ""
     tools: Annotated[list[InputTool], MaxEntries(MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: Annotated[AnyChoice | NamedChoice | NoChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
-    """Without it a model whose template can be told so does not think, as in Anthropic's API."""
+    """If missing, the model does not think, as in Anthropic's API, if its template supports that."""
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    """The older name of output_config's format."""
+    """Older name of output_config.format."""
     cache_control: CacheControl | None = None
 
     @property
     def max_cache_seconds(self) -> float | None:
-        """The longest time that a mark asks for; None where there is none. What is kept is the whole prompt, whichever
-        part is marked."""
+        """None: no mark. The whole prompt is kept, whichever part is marked."""
         texts = [self.system, *(message.content for message in self.messages)]
         blocks = [block for text in texts if not isinstance(text, str) for block in text]
         markable = [self, *self.tools, *(block for block in blocks if isinstance(block, CacheableBlock))]
@@ -191,7 +187,7 @@ class MessagesRequest(CountTokensRequest):
     }
 
     max_tokens: TokenLimit
-    """More than the context holds is as much as it holds."""
+    """Limited to the context."""
     stop_sequences: Annotated[list[str], MaxEntries(MAX_STOP_STRINGS)] = Field(default_factory=list)
     temperature: float | None = Field(None, ge=0, le=1)
     top_p: float | None = None

@@ -31,7 +31,7 @@ class OllamaMessage(BodyModel):
     content: str = ""
     thinking: str = ""
     images: list[str] = Field(default_factory=list)
-    """Files in base64."""
+    """In base64."""
     tool_calls: Annotated[list[OllamaCall], MaxEntries(MAX_TOOLS)] = Field(default_factory=list)
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -47,10 +47,10 @@ class OllamaMessage(BodyModel):
 
 
 class Options(RequestBody):
-    """Ollama's names for fields that a chat has under other names. Options that are not listed here have no effect."""
+    """Ollama's names for a chat's fields. Other options have no effect."""
 
     num_predict: int | None = None
-    """Most tokens of the answer; negative: as many as the context holds."""
+    """Negative: up to the context."""
     temperature: float | None = None
     top_k: int | None = Field(None, lt=2**31)
     top_p: float | None = None
@@ -63,15 +63,13 @@ class Options(RequestBody):
 
 
 class OllamaGenerationBody(ModelBody):
-    """What the two endpoints that generate share."""
-
     stream: bool = True
     format: Literal["", "json"] | dict[str, Any] | None = None
-    """json: any JSON; else a schema."""
+    """json: any JSON; otherwise a schema."""
     options: Options = Options()
     think: bool | Literal["low", "medium", "high"] | None = None
     keep_alive: str | float | None = None
-    """Without effect: a model stays as long as its server."""
+    """Without effect: models stay loaded."""
 
     def check_params_and_list_ignored(self) -> list[str]:
         options = [f"options.{name}" for name in self.options.model_extra or {}]
@@ -88,9 +86,9 @@ class OllamaGenerateRequest(OllamaGenerationBody):
     system: str | None = None
     suffix: str | None = None
     raw: bool = False
-    """The prompt is what the model reads, without its template."""
+    """The prompt is not rendered by the template."""
     images: list[str] = Field(default_factory=list)
-    """Files in base64."""
+    """In base64."""
 
     def check_params_and_list_ignored(self) -> list[str]:
         if (self.model_extra or {}).get("template"):
@@ -107,7 +105,7 @@ class OllamaEmbedRequest(ModelBody):
 
 
 class OllamaEmbeddingsRequest(ModelBody):
-    """The older form."""
+    """Ollama's older form of embeddings."""
 
     prompt: str = ""
     keep_alive: str | float | None = None
@@ -116,11 +114,11 @@ class OllamaEmbeddingsRequest(ModelBody):
 
 class OllamaShowRequest(ModelBody):
     name: str | None = None
-    """The older name of model."""
+    """Older name of model."""
     verbose: bool = False
 
 
 class OllamaPullRequest(ModelBody):
     name: str | None = None
-    """The older name of model."""
+    """Older name of model."""
     stream: bool = True

@@ -1,5 +1,4 @@
-"""Bodies of the routes for operators: /update_weights, /init_weights_group, /collective_rpc, and those of adapters, as
-vLLM takes them."""
+"""Bodies of /update_weights, /init_weights_group, /collective_rpc, and of adapters, as in vLLM."""
 
 from __future__ import annotations
 
@@ -19,39 +18,39 @@ class BroadcastTensor(RequestBody):
 
 class UpdateWeightsRequest(RequestBody):
     path: Annotated[str, Field(max_length=4096)] | None = None
-    """A folder of safetensors files, or a GGUF file, on the server's machine."""
+    """A folder of safetensors or a GGUF file."""
     tensors: Annotated[list[BroadcastTensor], Field(min_length=1, max_length=2**17)] | None = None
-    """Instead of path: what rank 0 of the group broadcasts next, in this order."""
+    """What rank 0 broadcasts next, in order, instead of path."""
     last: bool = True
-    """Whether the model is complete with these tensors, and to be served."""
+    """The model is complete and can be served."""
     mode: Literal["keep", "wait", "abort"] = "keep"
-    """What becomes of open requests: they go on with the new weights, end first, or end at once."""
+    """Open requests continue with the new weights, finish first, or are aborted."""
     version: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,100}$")] | None = None
-    """What to call the weights; default: they are counted."""
+    """Default: a counter."""
 
 
 class WeightsGroupRequest(RequestBody):
     master_address: Annotated[str, Field(pattern=r"^[0-9A-Za-z.:_-]{1,255}$")]
-    """Where rank 0, which sends the weights, waits for the others."""
+    """Of rank 0, the sender."""
     master_port: Annotated[int, Field(ge=1, le=65535)]
     rank: Annotated[int, Field(ge=1, le=65535)] = 1
-    """This server's."""
+    """This server's rank."""
     world_size: Annotated[int, Field(ge=2, le=65536)] = 2
     backend: Literal["gloo", "nccl"] = "gloo"
     timeout: Annotated[float, Field(gt=0, le=3600)] = 300.0
-    """Seconds to wait for the other members: at the start, and in each broadcast."""
+    """Seconds to wait for members, at the start and per broadcast."""
 
 
 class CallRequest(RequestBody):
     method: Annotated[str, Field(max_length=200)]
-    """A name; functions come from programs alone."""
+    """A name; only programs can pass functions."""
     args: list[Any] = Field(default_factory=list)
     timeout: Annotated[float, Field(gt=0, le=3600)] | None = None
 
     @property
     def call_kwargs(self) -> dict[str, Any]:
-        """The body's kwargs. Raises InvalidRequest."""
-        kwargs = (self.model_extra or {}).get("kwargs", {})  # no field can have this name
+        """Raises InvalidRequest."""
+        kwargs = (self.model_extra or {}).get("kwargs", {})  # not usable as a field's name
         if not isinstance(kwargs, dict):
             raise InvalidRequest("kwargs: must be an object", param="kwargs")
         return kwargs
@@ -60,12 +59,12 @@ class CallRequest(RequestBody):
 class LoadAdapterRequest(RequestBody):
     lora_name: str = Field(max_length=1024)
     lora_path: str = Field(max_length=4096)
-    """A folder as PEFT writes it, or a hub id."""
+    """A PEFT folder, or a hub id."""
     load_inplace: bool = False
-    """The name may be served already; its new content takes the place of the old."""
+    """Replaces an adapter that is served under this name."""
 
 
 class UnloadAdapterRequest(RequestBody):
     lora_name: str = Field(max_length=1024)
     lora_int_id: int | None = None
-    """Without effect: names are enough."""
+    """Without effect."""

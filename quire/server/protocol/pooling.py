@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /pooling, /classify, /v1/score, /v1/rerank: in the shapes of OpenAI, vLLM, Jina and Cohere."""
+"""POST /v1/embeddings, /pooling, /classify, /v1/score, /v1/rerank: as in OpenAI, vLLM, Jina and Cohere."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ IMAGES_IN_MESSAGES_HINT = (
     "an input is text, or token ids; where the model reads images, they come in `messages` of /v1/embeddings"
 )
 _IMAGE_KEYS = ("image", "image_url", "content")
-"""What an input that is an object has in the APIs of Jina, vLLM and Cohere where it is an image, or may be."""
+"""Of image inputs in the APIs of Jina, vLLM and Cohere."""
 
 
 def _explain_image_input(value: Any) -> str:
-    """What is said of an input that shows an image."""
     parts = (each for each in (value if isinstance(value, list) else [value]) if isinstance(each, dict))
     return f"input: {IMAGES_IN_MESSAGES_HINT}" if any(key in each for each in parts for key in _IMAGE_KEYS) else ""
 
@@ -35,18 +34,16 @@ TextList = Annotated[list[str], MaxEntries(MAX_PROMPTS)]
 
 
 class PoolingBody(EngineRequestBody):
-    """The fields that all of them have in common."""
-
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
-    """Keep only so many tokens of an input, special ones included; -1: as many as the model reads."""
+    """Tokens to keep, including special ones; -1: the model's maximum."""
     truncation_side: Literal["left", "right"] = "right"
-    """Which tokens are cut off: right keeps the first ones."""
+    """right keeps the first tokens."""
     use_activation: bool | None = None
-    """Whether embeddings are scaled to length 1, or scores become probabilities; default: as the model is meant."""
+    """Scale embeddings to length 1, or turn scores into probabilities; default: the model's."""
     normalize: bool | None = None
-    """Another name of use_activation, for embeddings."""
+    """Alias of use_activation."""
     user: str | None = None
-    """An end user's name, which changes nothing."""
+    """Without effect."""
 
     @property
     def wants_activation(self) -> bool | None:
@@ -59,7 +56,7 @@ class InputBody(PoolingBody):
     ]
     add_special_tokens: bool = True
     prompt_name: str | None = Field(None, max_length=MAX_PROMPT_NAME_LENGTH)
-    """The name of a text of the model's own to put before each input, such as "query"."""
+    """Names one of the model's prefixes for inputs, such as "query"."""
 
     @model_validator(mode="before")
     @classmethod
@@ -72,11 +69,11 @@ class InputBody(PoolingBody):
 class EmbeddingRequest(InputBody):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)
-    """Keep only so many of the first numbers."""
+    """Keep only that many first numbers."""
 
 
 class ConversationEmbeddingRequest(PoolingBody):
-    """vLLM's form of it: a conversation, as the model's template writes it, has one vector. It may show images."""
+    """vLLM's form: one vector for a conversation, which may have images."""
 
     messages: Messages
     encoding_format: Literal["float", "base64"] = "float"
@@ -88,18 +85,17 @@ class ConversationEmbeddingRequest(PoolingBody):
 
 
 class CohereEmbedRequest(PoolingBody):
-    """Cohere's second version of it, for texts."""
+    """Cohere's v2 API, for texts."""
 
     texts: TextList
     input_type: str | None = Field(None, max_length=MAX_PROMPT_NAME_LENGTH)
-    """search_query, search_document and so on: the model's own text of that name, or of its last word, is put before
-    each, where it has one."""
+    """search_query, search_document and so on: prepends the model's prefix of that name, or of its last word."""
     embedding_types: Annotated[list[Literal["float", "base64", "binary", "ubinary"]], MaxEntries(4)] = Field(["float"])
-    """binary and ubinary: a bit for each number, which says whether it is above 0, eight in an int8 or uint8."""
+    """binary and ubinary: a bit per number, set if above 0, eight to an int8 or uint8."""
     output_dimension: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)
     truncate: Literal["NONE", "START", "END"] = "END"
-    """Which end of a text is cut off that is too long for the model, or for max_tokens."""
+    """Which end to cut from texts beyond the model or max_tokens."""
 
     @model_validator(mode="after")
     def reject_non_text_inputs(self) -> CohereEmbedRequest:
@@ -118,16 +114,16 @@ class ClassificationRequest(InputBody):
 
 class TextPairBody(PoolingBody):
     instruction: str | None = Field(None, max_length=MAX_INSTRUCTION_LENGTH)
-    """What the second text is to be for the first; for models that read an instruction."""
+    """How the second text should relate to the first."""
 
 
 class ScoreRequest(TextPairBody):
-    """Scores one text against each of several, or texts pair by pair."""
+    """Scores one text against several, or pairs of texts."""
 
     text_1: str | TextList | None = None
     text_2: str | TextList | None = None
     queries: str | TextList | None = None
-    """vLLM's newer names of the two."""
+    """vLLM's newer names of text_1 and text_2."""
     documents: str | TextList | None = None
 
     @model_validator(mode="after")
@@ -154,11 +150,10 @@ class RerankRequest(TextPairBody):
     query: str
     documents: Annotated[list[str | Document], MaxEntries(MAX_PROMPTS)]
     top_n: int | None = Field(None, ge=0)
-    """Answer with the best so many; 0 and None: with all."""
+    """0 and None: all."""
     return_documents: bool | None = None
     """Default: true, but false at /v2/rerank."""
     max_tokens_per_doc: int | None = Field(None, ge=1)
-    """Most tokens of a document that are read."""
 
     @property
     def document_texts(self) -> list[str]:

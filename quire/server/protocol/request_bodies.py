@@ -1,5 +1,4 @@
-"""What all bodies of requests share: null means that a field is not set, and a parameter that has no effect is named or
-refused."""
+"""Base classes of bodies: null means not set, and parameters without effect are named or refused."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = {
     "grammar": (),
     "json_schema": (),
 }
-"""Parameters that would change the answer but are not supported, with the values at which they change nothing."""
+"""Parameters that would change the answer, with their neutral values."""
 PARAM_ALTERNATIVES: Mapping[str, str] = {
     "regex": "structured_outputs.regex",
     "ebnf": "structured_outputs.grammar",
@@ -67,10 +66,10 @@ PARAM_ALTERNATIVES: Mapping[str, str] = {
     "function_call": "tool_choice",
     **dict.fromkeys(("webhook", "webhook_url"), "GET /v1/responses/{id} or /v1/batches/{id}; nobody is called back"),
 }
-"""What to use here instead of these; most are parameters of SGLang's and llama.cpp's servers."""
+"""For parameters mostly of SGLang and llama.cpp."""
 
 BEAM_SEARCH_SAMPLING_FIELDS = ("temperature", "ignore_eos", "skip_special_tokens")
-"""The sampling fields that beam search supports; a new one is refused until somebody has thought about it."""
+"""Others are refused with beam search."""
 BEAM_SEARCH_UNSUPPORTED_PARAMS = (
     "stream",
     "echo",
@@ -91,27 +90,22 @@ BEAM_SEARCH_UNSUPPORTED_PARAMS = (
     "prompt_cache_retention",
     "receipt",
 )
-"""Parameters that beam search does not support."""
 RESPONSE_FORMAT_FIELDS = ("type", "json_schema", "schema", "value")
 JSON_SCHEMA_FIELDS = ("name", "schema", "strict")
-"""Entries of response_format, and of its json_schema, that are read."""
 IGNORED_PARAMS_HEADER = "X-Ignored-Params"
 ADAPTED_HEADER = "X-Quire-Adapted"
-"""Says how a conversation was adapted to what its chat template takes."""
+"""How a conversation was adapted to its chat template."""
 MAX_ADAPTATIONS = 10
-"""Most that X-Quire-Adapted gives."""
 MAX_IGNORED_NAMES = 20
-"""Most names that X-Ignored-Params gives."""
 MAX_IGNORED_NAME_LENGTH = 64
-"""Most characters it gives of each."""
 MAX_SESSION_TTL = 86_400.0
-"""Seconds for which a conversation may ask to be kept."""
+"""In seconds."""
 SAFE_ID_PATTERN = r"[A-Za-z0-9._:/+=@-]{1,128}"
-"""What ids that callers choose may be: safe in logs and headers."""
+"""Safe in logs and headers."""
 
 
 class BodyModel(BaseModel):
-    """A part of a body. Fields that it does not name are without effect. A null means that a field is not set."""
+    """A part of a body. Unknown fields have no effect; null means not set."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -124,7 +118,7 @@ class BodyModel(BaseModel):
 
 
 class RequestBody(BodyModel):
-    """Base of all request bodies. Fields that no subclass names are kept in model_extra."""
+    """Unknown fields are kept in model_extra."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
@@ -136,11 +130,10 @@ class RequestBody(BodyModel):
         return body
 
     def misspelling_hint(self) -> str:
-        """As below, of all fields that were not given."""
         return misspelling_hint(self.model_extra or (), sorted(type(self).model_fields.keys() - self.model_fields_set))
 
     def check_params_and_list_ignored(self) -> list[str]:
-        """Names of parameters that have no effect. Raises InvalidRequest for one that should have had one."""
+        """Return parameters without effect. Raises InvalidRequest for unsupported ones."""
         ignored = []
         for name, value in (self.model_extra or {}).items():
             neutral_values = UNSUPPORTED_PARAMS.get(name)
@@ -156,8 +149,7 @@ class RequestBody(BodyModel):
 
 
 def misspelling_hint(unknown: Iterable[str], missing: Iterable[str]) -> str:
-    """`; got mesages: did you mean messages?`, behind a complaint of what is missing: the first of the `unknown` names
-    that is almost one of the `missing` fields'; "" where none is."""
+    """`; got mesages: did you mean messages?` for the first unknown name close to a missing one, or ""."""
     missing = list(missing)
     short = (name for name in islice(unknown, MAX_IGNORED_NAMES) if len(name) <= MAX_IGNORED_NAME_LENGTH)
     hints = ((name, suggest_nearest(name.lower(), missing)) for name in short)
@@ -165,12 +157,12 @@ def misspelling_hint(unknown: Iterable[str], missing: Iterable[str]) -> str:
 
 
 class RepetitionDetection(RequestBody):
-    """vLLM's RepetitionDetectionParams: an answer ends when its last tokens are min_count times the same pattern."""
+    """An answer ends when its last tokens are min_count times the same pattern, as in vLLM."""
 
     model_config = ConfigDict(extra="forbid")
 
     max_pattern_size: int = Field(0, ge=0, le=1024)
-    """In tokens; 0 detects nothing."""
+    """In tokens; 0: off."""
     min_pattern_size: int = Field(0, ge=0)
     min_count: int = Field(0, ge=0, lt=2**31)
 
@@ -184,20 +176,18 @@ class RepetitionDetection(RequestBody):
 
 
 class ModelBody(RequestBody):
-    """Base of the bodies that may name a model, or an adapter."""
+    """May name a model or an adapter."""
 
     model: str | None = None
 
 
 class EngineRequestBody(ModelBody):
-    """What a request of any task may say of itself."""
-
     timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Seconds in which the answer must be complete; 408 otherwise."""
+    """Seconds for the whole answer; otherwise 408."""
     queue_timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Seconds in which the first token must have come; 503 otherwise."""
+    """Seconds for the first token; otherwise 503."""
     request_id: str | None = Field(None, pattern=f"^{SAFE_ID_PATTERN}$")
-    """The answer's id behind its chatcmpl-, cmpl-, msg_ or resp_, instead of the header X-Request-Id or one of ours."""
+    """Follows the prefix of the answer's id (chatcmpl- …); overrides X-Request-Id."""
     cache_salt: str = Field("", max_length=MAX_CACHE_SALT_LENGTH)
     priority: int = Field(0, ge=-(2**31), lt=2**31)
 
@@ -205,15 +195,14 @@ class EngineRequestBody(ModelBody):
 class StreamOptions(RequestBody):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """With include_usage: every chunk gives the usage so far."""
+    """Usage so far in every chunk, with include_usage."""
 
 
 class KvTransferParams(RequestBody):
-    """What vLLM's prefill servers pass on to decode servers. Only the token ids are used; keys and values are not
-    transferred."""
+    """From vLLM's prefill servers. Only the token ids are used; KV is not transferred."""
 
     prompt_token_ids: Annotated[list[StrictInt], MaxEntries(MAX_PROMPT_ENTRIES)] = Field(default_factory=list)
-    """Of the whole prompt, which is not tokenized again."""
+    """The whole prompt, which is not tokenized again."""
 
     @model_validator(mode="after")
     def reject_kv_transfer(self) -> KvTransferParams:
@@ -224,7 +213,7 @@ class KvTransferParams(RequestBody):
 
 
 def _sampling_body_fields() -> dict[str, Any]:
-    """The fields whose values the engine gets as they are; None: the model's default."""
+    """None: the model's default."""
     fields: dict[str, Any] = {}
     for row in COPIED_SAMPLING_FIELDS:
         default = None if row.field.has_model_default else row.default
@@ -236,7 +225,7 @@ def _sampling_body_fields() -> dict[str, Any]:
 if TYPE_CHECKING:
 
     class SamplingBody(EngineRequestBody):
-        """Has a field for each row of COPIED_SAMPLING_FIELDS."""
+        """Has the fields of COPIED_SAMPLING_FIELDS."""
 
         temperature: float | None
 else:
@@ -244,10 +233,10 @@ else:
 
 
 class GenerationBody(SamplingBody):
-    """The fields that completions and chat have in common, beside those of COPIED_SAMPLING_FIELDS."""
+    """Shared by completions and chats."""
 
     max_tokens: int | None = None
-    """-1: as many as the context holds."""
+    """-1: up to the context."""
     logit_bias: Annotated[dict[int, float], MaxEntries(MAX_LISTED_TOKEN_IDS)] | None = None
     allowed_token_ids: Annotated[list[int], MaxEntries(MAX_ALLOWED_TOKEN_IDS)] | None = None
     bad_words: Annotated[list[BadWord], MaxEntries(MAX_BAD_WORDS)] = Field(default_factory=list)
@@ -257,43 +246,43 @@ class GenerationBody(SamplingBody):
     stop_token_ids: Annotated[list[int], MaxEntries(MAX_LISTED_TOKEN_IDS)] = Field(default_factory=list)
     prompt_logprobs: int | None = Field(None, ge=0)
     logprob_token_ids: Annotated[list[StrictInt], MaxEntries(MAX_LOGPROB_TOKEN_IDS)] = Field(default_factory=list)
-    """With logprobs: give the log probabilities of these tokens instead of the most likely ones'."""
+    """Reported in logprobs instead of the most likely."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
-    """Keep only so many tokens of a prompt; -1: as many as the context holds beside the answer."""
+    """Tokens to keep; -1: as many as fit with the answer."""
     truncation_side: Literal["left", "right"] = "left"
-    """Which tokens are cut off: left keeps the last ones, right the first ones."""
+    """left keeps the last tokens."""
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    """Log probabilities name tokens `token_id:123`, so that tokens of the same text can be told apart."""
+    """Name tokens `token_id:123` in logprobs, because texts may be equal."""
     kv_transfer_params: KvTransferParams | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
-    """The guided_ fields are vLLM's older names of structured_outputs' entries."""
+    """guided_ fields are vLLM's older names of structured_outputs."""
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], MaxEntries(MAX_STRUCTURED_CHOICES)] | None = None
     guided_grammar: str | None = None
     repetition_detection: RepetitionDetection | None = None
     use_beam_search: bool = False
-    """Answer with the n best hypotheses of a search n beams wide; whole answers only."""
+    """The n best of n beams; not for streams."""
     length_penalty: float = Field(1.0, ge=-10.0, le=10.0)
-    """A hypothesis scores its log probability divided by its length to this power."""
+    """Log probabilities are divided by length to this power."""
     receipt: bool = False
-    """Answer with what `quire replay` needs to compute the same tokens again, as with the header X-Receipt: 1."""
+    """For `quire replay`; like the header X-Receipt: 1."""
     session_id: str = Field("", max_length=MAX_SESSION_ID_LENGTH)
-    """The conversation that it is a turn of: what it has computed is kept for the next turn, docs/sessions.md."""
+    """The conversation; its KV is kept for the next turn."""
     session_ttl: float | None = Field(None, gt=0, le=MAX_SESSION_TTL)
-    """Seconds for which that is kept; it may be given without session_id."""
+    """Seconds to keep KV, also without session_id."""
     prompt_cache_key: str | None = Field(None, max_length=MAX_SESSION_ID_LENGTH)
-    """OpenAI's name: keeps what was computed for DEFAULT_KEEP_SECONDS, as session_id alone does."""
+    """OpenAI's: keeps KV for DEFAULT_KEEP_SECONDS, like session_id."""
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    """OpenAI's name: 24h means a session_ttl of MAX_SESSION_TTL."""
+    """OpenAI's: 24h means MAX_SESSION_TTL."""
 
     @property
     def prompt_cache_retention_seconds(self) -> float:
-        """Seconds for which what it has computed is to be kept; 0: not at all."""
+        """0: do not keep."""
         if self.session_ttl is not None:
             return self.session_ttl
         return (
@@ -304,7 +293,7 @@ class GenerationBody(SamplingBody):
 
     @property
     def transferred_prompt_ids(self) -> list[int]:
-        """Token ids of the prompt where another server has made them; empty: nobody has."""
+        """Of another server; empty: none."""
         return [] if self.kv_transfer_params is None else self.kv_transfer_params.prompt_token_ids
 
     @property
@@ -344,8 +333,9 @@ class GenerationBody(SamplingBody):
 
 
 def _ignored_format_params(response_format: Mapping[str, Any], structured_outputs: Mapping[str, Any]) -> list[str]:
-    """Names of their entries that change nothing: answers follow a schema exactly, whether or not it is `strict`, with
-    the one backend there is, and with a space after a comma or colon if the model writes one."""
+    """Answers always follow a schema exactly, `strict` or not, with the only backend, and with a space after a comma or
+    colon if the model writes one.
+    """
     schema = response_format.get("json_schema")
     schema = schema if isinstance(schema, dict) else {}
     ignored = [
@@ -366,10 +356,8 @@ def _non_null_items(entries: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def ignored_params_header(names: list[str], strict: bool) -> dict[str, str]:
-    """The X-Ignored-Params header. Raises InvalidRequest instead when the server is strict.
-
-    The names come from the caller, so characters that are not safe in a header are replaced, and of very many or very
-    long ones it says that there is more.
+    """Raises InvalidRequest if the server is strict. Names come from the caller: unsafe characters are replaced, many
+    or long names truncated.
     """
     if names and strict:
         raise InvalidRequest(f"{names[0]} is not a parameter that has an effect here", param=names[0])
@@ -384,5 +372,4 @@ def ignored_params_header(names: list[str], strict: bool) -> dict[str, str]:
 
 
 def build_adapted_header(adapted: str) -> dict[str, str]:
-    """The X-Quire-Adapted header; "": there is none."""
     return {ADAPTED_HEADER: adapted} if adapted else {}

@@ -1,4 +1,4 @@
-"""The items of OpenAI's Responses API that a request may have as its input."""
+"""Input items of OpenAI's Responses API."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ from quire.server.protocol.request_bodies import BodyModel
 
 
 def namespaced_tool_name(namespace: str, name: str) -> str:
-    """What the model calls a tool."""
     return f"{namespace}.{name}" if namespace else name
 
 
 def encode_reasoning(reasoning: str) -> str:
-    """The encrypted_content of a reasoning item: its text in encoded form, for the client to send back. It is not
-    secret."""
+    """Base64 for the client to send back; not secret."""
     return base64.b64encode(reasoning.encode()).decode()
 
 
 def decode_reasoning_or_empty(encrypted_content: str) -> str:
-    """The text; empty for what another server wrote."""
+    """Empty for another server's content."""
     try:
         return base64.b64decode(encrypted_content, validate=True).decode()
     except (binascii.Error, ValueError):
@@ -97,7 +95,7 @@ class CallOutput(BodyModel):
 
 
 class Reasoning(BodyModel):
-    """The content, what encrypted_content carries, or else the summary."""
+    """content takes precedence, then encrypted_content, then summary."""
 
     type: Literal["reasoning"]
     summary: TextContents = Field(default_factory=list)
@@ -106,7 +104,7 @@ class Reasoning(BodyModel):
 
 
 def item_type(item: Any) -> Any:
-    """The type of an item; a message may omit it."""
+    """A message may omit it."""
     return item.get("type") or "message" if isinstance(item, dict) else getattr(item, "type", None)
 
 
@@ -123,7 +121,7 @@ InputItems = Annotated[list[InputItem], MaxEntries(MAX_MESSAGES)]
 
 
 class ItemReference(BodyModel):
-    """An item that is stored."""
+    """A stored item."""
 
     type: Literal["item_reference"] = "item_reference"
     id: str

@@ -17,10 +17,11 @@ from quire.server.protocol.tools import ToolNameText
 MAX_INCLUDE_ENTRIES = 32
 MAX_METADATA_ENTRIES = 16
 MAX_IDENTIFIER_LENGTH = 64
-"""Characters of safety_identifier and of prompt_cache_key, as at OpenAI."""
+"""OpenAI's limit for safety_identifier and prompt_cache_key."""
 MAX_ECHOED_BYTES = 1 << 20
-"""Bytes of a request that its answer repeats: instructions, tools, text.format and smaller ones. Every answer under way
-holds them. Agents with a hundred tools have 100 KB."""
+"""For instructions, tools and text.format, which every open answer holds to repeat them. Agents with a hundred tools
+have 100 KB.
+"""
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_ENCRYPTED_REASONING = "reasoning.encrypted_content"
 
@@ -44,7 +45,7 @@ class GrammarFormat(BodyModel):
 
 
 class CustomTool(BodyModel):
-    """A tool whose input is a text."""
+    """A tool with free text as input."""
 
     type: Literal["custom"]
     name: ToolNameText
@@ -57,13 +58,13 @@ class CustomTool(BodyModel):
 
 
 class SearchTool(BodyModel):
-    """A tool of OpenAI's servers or models that agents offer unasked: the model is not shown it."""
+    """OpenAI's tools that agents offer unasked; hidden from the model."""
 
     type: Literal["web_search", "web_search_preview", "tool_search"]
 
 
 class NamespaceTool(BodyModel):
-    """Tools with a name in common: the model is shown them as NAMESPACE.NAME."""
+    """The model sees these tools as NAMESPACE.NAME."""
 
     type: Literal["namespace"]
     name: ToolNameText
@@ -151,17 +152,17 @@ class ResponsesRequest(TranslatableBody):
     truncation: Literal["auto", "disabled"] = "disabled"
     stream: bool = False
     stream_options: dict[str, Any] | None = None
-    """Without effect: what it would switch off, obfuscation, is not there."""
+    """Without effect: there is no obfuscation."""
     store: bool | None = None
-    """Default: true where the server stores responses."""
+    """Default: true if the server stores responses."""
     background: bool = False
     previous_response_id: str | None = None
     conversation: str | ConversationId | None = None
     safety_identifier: Annotated[str, StringConstraints(max_length=MAX_IDENTIFIER_LENGTH)] | None = None
-    """Without effect, but for the answer, which repeats it."""
+    """Only repeated in the answer."""
     prompt_cache_key: Annotated[str, StringConstraints(max_length=MAX_IDENTIFIER_LENGTH)] | None = None
     prompt: Any = None
-    """Prompts that OpenAI keeps are not here."""
+    """Not supported."""
 
     @property
     def conversation_id(self) -> str | None:
@@ -169,7 +170,7 @@ class ResponsesRequest(TranslatableBody):
 
     @property
     def tools_with_namespace(self) -> Iterator[tuple[str, FunctionTool | CustomTool]]:
-        """The caller's tools, each with its namespace, which is empty for most."""
+        """(namespace or "", tool), without search tools."""
         for tool in self.tools:
             if isinstance(tool, NamespaceTool):
                 yield from ((tool.name, inner) for inner in tool.tools)

@@ -1,4 +1,4 @@
-"""Bodies of what is kept: OpenAI's Batch and Conversations APIs, and the hint that a conversation is about to go on."""
+"""Bodies of OpenAI's Batch and Conversations APIs, and of session warming."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ BATCH_ENDPOINTS = (
     "/classify",
     "/pooling",
 )
-"""What a batch may ask for."""
 MIN_EXPIRY_SECONDS, MAX_EXPIRY_SECONDS = 3600, 30 * 86400
-"""Seconds; OpenAI's bounds."""
+"""OpenAI's limits."""
 ExpirySeconds = Annotated[int, Field(ge=MIN_EXPIRY_SECONDS, le=MAX_EXPIRY_SECONDS)]
 MAX_ADDED_ITEMS = 20
-"""Items of one request, as in OpenAI's API."""
+"""Per request, as OpenAI."""
 AddedItems = Annotated[list[InputItem], MaxEntries(MAX_ADDED_ITEMS)]
 
 
@@ -44,7 +43,7 @@ class BatchRequest(RequestBody):
     input_file_id: str = Field(max_length=64)
     endpoint: Literal[BATCH_ENDPOINTS]  # type: ignore[valid-type]
     completion_window: str = Field("24h", pattern=r"^[1-9]\d{0,2}[mhd]$")
-    """How long it may take, in minutes, hours or days; OpenAI knows 24h alone."""
+    """Minutes, hours or days; OpenAI has only 24h."""
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
 
@@ -63,9 +62,9 @@ class ItemsRequest(RequestBody):
 
 
 class WarmRequest(ModelBody):
-    """POST /v1/sessions/{id}/warm: a body that may be left out."""
+    """POST /v1/sessions/{id}/warm; the body is optional."""
 
     cache_salt: str = Field("", max_length=MAX_CACHE_SALT_LENGTH)
-    """As the conversation's requests have it."""
+    """That of the conversation's requests."""
     session_ttl: float | None = Field(None, gt=0, le=MAX_SESSION_TTL)
-    """Seconds for which it is kept from then on; default: as its last request said."""
+    """Seconds from now; default: its last request's."""

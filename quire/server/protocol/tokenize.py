@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in the shapes of vLLM and of llama.cpp."""
+"""POST /tokenize and /detokenize, as in vLLM and llama.cpp."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class TokenizeRequest(ModelBody):
 
     prompt: str | None = None
     content: str | None = None
-    """llama.cpp's name of a prompt, for which special tokens are not added unless add_special says so."""
+    """llama.cpp's prompt, without special tokens unless add_special."""
     add_special: bool = False
     with_pieces: bool = False
-    """Tokens are objects with an id and the piece of text that it is, or its bytes where they are none."""
+    """Return ids with texts, or bytes that are not text."""
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     """Default: true for a prompt, false for messages."""
@@ -29,10 +29,9 @@ class TokenizeRequest(ModelBody):
     continue_final_message: bool = False
     return_token_strs: bool = False
     chat_template: str | None = None
-    """Used instead of the model's, where the operator allows it."""
+    """Replaces the model's, if the operator allows it."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     tools: ToolList = Field(default_factory=list)
-    """Tools of a chat, which the template shows the model."""
 
     @model_validator(mode="after")
     def check_one_input(self) -> TokenizeRequest:

@@ -1,4 +1,4 @@
-"""Tools of a chat request, and the calls in its earlier turns."""
+"""Tools of a chat, and calls in its earlier turns."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstrai
 from quire.server.protocol.field_limits import MAX_TOOL_CALLS, MAX_TOOLS, ExtraFieldsModel, MaxEntries
 
 ToolNameText = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
-"""OpenAI allows [a-zA-Z0-9_-]{1,64}; other clients use name spaces too."""
+"""OpenAI allows [a-zA-Z0-9_-]{1,64}; other clients use namespaces."""
 CUSTOM_INPUT_ARGUMENT = "input"
-"""The one argument of a custom tool, as the model is shown it."""
+"""The model sees a custom tool as a function with this argument."""
 
 
 def _tool_type_tag(value: Any) -> str:
@@ -24,7 +24,7 @@ class FunctionSpec(ExtraFieldsModel):
     name: ToolNameText
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """JSON schema of the arguments, an object; None: the function takes no arguments."""
+    """JSON schema of an object; None: no arguments."""
     strict: bool | None = None
 
 
@@ -37,7 +37,6 @@ class ToolSpec(ExtraFieldsModel):
         return self.function.name
 
     def to_template_tool(self) -> dict[str, Any]:
-        """The tool as templates show it to the model."""
         return self.model_dump(exclude_none=True)
 
 
@@ -56,7 +55,7 @@ class GrammarFormat(ExtraFieldsModel):
 
 
 class CustomSpec(ExtraFieldsModel):
-    """A tool whose input is a text."""
+    """A tool with free text as input."""
 
     name: ToolNameText
     description: str | None = None
@@ -126,7 +125,7 @@ class AllowedNames(BaseModel):
 
 
 class AllowedTools(BaseModel):
-    """Of the tools that are listed, these may be called; the model is shown no others."""
+    """Only these may be called; the model sees no others."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -153,11 +152,11 @@ ToolChoice = Annotated[
 class CalledFunction(ExtraFieldsModel):
     name: str
     arguments: str | dict[str, Any] = Field(default="{}")
-    """JSON in a string, as OpenAI has it, or the object itself, as some clients send it."""
+    """JSON text as in OpenAI's API; some clients send the object."""
 
 
 class ToolCall(ExtraFieldsModel):
-    """A call in an assistant's earlier turn."""
+    """A call in an earlier turn."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -170,14 +169,14 @@ class CustomInput(ExtraFieldsModel):
 
 
 class CustomToolCall(ExtraFieldsModel):
-    """A custom tool's call in an assistant's earlier turn."""
+    """A custom tool's call in an earlier turn."""
 
     id: str | None = None
     type: Literal["custom"]
     custom: CustomInput
 
     def to_function_call(self) -> dict[str, Any]:
-        """The call as the model wrote it: of a function, whose only argument is the input."""
+        """As the model wrote it: a function with the input as argument."""
         arguments = json.dumps({CUSTOM_INPUT_ARGUMENT: self.custom.input}, ensure_ascii=False)
         called = {"type": "function", "function": {"name": self.custom.name, "arguments": arguments}}
         return called if self.id is None else {"id": self.id, **called}

@@ -1,1 +1,1 @@
-"""The KV cache of requests: who has which blocks, and which prefixes are cached."""
+"""KV blocks of requests, and cached prefixes."""

@@ -1,6 +1,3 @@
-"""Block tables of running requests, one per KV cache group. Groups with a sliding window free blocks that have left
-it."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -11,32 +8,33 @@ from quire.engine.core.request import Request
 
 
 class BlockTables:
-    """Request.block_ids holds a block per group for the first block_size tokens, then for the next ones, and so on. All
-    groups grow together; a freed block leaves NULL_BLOCK in its place."""
+    """Request.block_ids interleaves KV cache groups: a block of each per block_size tokens. Blocks that left a sliding
+    window become NULL_BLOCK.
+    """
 
     def __init__(self, pool: BlockPool, needs: KVBlockNeeds) -> None:
         self.pool = pool
         self.needs = needs
         self.num_groups = len(needs.windows)
         self.num_blocks_saved = 0
-        """Blocks that the requests would use in addition if no group had a window."""
         self._block_size = needs.block_size
         self._full_groups = [group for group, window in enumerate(needs.windows) if window is None]
         self.windowed_groups = [(group, window) for group, window in enumerate(needs.windows) if window is not None]
-        """Groups with a sliding window, and the window. If there are none, `free_behind_window` does nothing."""
+        """(group, window)."""
 
     @property
     def pool_capacity_tokens(self) -> int:
-        """Tokens for which the pool has blocks, for one request and without windows."""
+        """For one request, without windows."""
         return self.pool.num_blocks // self.num_groups * self._block_size
 
     def num_missing_blocks(self, request: Request, tokens: int) -> int:
-        """Blocks that a request lacks for its first `tokens` tokens; negative if it has more."""
+        """Negative if there are more."""
         return self.num_groups * -(-tokens // self._block_size) - len(request.block_ids)
 
     def num_free_blocks_needed(self, request: Request, cached: Sequence[int]) -> int:
-        """How many free blocks a waiting request needs until all its tokens are computed, starting with the `cached`
-        ones from `find_cached_blocks`. It frees some of these on its way."""
+        """Return the free blocks needed to compute all tokens, starting with `cached`. Blocks freed behind a window are
+        reused.
+        """
         tokens = len(request.token_ids)
         num_to_allocate = self.needs.max_blocks(
             tokens, len(cached) // self.num_groups
@@ -44,14 +42,11 @@ class BlockTables:
         return min(num_to_allocate, self.needs.max_blocks(tokens))
 
     def num_tokens_with_room(self, request: Request) -> int:
-        """Tokens for which the request's blocks and the free ones suffice."""
         return (len(request.block_ids) + self.pool.num_free) // self.num_groups * self._block_size
 
     def free_behind_window(self, request: Request) -> None:
-        """Free the blocks that neither the request's next token nor any later one attends to.
-
-        A step in flight may still read them, but whoever gets them writes in a later step, or in layers that have been
-        read already. Rejected drafts never lead back to before the first token of the step that computed them.
+        """A step in flight may still read freed blocks, but their next owner writes later, or in layers already read.
+        Rejected drafts never lead back before their step's first token.
         """
         for group, window in self.windowed_groups:
             first, last = (
@@ -66,21 +61,20 @@ class BlockTables:
         request.num_trimmed_tokens = request.num_computed_tokens
 
     def set_cached_blocks(self, request: Request, cached: Sequence[int]) -> None:
-        """Let a request without blocks start with these, from `find_cached_blocks`."""
         self.pool.ref(without_null_blocks(cached))
         request.block_ids = list(cached)
         request.num_computed_tokens = request.num_trimmed_tokens = len(cached) // self.num_groups * self._block_size
         self.num_blocks_saved += cached.count(NULL_BLOCK)
 
     def free_blocks(self, request: Request) -> None:
-        """Free all blocks of a request."""
         self.num_blocks_saved -= request.block_ids.count(NULL_BLOCK)
         self.pool.unref(without_null_blocks(request.block_ids))
         request.block_ids = []
 
     def find_cached_blocks(self, digests: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest cached prefix of these hashes after which a request can go on. In groups with a window
-        only those that the next token attends to are needed; the others are NULL_BLOCK."""
+        """The longest cached prefix after which a request can continue. NULL_BLOCK stands for blocks outside the next
+        token's window.
+        """
         tables: list[list[int]] = [[] for _ in self.needs.windows]
         for group in self._full_groups:
             tables[group] = self.pool.get_cached_prefix(block_hash_with_group_id(digest, group) for digest in digests)
@@ -97,8 +91,7 @@ class BlockTables:
         return [block for row in zip(*(table[: len(digests)] for table in tables), strict=True) for block in row]
 
     def _find_in_window(self, digests: Sequence[bytes], group: int, window: int) -> list[int]:
-        """The same for one group with a window, from the end backwards: if a block in the window is missing, the prefix
-        ends before it."""
+        """Search backwards: the prefix ends before a missing block."""
         count, blocks = len(digests), [NULL_BLOCK] * len(digests)
         index = count - 1
         while index >= self.needs.first_visible_block(window, count * self._block_size):

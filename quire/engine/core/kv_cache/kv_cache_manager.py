@@ -1,14 +1,9 @@
-"""The KV cache of all requests: block pool, block tables, prefix cache and state snapshots behind one door.
+"""The KV cache of all requests, after vLLM's class of this name. Differences:
 
-It is vLLM's class of this name, and differs from it so:
-- All KV cache groups of a request share one interleaved table, Request.block_ids, and blocks are plain ids: there is no
-  coordinator and no KVCacheBlocks.
-- `get_computed_blocks` takes no reference and allocates nothing, because the blocks may have to be loaded from a tier
-  first. `use_computed_blocks` then lets the request start with them; vLLM's allocate_slots does both.
-- `allocate_slots` is told the tokens that a request is to have room for, counted from its first one, and not how many
-  are new.
-- The beginning of a large block may be shared by a copy of it, and recurrent states have snapshots outside the blocks.
-- `free` may pin blocks for the next turn of a conversation.
+- Groups share one interleaved table of plain ids, Request.block_ids.
+- `get_computed_blocks` takes no reference, because blocks may first be loaded from a tier. `use_computed_blocks` then
+  starts the request; vLLM's allocate_slots does both.
+- `allocate_slots` takes a request's total tokens, not the new ones.
 """
 
 from __future__ import annotations
@@ -44,18 +39,17 @@ class KVCacheManager:
         )
 
     def num_tokens_fitting_empty_cache(self, num_tokens: int) -> int:
-        """How many of `num_tokens` tokens one request can have, if it has the whole cache."""
         if self._needs.max_blocks(num_tokens) <= self.block_pool.num_blocks:
             return num_tokens
         return self._needs.max_context_tokens(self.block_pool.num_blocks, num_tokens)
 
     def begin_step(self) -> None:
-        """Called before anything of a step is scheduled."""
+        """Call before anything of a step is scheduled."""
         self.prefix_cache.reset_writes_and_unpin_expired()
         self._snapshots.publish_snapshots()
 
     def get_computed_blocks(self, request: Request) -> list[int]:
-        """Cached blocks for a waiting request's tokens but the last, as BlockTables.find_cached_blocks returns them."""
+        """See BlockTables.find_cached_blocks. The last token must be computed."""
         digests = [hashes[-1] for hashes in self.prefix_cache.hashes_of_full_blocks(request)]
         blocks = self._block_tables.find_cached_blocks(digests)
         num_found = len(blocks) // self._block_tables.num_groups
@@ -65,18 +59,15 @@ class KVCacheManager:
         return self._block_tables.find_cached_blocks(digests[:num_usable])
 
     def num_lacking_blocks(self, request: Request, computed: Sequence[int]) -> int:
-        """How many blocks more must be free until a waiting request that starts with the `computed` ones can compute
-        all its tokens; 0 or less: it can."""
+        """Blocks that must become free to compute all tokens; may be negative."""
         return self._block_tables.num_free_blocks_needed(request, computed) - self.block_pool.num_free
 
     def num_exclusive_blocks(self, request: Request) -> int:
-        """Blocks that become free when this request alone frees its blocks."""
         ref_counts = self.block_pool.ref_counts
         return sum(ref_counts[block] == 1 for block in without_null_blocks(request.block_ids))
 
     def use_computed_blocks(self, request: Request, computed: list[int]) -> list[BlockCopy]:
-        """Let a request that has a slot and no blocks start with these. Returns the copies of partial blocks that it
-        needs."""
+        """Return the partial block copies that it needs."""
         self._block_tables.set_cached_blocks(request, computed)
         self.prefix_cache.set_num_cached_hashes(request, len(computed) // self._block_tables.num_groups)
         self._snapshots.restore_state(request)
@@ -86,8 +77,7 @@ class KVCacheManager:
         return copies
 
     def allocate_slots(self, request: Request, num_tokens: int) -> bool:
-        """Allocate blocks for a request's first `num_tokens` tokens, and free those that have left a window. False if
-        there are too few: then none is allocated."""
+        """Allocates nothing and returns False if there are too few blocks. Frees those that left a window."""
         if self._block_tables.windowed_groups:
             self._block_tables.free_behind_window(request)
         num_missing = self._block_tables.num_missing_blocks(request, num_tokens)
@@ -98,48 +88,43 @@ class KVCacheManager:
         return True
 
     def limit_tokens_to_snapshot(self, request: Request, max_tokens: int) -> int:
-        """How many of `max_tokens` known tokens a request may compute in the next step: it may have to end at a
-        snapshot."""
         return self._snapshots.limit_step_tokens(request, max_tokens)
 
     def limit_draft_tokens(self, request: Request, max_drafts: int) -> int:
-        """How many of `max_drafts` draft tokens have room after a request's known tokens; may be negative."""
+        """May be negative."""
         num_known = len(request.token_ids)
         room = self._block_tables.num_tokens_with_room(request) - num_known
         return min(max_drafts, room, self._snapshots.limit_draft_tokens(num_known, max_drafts))
 
     def cache_blocks(self, request: Request, start: int, num_known: int) -> None:
-        """Let the blocks that are full now be found. The step computes the request's tokens from `start` on; its first
-        `num_known` tokens are known, and the rest are drafts."""
+        """The step computes tokens from `start` on; those after `num_known` are drafts."""
         if not self.prefix_cache.is_enabled or request.num_computed_tokens == start:
             return
         self._snapshots.save_state(request, num_known)
         self.prefix_cache.cache_blocks(request, start)
 
     def ref_copy_sources(self, copies: Sequence[BlockCopy]) -> None:
-        """Keep the sources of copies until `unref_copy_sources`: a load might fill a free one before it is copied."""
+        """Otherwise a load might fill a free one before it is copied."""
         self.block_pool.ref(copy.source for copy in copies)
 
     def unref_copy_sources(self, copies: Sequence[BlockCopy]) -> None:
         self.block_pool.unref([copy.source for copy in copies])
 
     def take_slot_copies(self) -> list[SlotCopy]:
-        """The snapshots to copy before the step that is being scheduled, in this order."""
+        """Copies to make, in order, before the step being scheduled."""
         return self._snapshots.take_slot_copies()
 
     def free(self, request: Request) -> None:
-        """Free all blocks of a request; some are pinned for the next turn of its conversation."""
+        """Some are pinned for the conversation's next turn."""
         self.prefix_cache.pause_session(request)
         self._block_tables.free_blocks(request)
 
     def reset_prefix_cache(self) -> None:
-        """Forget everything that was computed so far."""
         self.prefix_cache.clear_sessions()
         self.block_pool.clear_hashes()
         self._snapshots.clear_snapshots()
 
     def make_stats(self) -> dict[str, Any]:
-        """The fields of EngineStats that describe the cache."""
         return {
             "used_blocks": self.block_pool.num_used,
             "total_blocks": self.block_pool.num_blocks,

@@ -1,5 +1,3 @@
-"""The prefix cache: which blocks already hold a request's first tokens, and the hashes by which its own are found."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -14,8 +12,6 @@ from quire.engine.core.stats import LiveCounters
 
 
 class PrefixCache:
-    """Finds blocks by the tokens in them. The beginning of a large block may be shared by copying it."""
-
     def __init__(
         self,
         tables: BlockTables,
@@ -25,8 +21,7 @@ class PrefixCache:
         enabled: bool,
         snapshots: StateSnapshots,
     ) -> None:
-        """`hash_block_size`: tokens per hash; a divisor of the block size. If not `enabled`, nothing is found.
-        `snapshots`: the state snapshots that a request needs in addition to blocks."""
+        """`hash_block_size`: in tokens; a divisor of the block size."""
         self.block_size = block_size = tables.needs.block_size
         assert block_size % hash_block_size == 0
         self.is_enabled = enabled
@@ -38,11 +33,11 @@ class PrefixCache:
         self._hash_block_size = hash_block_size
         self._hashes_per_block = block_size // hash_block_size
         self._first_written: dict[int, int] = {}
-        """For each block that the step being scheduled writes to, the first of its tokens that it writes."""
+        """By block: the first token written by the step being scheduled."""
 
     @property
     def match_unit(self) -> int:
-        """Cached prefixes are multiples of this many tokens; 0 if the cache is off."""
+        """In tokens; 0 if the cache is off."""
         return max(self._hash_block_size, self.snapshots.interval_tokens) if self.is_enabled else 0
 
     def reset_writes_and_unpin_expired(self) -> None:
@@ -50,8 +45,7 @@ class PrefixCache:
         self._sessions.unpin_expired()
 
     def hashes_of_full_blocks(self, request: Request) -> list[Sequence[bytes]]:
-        """For each full block of the request's tokens but the last, which must be computed: the hashes of its
-        beginnings. The last of these is the hash of the whole block."""
+        """Hashes of each block's beginnings, its own last. The last token must be computed."""
         if not self.is_enabled or request.skips_prefix_cache_reads:
             return []
         digests = request.block_hashes((len(request.token_ids) - 1) // self._hash_block_size, self._hash_block_size)
@@ -61,11 +55,11 @@ class PrefixCache:
         ]
 
     def set_num_cached_hashes(self, request: Request, num_blocks: int) -> None:
-        """Note that a request starts with this many cached blocks of each group."""
+        """`num_blocks` is per group."""
         request.num_cached_hashes = num_blocks * self._hashes_per_block
 
     def count_hits_and_resume_session(self, request: Request) -> None:
-        """Count the hits of a request that starts, the first time that it does."""
+        """Counts only the first time that the request starts."""
         if request.num_cached_tokens is None:
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
             self._counts.prefix_queries += request.num_prompt_tokens
@@ -77,7 +71,6 @@ class PrefixCache:
                 )
 
     def pause_session(self, request: Request) -> None:
-        """Pin blocks of a request that is about to be freed for the next turn of its conversation."""
         if self.is_enabled and request.engine_request.sampling_params is not None:
             blocks = without_null_blocks(
                 request.block_ids[: request.num_cached_hashes // self._hashes_per_block * self._num_groups]
@@ -88,14 +81,11 @@ class PrefixCache:
             )
 
     def clear_sessions(self) -> None:
-        """Unpin all blocks."""
         self._sessions.clear_sessions()
 
     def prepare_partial_block_copies(self, request: Request) -> list[BlockCopy]:
-        """If each group has a cached block that begins as the request's next block does, allocate blocks for the
-        request and return the copies of these beginnings.
-
-        Copies are made before the step computes anything, so what the step itself writes cannot be copied.
+        """Allocate blocks if each group has a cached one that begins like the request's next. Copies run before the
+        step, so its own writes cannot be copied.
         """
         if self._hashes_per_block == 1 or not self.is_enabled or request.skips_prefix_cache_reads:
             return []
@@ -106,8 +96,7 @@ class PrefixCache:
         for count in range(len(digests), 0, -1):
             partial_blocks = self._find_partial_blocks(digests[count - 1], count * self._hash_block_size)
             if len(partial_blocks) == self._num_groups:
-                # A block that was found and has no references may be among those allocated. Then its group goes on in
-                # it: there is nothing to copy, and no other copy overwrites it.
+                # A found block without references may itself be allocated. Its group continues in it without a copy.
                 new_blocks = self._pool.allocate(self._num_groups)
                 other_blocks = iter([block for block in new_blocks if block not in partial_blocks])
                 blocks = [block if block in new_blocks else next(other_blocks) for block in partial_blocks]
@@ -118,8 +107,7 @@ class PrefixCache:
         return []
 
     def _find_partial_blocks(self, digest: bytes, tokens: int) -> list[int]:
-        """The block of each group whose first tokens have this hash and were written before this step, because copies
-        are made first."""
+        """Only blocks written before this step."""
         candidates = [
             self._pool.get_cached_block(block_hash_with_group_id(digest, group)) for group in range(self._num_groups)
         ]
@@ -130,8 +118,7 @@ class PrefixCache:
         ]
 
     def cache_blocks(self, request: Request, start: int) -> None:
-        """Register the hashes of the blocks that are full now, and note what the step writes: it computes the tokens
-        from `start` on."""
+        """`start`: the first token that the step computes."""
         full = min(request.num_computed_tokens, len(request.token_ids)) // self._hash_block_size
         if full > request.num_cached_hashes:
             for index, digest in enumerate(
@@ -143,13 +130,13 @@ class PrefixCache:
                     if block != NULL_BLOCK:
                         self._pool.cache_block(block, block_hash_with_group_id(digest, group))
             request.num_cached_hashes = full
-        if self._hashes_per_block > 1:  # what is written matters to forks alone
+        if self._hashes_per_block > 1:  # only partial block copies need this
             for index in range(start // self.block_size, -(-request.num_computed_tokens // self.block_size)):
                 for block in request.block_ids[index * self._num_groups : (index + 1) * self._num_groups]:
                     self._first_written[block] = max(start - index * self.block_size, 0)
 
     def cached_blocks_with_hashes(self, request: Request) -> list[tuple[int, bytes]]:
-        """A sequence's pages that can be found, each with its own hash. Only where all layers are one group."""
+        """Only for a single KV cache group."""
         assert self._num_groups == 1
         count = request.num_cached_hashes // self._hashes_per_block
         digests = request.block_hashes(count * self._hashes_per_block, self._hash_block_size)[

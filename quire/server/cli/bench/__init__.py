@@ -1,4 +1,4 @@
-"""`quire bench`: measure a server over HTTP, the engine in process, or the time from command to first token."""
+"""`quire bench`: measures a server over HTTP, the engine in process, or the time from command to first token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SUBCOMMANDS = {
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    """Returns the exit status, which is 1 when a request failed."""
+    """The exit status is 1 if a request failed."""
     if argv and argv[0] in SUBCOMMANDS:
         part = import_module(f"quire.server.cli.bench.{argv[0]}")
         status: int = part.main(argv[1:])

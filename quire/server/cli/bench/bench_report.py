@@ -1,5 +1,3 @@
-"""Prints a benchmark's summary as a table, and writes it as JSON and as a picture."""
-
 from __future__ import annotations
 
 import argparse
@@ -36,7 +34,7 @@ REPORT_FLAGS, DRAWN_REPORT_FLAGS = {"report": FlagGroup(_FLAGS)}, {"report": Fla
 
 
 def check_report_paths(json_path: Path | None, png_path: Path | None = None) -> None:
-    """Raise ConfigError for a report that could not be written. Called before anything is measured."""
+    """Raises ConfigError."""
     for path in (json_path, png_path):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"cannot write {path}: no such directory")
@@ -79,8 +77,8 @@ def print_table(title: str, summary: BenchSummary) -> None:
 
 
 def save_latency_plot(path: Path, title: str, samples: Mapping[str, Sequence[float]]) -> None:
-    """Draw one panel per latency: the cumulative distribution of its samples (in seconds), with percentiles marked."""
-    from matplotlib.figure import Figure  # an optional package that is slow to import
+    """Samples are in seconds."""
+    from matplotlib.figure import Figure
 
     shown = {name: sorted(1000 * value for value in samples[name]) for name in ("ttft_ms", "itl_ms", "e2e_ms")}
     figure = Figure(figsize=(12, 3.6), layout="constrained")

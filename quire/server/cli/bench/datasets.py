@@ -1,4 +1,4 @@
-"""Prompts of benchmarks' files: ShareGPT's conversations, and lines of JSON as vLLM's dataset `custom`."""
+"""Prompts from ShareGPT's conversations, or JSON lines like vLLM's dataset `custom`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from quire.engine.common.errors import ConfigError
 _MIN_TOKENS = 4
 _MAX_PROMPT_TOKENS = 1024
 _MAX_TOTAL_TOKENS = 2048
-"""Tokens of a prompt, and of prompt and answer together: vLLM's bounds, so that figures compare."""
+"""vLLM's limits for prompts, and prompts with answers, so that figures compare."""
 _CHARACTERS_PER_TOKEN = 4
-"""Of a token, where nobody counts them."""
+"""Assumed if the server does not count tokens."""
 
 
 def read_dataset(args: argparse.Namespace, count_tokens: Callable[[str], int]) -> list[dict[str, Any]]:
-    """What is to be asked, at most --num-requests, with the length of each answer. `count_tokens`: tokens of a text.
-    Raises ConfigError."""
+    """Raises ConfigError."""
     if args.dataset_name == "custom":
         return _read_custom(args.dataset_path, args.dataset_output_len or args.output_len, chats=args.chats)
     return _read_sharegpt(args, count_tokens)
@@ -76,7 +75,7 @@ def _read_sharegpt(args: argparse.Namespace, count_tokens: Callable[[str], int])
 
 
 def _first_turns(entry: dict[str, Any]) -> tuple[str, str] | None:
-    """What a person asked first, and the answer; None where there are no two turns."""
+    """None if there are fewer than two turns."""
     turns = entry.get("conversations", entry.get("conversation"))
     if not isinstance(turns, list) or len(turns) < 2:
         return None
@@ -84,7 +83,7 @@ def _first_turns(entry: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def count_tokens_by_server(http: httpx.Client, model: str, text: str) -> int:
-    """How many a text has, as the server counts them; a guess where it does not. The client's base is its /v1."""
+    """Estimates if the server does not count."""
     try:
         answer = http.post("../tokenize", json={"model": model, "prompt": text})
         return int(answer.json()["count"])

@@ -1,5 +1,4 @@
-"""`quire bench latency`: vLLM's measurement of this name: a batch of prompts at a time, from its first step to its last
-token, by the LLM class in this process."""
+"""`quire bench latency`: seconds of whole batches of prompts, with the LLM class in this process; like vLLM's."""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure_latencies(llm: LLM, args: argparse.Namespace) -> list[float]:
-    """Seconds of each batch."""
+    """Seconds per batch."""
     rng = random.Random(0)
     vocab = max(FIRST_TOKEN_ID + 1, min(10_000, llm.tokenizer.vocab_size))
     prompts = [[rng.randrange(FIRST_TOKEN_ID, vocab) for _ in range(args.input_len)] for _ in range(args.batch_size)]

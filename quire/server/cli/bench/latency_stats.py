@@ -1,5 +1,3 @@
-"""Measurements of single requests, and the statistics computed from them."""
-
 from __future__ import annotations
 
 import random
@@ -13,17 +11,17 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class BenchAnswer:
-    """A complete stream. Times are in seconds since its request was sent."""
+    """Times are seconds since the request was sent."""
 
     chunk_times: Sequence[float]
-    """When each chunk with tokens arrived; at least one."""
+    """At least one, of chunks with tokens."""
     prompt_tokens: int
     completion_tokens: int
-    """As the server counts them; the number of chunks if it does not say."""
+    """The number of chunks if not reported."""
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between successive chunks. A chunk may have several tokens."""
+        """In seconds. A chunk may have several tokens."""
         return [after - before for before, after in pairwise(self.chunk_times)]
 
 
@@ -34,7 +32,7 @@ class BenchFailure:
 
 @dataclass(frozen=True, slots=True)
 class LatencyDistribution:
-    """Mean, percentiles and maximum of a latency, in milliseconds."""
+    """In milliseconds."""
 
     mean: float
     p50: float
@@ -48,7 +46,6 @@ class BenchSummary:
     requests: int
     failed: int
     errors: dict[str, int]
-    """Number of failures by message."""
     seconds: float
     prompt_tokens: int
     output_tokens: int
@@ -57,19 +54,19 @@ class BenchSummary:
     total_tokens_per_second: float
     ttft_ms: LatencyDistribution | None
     itl_ms: LatencyDistribution | None
-    """Inter-token latency: the gaps between the chunks of a stream, for all streams together."""
+    """Inter-token latency: gaps between chunks, over all streams."""
     tpot_ms: LatencyDistribution | None
-    """Time per output token after the first one: one figure per request, which does not depend on its chunks."""
+    """Time per output token after the first, one figure per request."""
     e2e_ms: LatencyDistribution | None
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The value below which `percent` of the sorted values are. It is one of the values, without interpolation."""
+    """Does not interpolate."""
     return ordered[min(len(ordered) - 1, int(percent * len(ordered) / 100))]
 
 
 def latency_distribution(seconds: Iterable[float]) -> LatencyDistribution | None:
-    """The distribution of values given in seconds; None if there are none."""
+    """Takes seconds; None if there are none."""
     ordered = sorted(1000 * value for value in seconds)
     if not ordered:
         return None
@@ -78,7 +75,7 @@ def latency_distribution(seconds: Iterable[float]) -> LatencyDistribution | None
 
 
 def latency_samples(answers: Sequence[BenchAnswer]) -> dict[str, list[float]]:
-    """Samples in seconds, under the names of Summary's distributions."""
+    """In seconds."""
     return {
         "ttft_ms": [answer.chunk_times[0] for answer in answers],
         "itl_ms": [gap for answer in answers for gap in answer.gaps],
@@ -92,7 +89,7 @@ def latency_samples(answers: Sequence[BenchAnswer]) -> dict[str, list[float]]:
 
 
 def summarize(results: Sequence[BenchAnswer | BenchFailure], seconds: float) -> BenchSummary:
-    """seconds: from the sending of the first request to the end of the last answer. Failures count only as errors."""
+    """`seconds`: from the first request to the end of the last answer."""
     answers = [result for result in results if isinstance(result, BenchAnswer)]
     errors = Counter(result.message for result in results if isinstance(result, BenchFailure))
     prompt_tokens = sum(answer.prompt_tokens for answer in answers)
@@ -112,6 +109,6 @@ def summarize(results: Sequence[BenchAnswer | BenchFailure], seconds: float) -> 
 
 
 def arrival_times(count: int, rate: float, seed: int) -> list[float]:
-    """When to send `count` requests, in seconds: a Poisson process with `rate` requests per second on average."""
+    """A Poisson process; `rate` is requests per second."""
     rng = random.Random(seed)
     return list(accumulate(rng.expovariate(rate) for _ in range(count)))

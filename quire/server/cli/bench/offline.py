@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
         {"name": {"nargs": "?", "metavar": "MODEL", "help": "model to load"}},
         usage="quire bench offline [MODEL] [flags]",
         add_help=False,
-        conflict_handler="resolve",  # the workload and the engine both have a flag --seed; one serves both
+        conflict_handler="resolve",  # the workload and the engine share the flag --seed
     )
     add_settings_flags(parser, EngineConfig, {EngineConfig: "engine"})
     add_flag_table(parser, WORKLOAD_FLAGS | REPORT_FLAGS)
@@ -45,7 +45,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure_throughput(llm: LLM, args: argparse.Namespace) -> dict[str, float]:
-    """Warm up, then generate answers to all prompts once and measure it."""
     prompts, warming = random_prompts_and_warmup(args, min(args.vocab, llm.tokenizer.vocab_size))
     if warming:
         llm.generate(warming, _fixed_length_params(WARMUP_TOKENS, args.temperature), use_tqdm=False)

@@ -1,4 +1,4 @@
-"""`quire bench serve`: measure a server that speaks the OpenAI API, Quire or another, under load."""
+"""`quire bench serve`: measures a server with the OpenAI API, Quire or another, under load."""
 
 from __future__ import annotations
 
@@ -74,10 +74,7 @@ class ChunkChoice(msgspec.Struct):
 
     @property
     def has_tokens(self) -> bool:
-        """Whether the chunk stands for tokens.
-
-        Any chunk of /completions does, even if its text is empty. A chunk that only opens a chat answer does not.
-        """
+        """Any chunk of /completions counts, even with empty text; one that only opens a chat answer does not."""
         delta = self.delta
         return delta is None or bool(delta.content or delta.reasoning or delta.reasoning_content or delta.tool_calls)
 
@@ -88,8 +85,6 @@ class ChunkUsage(msgspec.Struct):
 
 
 class StreamChunk(msgspec.Struct):
-    """The fields that are read from a chunk; the decoder skips the others."""
-
     choices: list[ChunkChoice] = []
     usage: ChunkUsage | None = None
     error: Any = None
@@ -97,20 +92,18 @@ class StreamChunk(msgspec.Struct):
 
 _decode_chunk = msgspec.json.Decoder(StreamChunk).decode
 BenchJob = tuple[str, bytes]
-"""The path to post to, and the body."""
+"""(path, body)."""
 
 
 @dataclass(slots=True)
 class ReceivedStream:
-    """One answer while it is being received."""
-
     sent_at: float = field(default_factory=time.perf_counter)
     chunk_times: list[float] = field(default_factory=list)
-    """When each chunk with tokens arrived, in seconds since `sent_at`."""
+    """Seconds since `sent_at`, for chunks with tokens."""
     usage: ChunkUsage | None = None
 
     def add_event(self, data: bytes) -> None:
-        """Add an event's data. Raises ValueError if it is an error or not a chunk."""
+        """Raises ValueError for an error or a malformed chunk."""
         chunk = _decode_chunk(data)
         if chunk.error:
             raise ValueError(str(chunk.error))
@@ -135,7 +128,6 @@ async def send_request(client: StreamClient, job: BenchJob) -> BenchAnswer | Ben
 async def run_closed_loop(
     client: StreamClient, jobs: Sequence[BenchJob], concurrency: int
 ) -> list[BenchAnswer | BenchFailure]:
-    """Send requests so that `concurrency` of them are always open, until none are left."""
     results: list[BenchAnswer | BenchFailure] = []
     queue: Iterator[BenchJob] = iter(jobs)
 
@@ -150,7 +142,7 @@ async def run_closed_loop(
 async def run_open_loop(
     client: StreamClient, jobs: Sequence[BenchJob], times: Iterable[float], concurrency: int | None = None
 ) -> list[BenchAnswer | BenchFailure]:
-    """Send each request at its time, no matter how many are still open; with `concurrency` later, once fewer are."""
+    """`concurrency` delays requests while that many are open."""
     started = time.perf_counter()
     free_slots = asyncio.Semaphore(concurrency or len(jobs) or 1)
 
@@ -168,7 +160,6 @@ async def run_open_loop(
 def build_measured_and_warmup_jobs(
     args: argparse.Namespace, model: str, dataset: Sequence[dict[str, Any]] = ()
 ) -> tuple[list[BenchJob], list[BenchJob]]:
-    """The requests to measure, and those to warm up with. `dataset`: what --dataset-path holds."""
     uses_random_prompts = args.prompts is None and not dataset
     if uses_random_prompts:
         prompts, warmup_prompts = random_prompts_and_warmup(args, args.vocab)
@@ -194,7 +185,7 @@ def build_measured_and_warmup_jobs(
 
 
 def _prompt_ids_to_body(ids: Sequence[int], *, chats: bool) -> dict[str, Any]:
-    """A prompt of these ids; a chat, which takes no ids, of as many words that most vocabularies have as a token."""
+    """Chats take no ids: send that many words that are single tokens in most vocabularies."""
     if not chats:
         return {"prompt": ids}
     return {
@@ -207,13 +198,13 @@ class Measurement:
     results: list[BenchAnswer | BenchFailure]
     seconds: float
     client_seconds: float
-    """Processor time of this process, which a server on the same cores did not have."""
+    """This process's CPU time, which a server on the same cores lacked."""
 
 
 async def measure_server(
     args: argparse.Namespace, client: StreamClient, model: str, dataset: Sequence[dict[str, Any]] = ()
 ) -> Measurement:
-    """Warm up, then measure. Raises EngineError when a request of the warm-up fails."""
+    """Raises EngineError if a warm-up request fails."""
     jobs, warming = build_measured_and_warmup_jobs(args, model, dataset)
     try:
         for job in warming:

@@ -32,7 +32,7 @@ POLL_SECONDS = 0.02
 GRACE_SECONDS = 20.0
 MAX_TOKENS = 8
 LOADING_STATUSES = (None, 404, 429, 502, 503, 504)
-"""HTTP statuses of servers that are still loading; None: no response."""
+"""Statuses of servers still loading; None: no response."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     if not any("{port}" in word for word in server_command):
         raise ConfigError("the command must say {port} where its port goes")
     print(f"{args.label or shlex.join(server_command)}")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # treat it as Ctrl-C, so that the started server ends too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, so that the started server ends too
     seconds = []
     for run in range(args.runs):
         seconds.append(measure_time_to_first_token(server_command, args.model, args.timeout))
@@ -81,10 +81,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure_time_to_first_token(command: Sequence[str], model: str | None, timeout: float) -> float:
-    """Start a server, send it requests until one is answered, and end it.
-
-    Returns the seconds from its start to the first token. Raises EngineError.
-    """
+    """Return seconds from the server's start. Raises EngineError."""
     with socket.socket() as probe_socket:
         probe_socket.bind(("127.0.0.1", 0))
         port = probe_socket.getsockname()[1]
@@ -102,7 +99,7 @@ def measure_time_to_first_token(command: Sequence[str], model: str | None, timeo
 
 @contextmanager
 def run_process(command: Sequence[str], log: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process in a group of its own. At the end of the block it is ended, together with its child processes."""
+    """Run in a process group that ends with the block."""
     try:
         process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
     except OSError as error:
@@ -121,7 +118,7 @@ def run_process(command: Sequence[str], log: IO[bytes]) -> Iterator[subprocess.P
 async def _wait_for_first_token(
     url: str, model: str | None, process: subprocess.Popen[bytes], deadline: float
 ) -> float:
-    """Send requests until a token arrives; returns when it did, by time.perf_counter."""
+    """Return the time by time.perf_counter()."""
     named = {"model": model} if model else {}
     body = {**named, "prompt": "Once upon a time", "max_tokens": MAX_TOKENS, "temperature": 0, "stream": True}
     client = StreamClient(url, keep_alive=False)
@@ -144,6 +141,5 @@ async def _wait_for_first_token(
 
 
 def _last_log_lines(log: IO[bytes]) -> str:
-    """The last lines of what the command printed."""
     log.seek(0)
     return "\n".join(log.read().decode(errors="replace").splitlines()[-20:])

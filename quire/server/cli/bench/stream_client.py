@@ -1,8 +1,7 @@
-"""A cheap HTTP/1.1 client for streams of server-sent events.
+"""A cheap HTTP/1.1 client for server-sent events.
 
-The benchmark usually runs on the same processor as the server that it measures, so it must take little time itself. A
-general client spends awaits and copies on every chunk. Here a chunk is read in the transport's callback, and the
-request's task wakes up only once, at the end.
+It usually shares the server's processor. A general client spends awaits and copies on every chunk; here the transport's
+callback reads chunks, and the request's task wakes once, at the end.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ MAX_ERROR_CHARACTERS = 200
 
 
 class StreamError(Exception):
-    """A request did not get a complete stream. `status` is None if there was no HTTP response."""
+    """`status` is None without an HTTP response."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -30,8 +29,6 @@ class StreamError(Exception):
 
 
 class StreamClient:
-    """Posts to one server. keep_alive: connections are used again if the server keeps them open."""
-
     def __init__(
         self,
         base: str,
@@ -40,8 +37,7 @@ class StreamClient:
         keep_alive: bool = True,
         trust: ssl.SSLContext | None = None,
     ) -> None:
-        """`base` may end in /v1 or not. `trust`: of certificates; None: the system's. Raises ConfigError if it is no
-        server's URL."""
+        """`base` may end in /v1. `trust`: None: the system's certificates. Raises ConfigError."""
         parts = urlsplit(normalize_server_url(base))
         assert parts.hostname is not None
         self._address = (parts.hostname, parts.port or {"http": 80, "https": 443}[parts.scheme])
@@ -56,10 +52,8 @@ class StreamClient:
         self._idle_connections: list[_StreamConnection] = []
 
     async def post_stream(self, path: str, body: bytes, on_event: Callable[[bytes], None]) -> None:
-        """Post JSON to /v1/`path`, and call `on_event` with the data of each event up to [DONE], which must come.
-
-        `on_event` is called from the transport's callback; a ValueError that it raises ends the stream.
-        Raises StreamError.
+        """Post to /v1/`path`, and call `on_event` in the transport's callback for each event until [DONE]. A ValueError
+        from it ends the stream. Raises StreamError.
         """
         head = f"POST {self._prefix}/{path} HTTP/1.1\r\n{self._headers}Content-Length: {len(body)}\r\n\r\n"
         while True:
@@ -73,7 +67,7 @@ class StreamClient:
             except StreamError:
                 if idle_connection is None or idle_connection.has_received:
                     raise
-                continue  # the server closed an idle connection at that moment: try again with another one
+                continue  # the server just closed it: try another
             finally:
                 if self._keep_alive and connection.is_reusable:
                     self._idle_connections.append(connection)
@@ -103,13 +97,9 @@ class StreamClient:
 
 
 class _StreamConnection(asyncio.Protocol):
-    """One connection, for one request at a time."""
-
     def __init__(self) -> None:
         self.has_received = False
-        """Whether bytes of the current response have arrived."""
         self.is_reusable = False
-        """Whether another request can be sent on this connection."""
         self._end_future: asyncio.Future[None] | None = None
 
     async def post_request(self, request: bytes, on_event: Callable[[bytes], None]) -> None:
@@ -126,10 +116,10 @@ class _StreamConnection(asyncio.Protocol):
         self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass of it
+        self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """End the exchange: a response with neither a length nor chunks ends when its connection is closed."""
+        """Ends a response with neither length nor chunks."""
         self.is_reusable = False
         self._resolve_response_future("the connection was closed before the end of the answer")
 
@@ -150,7 +140,7 @@ class _StreamConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._is_complete = True
-        self.is_reusable = self._parser.should_keep_alive()  # the parser knows this only until the callback returns
+        self.is_reusable = self._parser.should_keep_alive()  # known only until the callback returns
 
     def _read_events(self) -> None:
         *lines, self._buffer = self._buffer.split(b"\n")
@@ -164,7 +154,6 @@ class _StreamConnection(asyncio.Protocol):
                 self._on_event(data)
 
     def _resolve_response_future(self, missing: str, *, failed: bool = False) -> None:
-        """End the exchange. `missing` is the error message if the stream is incomplete or has failed."""
         if self._end_future is None or self._end_future.done():
             return
         status = (self._parser.get_status_code() or None) if self.has_received else None

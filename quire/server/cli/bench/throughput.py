@@ -1,4 +1,4 @@
-"""`quire bench throughput`: vLLM's measurement of this name: all prompts at once, by the LLM class in this process."""
+"""`quire bench throughput`: all prompts at once, with the LLM class in this process; like vLLM's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         {"name": {"nargs": "?", "metavar": "MODEL", "help": "model to load"}},
         usage="quire bench throughput [MODEL] [flags]",
         add_help=False,
-        conflict_handler="resolve",  # the workload and the engine both have a flag --seed; one serves both
+        conflict_handler="resolve",  # the workload and the engine share the flag --seed
     )
     add_settings_flags(parser, EngineConfig, {EngineConfig: "engine"})
     hidden = {"help": argparse.SUPPRESS}
@@ -83,7 +83,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure_throughput(llm: LLM, args: argparse.Namespace) -> dict[str, float]:
-    """Warm up, then generate answers to all prompts once and measure it."""
     prompts: list[Any]
     if args.dataset_path is None:
         prompts, warming = random_prompts_and_warmup(args, min(args.vocab, llm.tokenizer.vocab_size))

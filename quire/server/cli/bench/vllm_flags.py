@@ -1,4 +1,4 @@
-"""The flags of `vllm bench serve` that `quire bench serve` takes beside its own, and what they make of its own."""
+"""Flags of `vllm bench serve` that `quire bench serve` accepts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ _IGNORED_FLAGS = {
     **dict.fromkeys(("--no-stream", "--skip-chat-template", "--profile", "--random-batch-size", "--random-rerank"), 0),
     "--percentile-metrics": 1,
 }
-"""vLLM's that change nothing here, with the number of their values: prompts are token ids or go as they are, and all
-latencies are always told."""
+"""By number of values: prompts are sent unchanged or as token ids, and all latencies are reported."""
 _BODY_FIELDS = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logprobs")
 
 
@@ -134,7 +133,7 @@ VLLM_FLAGS = {
 
 
 def apply_vllm_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Make of vLLM's flags what ours say. Exits with status 2 for those that contradict each other, or cannot be."""
+    """Exits with status 2 for contradictory or impossible flags."""
     args.url = args.base_url or args.url
     if args.host is not None or args.port is not None:
         host = "127.0.0.1" if args.host in (None, "0.0.0.0") else args.host

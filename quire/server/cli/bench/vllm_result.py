@@ -1,4 +1,4 @@
-"""The result of a benchmark as `vllm bench serve --save-result` writes it, for programs that read that."""
+"""Results in the format of `vllm bench serve --save-result`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from quire.engine.common.errors import ConfigError
 from quire.server.cli.bench.latency_stats import BenchAnswer, BenchFailure, BenchSummary, latency_samples
 
 _VLLM_NAMES = {"ttft_ms": "ttft", "tpot_ms": "tpot", "itl_ms": "itl", "e2e_ms": "e2el"}
-"""vLLM's names of latencies."""
 
 
 def goodput(answers: Sequence[BenchAnswer], goals: Sequence[tuple[str, float]], seconds: float) -> float:
-    """Requests a second that kept within all goals, which are in milliseconds by vLLM's names."""
+    """Requests per second within all goals (vLLM's latency name, milliseconds)."""
     num_good = 0
     for answer in answers:
         samples = {_VLLM_NAMES[name]: values for name, values in latency_samples([answer]).items()}
@@ -29,7 +28,6 @@ def goodput(answers: Sequence[BenchAnswer], goals: Sequence[tuple[str, float]], 
 def build_result(
     args: argparse.Namespace, model: str, results: Sequence[BenchAnswer | BenchFailure], summary: BenchSummary
 ) -> dict[str, Any]:
-    """By vLLM's keys."""
     answers = [each for each in results if isinstance(each, BenchAnswer)]
     content: dict[str, Any] = {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
@@ -67,7 +65,7 @@ def build_result(
 
 
 def save_result(args: argparse.Namespace, content: Mapping[str, Any]) -> Path:
-    """Write it; returns where. Raises ConfigError."""
+    """Raises ConfigError."""
     rate = content["request_rate"]
     at_once = "" if args.concurrency is None else f"-concurrency{args.concurrency}"
     base = str(content["model_id"]).rpartition("/")[2]
@@ -99,7 +97,7 @@ def _latency_figures(name: str, values: Sequence[float], percentiles: Sequence[f
 
 
 def interpolated_percentile(ordered: Sequence[float], percent: float) -> float:
-    """Interpolated, as NumPy's, which vLLM asks."""
+    """As NumPy, which vLLM uses."""
     place = (len(ordered) - 1) * percent / 100
     low = int(place)
     high = min(low + 1, len(ordered) - 1)

@@ -1,5 +1,3 @@
-"""The requests of a benchmark: the flags that describe them, random prompts, and prompts from a file."""
-
 from __future__ import annotations
 
 import argparse
@@ -13,10 +11,10 @@ from quire.server.cli.flags import FlagGroup
 from quire.server.cli.settings_flags import bounded_number
 
 FIRST_TOKEN_ID = 10
-"""The smallest token id of random prompts, as smaller ones are often special tokens."""
+"""Smaller ids are often special tokens."""
 
 
-_COUNT_FLAGS = (  # the second names are those of vLLM's bench
+_COUNT_FLAGS = (
     ("--num-requests --num-prompts --num-prompt", 32, 1, "requests to measure"),
     ("--input-len --random-input-len --random-input", 128, 1, "tokens of a made-up prompt, random ids"),
     ("--output-len --random-output-len --random-output", 64, 1, "tokens of an answer"),
@@ -49,7 +47,6 @@ def check_shared_prefix_length(parser: argparse.ArgumentParser, args: argparse.N
 
 
 def random_lengths(args: argparse.Namespace, length: int, count: int) -> list[int]:
-    """Of so many prompts or answers: `length`, or around it by --random-range-ratio."""
     ratio = getattr(args, "random_range_ratio", 0.0)
     if not ratio:
         return [length] * count
@@ -58,7 +55,7 @@ def random_lengths(args: argparse.Namespace, length: int, count: int) -> list[in
 
 
 def random_prompts_and_warmup(args: argparse.Namespace, vocab: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Token ids of the prompts to measure, and of those for the warm-up. They differ, except for the shared prefix."""
+    """They only share the common prefix."""
     rng = random.Random(args.seed)
 
     def random_ids(count: int) -> list[int]:
@@ -71,7 +68,7 @@ def random_prompts_and_warmup(args: argparse.Namespace, vocab: int) -> tuple[lis
 
 
 def read_jsonl_prompts(path: Path) -> list[dict[str, Any]]:
-    """Read lines of {"prompt": ...} or {"messages": ...}; other fields are added to the request. Raises ConfigError."""
+    """Lines of {"prompt": ...} or {"messages": ...}; other fields go into the request. Raises ConfigError."""
     entries = []
     try:
         for line_number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

@@ -1,4 +1,4 @@
-"""`quire chat`: talk to a model in the terminal, over a running server or an engine started for it."""
+"""`quire chat`: talk to a model in the terminal, on a running server or an engine started for it."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from quire.server.config import ServerConfig
 def open_client_or_start_server(
     url: str | None, config: ServerConfig, key: str | None, cacert: Path | None
 ) -> Iterator[httpx.Client]:
-    """An HTTP client whose base is the /v1 of the server at `url`, or of a server that is started for it."""
+    """The client's base is /v1."""
     with ExitStack() as stack:
         if url is None:
             from quire.server.cli.engine_app import (
-                run_server_on_private_socket,  # imported only when needed: it is slow
+                run_server_on_private_socket,  # slow to import
             )
 
             transport = httpx.HTTPTransport(uds=stack.enter_context(run_server_on_private_socket(config)))
@@ -67,7 +67,7 @@ def main(argv: Sequence[str], started: float) -> int:
     )
     add_settings_flags(parser, ServerConfig, {EngineConfig: "the engine, without --url"})
     args, config = parse_settings(parser, argv, ServerConfig, "name")
-    requested_model = args.name or getattr(args, "model", None) if args.url else None  # else it is what is loaded
+    requested_model = args.name or getattr(args, "model", None) if args.url else None
     options = {"temperature": args.temperature, "max_tokens": args.max_tokens}
     given_options = {name: value for name, value in options.items() if value is not None}
     if not args.url:
@@ -84,8 +84,7 @@ def run_chat(
     requested_model: str | None,
     options: dict[str, Any],
 ) -> int:
-    """A conversation with the server at `url`, or one that is started for it: at a terminal, or through pipes.
-    `requested_model`: the model; None: the first. Returns the exit status."""
+    """Return the exit status."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         http = stack.enter_context(open_client_or_start_server(url, config, args.bearer, args.cacert))
         return chat_over_pipes(

@@ -1,5 +1,3 @@
-"""A conversation with one model of a server: what was said, and the next answer as a stream."""
-
 from __future__ import annotations
 
 import json
@@ -16,27 +14,22 @@ from quire.server.cli.server_client import error_from_response
 
 @dataclass
 class ChatSession:
-    """`options` are added to every request's body."""
+    """`options` go into every request's body."""
 
     http: httpx.Client
-    """Its base is the server's /v1."""
+    """Its base is /v1."""
     model: str
     options: dict[str, Any]
     system: str | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """Messages in the API's form."""
     pending_images: list[str] = field(default_factory=list)
-    """data: URLs of the pictures that go with the next message."""
+    """data: URLs for the next message."""
     was_truncated: bool = False
-    """Whether the last answer ended because it was as long as it might be."""
     usage: dict[str, Any] = field(default_factory=dict)
-    """Of the last answer, where its stream says it."""
 
     def stream_answer(self, text: str) -> Generator[str, None, None]:
-        """Stream the answer to `text`, piece by piece, and add both to the conversation.
-
-        An answer that is cut short is added as far as it came. If there is none because the server refused the request,
-        QuireError is raised and `text` is not added either, nor are the pictures that went with it.
+        """Interrupted answers are kept as far as they came. If the server refuses, raises QuireError and drops `text`
+        and the pending images.
         """
         self.was_truncated = False
         image_parts = [{"type": "image_url", "image_url": {"url": url}} for url in self.pending_images]
@@ -58,8 +51,7 @@ class ChatSession:
                 self.messages.append({"role": "assistant", "content": "".join(received)})
 
     def undo_last_turn(self) -> str | None:
-        """Remove the last message of the user and what followed; returns its text, or None where there is none. Its
-        pictures go with the next message."""
+        """Return the removed user message's text, or None. Its images become pending again."""
         places = [place for place, turn in enumerate(self.messages) if turn["role"] == "user"]
         if not places:
             return None
@@ -70,7 +62,7 @@ class ChatSession:
         return message_text(content)
 
     def save_conversation(self, path: Path) -> None:
-        """Raises ConfigError, also for a file that is no saved conversation: it is not overwritten."""
+        """Raises ConfigError, also if the file is not a saved conversation."""
         content = {"model": self.model, "system": self.system, "options": self.options, "messages": self.messages}
         try:
             if _is_foreign_file(path.expanduser(), content.keys()):
@@ -80,8 +72,7 @@ class ChatSession:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
     def load_conversation(self, path: Path) -> None:
-        """Go on with what `save_conversation` wrote, or a list of messages, with the model that is asked now. Raises
-        ConfigError."""
+        """Takes a saved conversation or a list of messages; keeps the current model. Raises ConfigError."""
         try:
             content = json.loads(path.expanduser().read_text(encoding="utf-8"))
         except OSError as error:
@@ -131,7 +122,6 @@ def _chunk_content_deltas(chunk: dict[str, Any]) -> Iterator[str]:
 
 
 def message_text(content: str | list[dict[str, Any]]) -> str:
-    """The texts of a message's content."""
     if isinstance(content, str):
         return content
     return "\n".join(part["text"] for part in content if part["type"] == "text")
@@ -152,7 +142,6 @@ def _is_content_part(part: object) -> bool:
 
 
 def _is_foreign_file(path: Path, names: Collection[str]) -> bool:
-    """Whether a file has content that is not an object of these names."""
     if not path.is_file() or path.stat().st_size == 0:
         return False
     try:

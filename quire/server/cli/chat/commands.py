@@ -1,4 +1,4 @@
-"""The commands of `quire chat`: each line that begins with a slash."""
+"""Slash commands of `quire chat`."""
 
 from __future__ import annotations
 
@@ -36,21 +36,16 @@ Ctrl-C stops an answer."""
 
 @dataclass(frozen=True, slots=True)
 class CommandOutcome:
-    """What a command leads to."""
-
     message: str = ""
     prompt: str | None = None
-    """To be asked now."""
     draft: str | None = None
-    """To be put where the user types."""
+    """Prefills the input."""
     should_exit: bool = False
 
 
 def handle_line(
     chat: ChatSession, line: str, print_info: Callable[[str], object], print_error: Callable[[str], object]
 ) -> CommandOutcome:
-    """What is left to do of a line, which is a message or, with a slash, a command that is performed. `print_info` and
-    `print_error` show what comes of it, or why it cannot be done."""
     if not line.startswith("/"):
         return CommandOutcome(prompt=line)
     try:
@@ -64,11 +59,11 @@ def handle_line(
 
 
 def _run_command(chat: ChatSession, line: str) -> CommandOutcome:
-    """Raises QuireError for what cannot be done."""
+    """Raises QuireError."""
     command, _, rest = line.partition(" ")
     rest = rest.strip()
     match command:
-        case "/exit" | "/quit" | "/bye":  # the last is Ollama's word
+        case "/exit" | "/quit" | "/bye":  # /bye is Ollama's
             return CommandOutcome(should_exit=True)
         case "/help":
             return CommandOutcome(f"{COMMAND_HELP}\n{KEY_HELP}")
@@ -137,7 +132,7 @@ def _set_option(chat: ChatSession, rest: str) -> CommandOutcome:
     if not value.strip():
         chat.options.pop(name, None)
         return CommandOutcome(f"{name}: the default")
-    from quire.server.protocol.chat import ChatRequest  # imported only when needed: it is slow
+    from quire.server.protocol.chat import ChatRequest  # slow to import
 
     if name not in (known := ChatRequest.model_fields) and (advice := suggest_nearest(name, known)):
         return CommandOutcome(f"{name}: no such parameter; {advice}")
@@ -149,7 +144,7 @@ def _set_option(chat: ChatSession, rest: str) -> CommandOutcome:
 
 
 def _check_option(name: str, value: Any) -> None:
-    """Raises InvalidRequest for a value that the API would refuse, by the API's own models."""
+    """Raises InvalidRequest for values that the API refuses."""
     from quire.engine.common.request_params import SamplingParams, find_sampling_field
     from quire.server.protocol.chat import ChatRequest
     from quire.server.resolve.parse import validate_body
@@ -176,9 +171,8 @@ def _switch_model(chat: ChatSession, rest: str) -> CommandOutcome:
 
 
 def image_data_url(name: str) -> str:
-    """Of the file `name`, as people type it or drop it on a terminal: in quotes, or with backslashes before spaces.
-    Raises ConfigError for one that cannot be read, and InvalidRequest for one that the server would not read."""
-    from quire.engine.images.image_decoding import (  # imported only when needed: pictures are rare
+    """`name`: a path as typed or dropped on a terminal, quoted or escaped. Raises ConfigError or InvalidRequest."""
+    from quire.engine.images.image_decoding import (  # images are rare
         MAX_FILE_BYTES,
         open_image,
     )

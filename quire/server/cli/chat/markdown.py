@@ -1,4 +1,4 @@
-"""Markdown while it streams: blocks that are whole are printed for good, the one under way is drawn anew."""
+"""Streaming Markdown: finished blocks are printed for good, the current one is redrawn."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from rich.spinner import Spinner
 
 FENCE = re.compile(r"^ {0,3}(```+|~~~+)")
 _CONTINUATION = re.compile(r"\s|[-*+>|]|\d+[.)]")
-"""A line that may belong to the block before a blank line: of a list, a quotation or a table."""
+"""May continue a list, quotation or table after a blank line."""
 _REFRESHES_PER_SECOND = 12
-"""Drawings a second."""
 
 
 def split_finished_blocks(text: str) -> tuple[list[str], str]:
-    """The blocks that nothing that follows can change, and the rest. A block ends at a blank line outside of a fence,
-    when the line behind it shows that it does not go on."""
+    """Return blocks that further text cannot change, and the rest."""
     blocks = []
     lines = list[str]()
     blank = False
@@ -33,7 +31,7 @@ def split_finished_blocks(text: str) -> tuple[list[str], str]:
 
 
 def _lines_with_fence_state(lines: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:
-    """Each line, and whether a fence is open before it and behind it."""
+    """(line, fence open before it, fence open after it)."""
     fence = ""
     for line in lines:
         before, mark = fence, FENCE.match(line)
@@ -45,7 +43,7 @@ def _lines_with_fence_state(lines: Iterable[str]) -> Iterator[tuple[str, bool, b
 
 
 def to_rich_markdown(text: str) -> Markdown:
-    """With the line breaks of the text, as of a verse: Markdown would make spaces of them."""
+    """Keeps line breaks, which Markdown turns into spaces."""
     lines = [
         line if before or after else line.rstrip() + "  "
         for line, before, after in _lines_with_fence_state(text.split("\n"))
@@ -54,8 +52,7 @@ def to_rich_markdown(text: str) -> Markdown:
 
 
 def print_stream(console: Console, pieces: Iterable[str], waiting: str = "") -> None:
-    """Print an answer as it comes; a spinner turns until its first piece. Raises what `pieces` raises, with all that
-    came printed."""
+    """Raises what `pieces` raises, after printing what came."""
     text, printed = "", 0
     live = Live(
         Spinner("dots", waiting, style="dim"),
@@ -88,7 +85,7 @@ def _print_block(console: Console, block: str, *, first: bool) -> None:
 
 
 def _last_lines(text: str, height: int) -> str:
-    """The last lines of a block, which must fit on the screen to be drawn anew; in a fence if its beginning was."""
+    """A redrawn block must fit on the screen. Keeps an opening fence."""
     lines = text.split("\n")
     if len(lines) <= height:
         return text

@@ -1,5 +1,3 @@
-"""A chat through pipes: each line of the input is a message or a command, each answer is written as it comes."""
-
 from __future__ import annotations
 
 import sys
@@ -13,7 +11,7 @@ from quire.server.cli.chat.commands import handle_line
 
 
 def chat_over_pipes(chat: ChatSession, stdin: TextIO, out: TextIO) -> int:
-    """Until the end of input or /exit. Returns 1 if the last request was refused."""
+    """Return 1 if the last request was refused."""
     status = 0
     for line in _read_messages(stdin):
         outcome = handle_line(chat, line, partial(print, file=out), _print_error)
@@ -27,7 +25,7 @@ def chat_over_pipes(chat: ChatSession, stdin: TextIO, out: TextIO) -> int:
 
 
 def _read_messages(stdin: TextIO) -> Iterator[str]:
-    """The input's non-empty lines; those that end with a backslash go on in the next."""
+    """A trailing backslash continues a line."""
     parts: list[str] = []
     for line in stdin:
         text = line.rstrip("\n")

@@ -1,5 +1,4 @@
-"""`quire run MODEL`: a chat, or one answer to a prompt, as Ollama's command of this name. With -o the same command
-answers a file of requests (server/cli/run)."""
+"""`quire run MODEL`: a chat, or one answer to a prompt, like Ollama's command. With -o it answers a request file."""
 
 from __future__ import annotations
 
@@ -29,11 +28,10 @@ from quire.server.config import ServerConfig
 _LOCAL_URL = "http://127.0.0.1:8000"
 _PROBE_SECONDS = 1.0
 _IGNORED_FLAGS = ("--nowordwrap", "--insecure", "--hidethinking", "--truncate", "--experimental", "--experimental-yolo")
-"""Ollama's switches that ask for what is done anyway: thoughts are never shown, nor lines broken."""
+"""Ollama's switches for our default behavior."""
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    """Returns the exit status."""
     parser = _build_run_parser()
     args, config = parse_settings(parser, argv, ServerConfig, "name")
     if args.name is None and "model" not in config.model_fields_set:
@@ -100,14 +98,13 @@ def _build_run_parser() -> argparse.ArgumentParser:
 
 
 def _read_prompt(words: Sequence[str]) -> str | None:
-    """What is piped in and the words, as one; None where neither is there."""
     piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().strip()
     whole = "\n".join(part for part in (piped, " ".join(words)) if part)
     return whole or None
 
 
 def _request_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Fields of every request. Raises ConfigError."""
+    """Raises ConfigError."""
     options: dict[str, Any] = {}
     if args.temperature is not None:
         options["temperature"] = args.temperature
@@ -134,12 +131,12 @@ def _request_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _find_server_and_model(args: argparse.Namespace, config: ServerConfig) -> tuple[str | None, str | None]:
-    """The address of the server that is to answer, and the name to ask it for; None and None: an engine of its own."""
+    """None and None: start an engine."""
     model = args.name or config.model
     if args.url is not None:
         return args.url, model
     if args.bearer == os.environ.get("OPENAI_API_KEY"):
-        args.bearer = None  # nobody has said that it is meant for whoever listens here
+        args.bearer = None  # do not send a key to a server that was not named
     with suppress(httpx.HTTPError, ValueError, LookupError, TypeError, ConfigError):
         base = normalize_server_url(_LOCAL_URL if config.port == 8000 else f"http://127.0.0.1:{config.port}")
         answer = httpx.get(f"{base}/v1/models", headers=auth_headers(args.bearer), timeout=_PROBE_SECONDS)
@@ -151,7 +148,6 @@ def _find_server_and_model(args: argparse.Namespace, config: ServerConfig) -> tu
 
 
 def _print_speed(chat: ChatSession, seconds: float) -> None:
-    """What Ollama's --verbose says, as far as a client sees it."""
     prompt, generated = chat.usage.get("prompt_tokens", 0), chat.usage.get("completion_tokens", 0)
     print(f"\ntotal duration:       {seconds:.3f}s", file=sys.stderr)
     print(f"prompt eval count:    {prompt} token(s)", file=sys.stderr)

@@ -1,5 +1,3 @@
-"""A chat at a terminal: lines are edited by prompt_toolkit, answers drawn by rich."""
-
 from __future__ import annotations
 
 import os
@@ -24,7 +22,7 @@ from quire.server.cli.chat.markdown import print_stream
 
 
 def chat_in_terminal(chat: ChatSession, console: Console) -> int:
-    """Until Ctrl-D or /exit. Returns 1 if the last request was refused."""
+    """Return 1 if the last request was refused."""
     session: PromptSession[str] = PromptSession(
         history=_open_history(),
         multiline=True,
@@ -38,7 +36,7 @@ def chat_in_terminal(chat: ChatSession, console: Console) -> int:
     while True:
         try:
             line = session.prompt(HTML("<ansicyan><b>&gt; </b></ansicyan>"), default=draft).strip()
-        except KeyboardInterrupt:  # what was typed is dropped
+        except KeyboardInterrupt:
             draft = ""
             console.print("[dim]/exit or Ctrl-D to leave[/]")
             continue
@@ -71,7 +69,7 @@ def _send_and_print_answer(chat: ChatSession, text: str, console: Console) -> in
 
 
 def _key_bindings() -> KeyBindings:
-    """Enter sends, but behind a backslash; Alt+Enter begins another line."""
+    """Enter sends, except after a backslash; Alt+Enter starts a new line."""
     keys = KeyBindings()
 
     @keys.add("enter")
@@ -91,7 +89,7 @@ def _key_bindings() -> KeyBindings:
 
 
 def _open_history() -> History:
-    """What was typed, for the next time too; readable by its user alone. In memory where no file can be written."""
+    """In memory if the file is not writable."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     path = Path(state).expanduser() / "quire" / "chat_history"
     try:
@@ -105,11 +103,11 @@ def _open_history() -> History:
 
 @contextmanager
 def hide_typed_keys() -> Iterator[None]:
-    """What is typed meanwhile is not shown now, but where the next message is typed."""
+    """Typed text appears at the next prompt."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     hidden = termios.tcgetattr(descriptor)
-    hidden[3] &= ~(termios.ECHO | termios.ICANON)  # signals, as of Ctrl-C, stay
+    hidden[3] &= ~(termios.ECHO | termios.ICANON)  # Ctrl-C still works
     termios.tcsetattr(descriptor, termios.TCSANOW, hidden)
     try:
         yield

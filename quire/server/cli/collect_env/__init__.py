@@ -1,5 +1,6 @@
-"""`quire collect-env`: this machine and the versions that matter, to be put into a report of a fault. Nothing is sent,
-and no key, token or path of the user's is in it."""
+"""`quire collect-env`: this machine and relevant versions, for a bug report. Sends nothing; shows no keys, tokens or
+paths.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +49,11 @@ _VARIABLES = (
     "MALLOC_ARENA_MAX",
 )
 _SECRET_NAME_PARTS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "MODEL", "DIR", "FILE", "PATH", "URL", "ENDPOINT")
-"""Parts of the names of settings whose values are not shown."""
+"""Settings with such names are not shown."""
 _TIMEOUT_SECONDS = 10.0
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    """Returns the exit status."""
     parse_flags(build_parser("quire collect-env", __doc__, {}), argv)
     for name, value in environment_facts():
         print(f"{name:<18}{value}")
@@ -61,7 +61,6 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def environment_facts() -> Iterator[tuple[str, str]]:
-    """Names and values."""
     yield "quire", VERSION
     yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
     yield "system", f"{platform.system()} {platform.release()}, {platform.machine()}, {' '.join(platform.libc_ver())}"
@@ -89,7 +88,6 @@ def _cpu_name() -> str:
 
 
 def _gpu_facts() -> Iterator[tuple[str, str]]:
-    """What the driver says of NVIDIA's cards."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         listing = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=True).stdout

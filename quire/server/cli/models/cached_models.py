@@ -1,4 +1,4 @@
-"""`quire serve --models cache`: all that is downloaded, by name, each loaded when somebody asks for it."""
+"""`quire serve --models cache`: all downloaded models, loaded on demand."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from quire.server.multi_model.models_config import ModelsConfig, ModelsFileOptio
 log = logging.getLogger("quire.server.cli.models.cache")
 
 CACHE_KEYWORD = Path("cache")
-"""What --models names where it is no file."""
+"""Value of --models if no such file exists."""
 _MEMORY_SHARE = 0.9
-"""Of the memory that is free when the server starts, what its models may take together."""
+"""Of the memory free at the start."""
 
 
 def build_cached_models_config(flags: Mapping[str, Any]) -> ModelsConfig:
-    """The downloaded models, the smallest first: it is loaded at the start, and answers what names no model. What
-    cannot be served is logged and left out. Raises ConfigError where nothing is left."""
+    """Smallest first: it is loaded at the start and answers requests that name no model. Raises ConfigError if none can
+    be served.
+    """
     cache = scan_hub_cache()
     downloads = (
         [] if cache is None else [each for each in iterate_downloads(cache) if each.has_weights and each.ref == "main"]
@@ -49,13 +50,12 @@ def build_cached_models_config(flags: Mapping[str, Any]) -> ModelsConfig:
 
 
 def _is_generative(model: DownloadedModel) -> bool:
-    """Whether it answers with text, by what its files are called: such a one is to be the default."""
+    """Guessed from the name."""
     name = model.name.lower()
     return not any(part in name for part in ("embed", "rerank", "bge", "gte", "e5-", "minilm", "clip"))
 
 
 def _unserved_reason(model: DownloadedModel) -> str | None:
-    """Why a model is not served; None if it may be."""
     try:
         raw, _ = read_raw_config(str(model.path))
     except ModelError as error:

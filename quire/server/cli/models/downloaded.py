@@ -1,4 +1,4 @@
-"""`quire list`: the models in the hub's cache, which other programs use too: their names, files, sizes and places."""
+"""`quire list`: the models in the hub's cache, shared with other programs: names, files, sizes and places."""
 
 from __future__ import annotations
 
@@ -19,17 +19,15 @@ _NO_WEIGHTS = "no weights"
 
 @dataclass(frozen=True, slots=True)
 class DownloadedModel:
-    """A model in the cache."""
-
     name: str
-    """As `quire serve` takes it: OWNER/REPO, of a GGUF model with its tag or file."""
+    """OWNER/REPO, with tag or file if GGUF."""
     repo: str
     is_gguf: bool
     files: Mapping[str, CachedFileInfo]
     """By path in the repository."""
     path: Path
     ref: str
-    """Branch, tag or commit that it is of."""
+    """Branch, tag or commit."""
 
     @property
     def size_bytes(self) -> int:
@@ -41,7 +39,6 @@ class DownloadedModel:
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    """Returns the exit status."""
     parse_flags(build_parser("quire list", __doc__, {}), argv)
     cache = scan_hub_cache()
     downloads = [] if cache is None else sorted(iterate_downloads(cache), key=lambda each: (each.name, each.ref))
@@ -68,7 +65,7 @@ def _model_row(model: DownloadedModel) -> tuple[str, str, str, str]:
 
 
 def scan_hub_cache() -> HFCacheInfo | None:
-    """The hub's cache; None where there is none yet."""
+    """None: there is no cache yet."""
     from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
     try:
@@ -78,7 +75,7 @@ def scan_hub_cache() -> HFCacheInfo | None:
 
 
 def iterate_downloads(cache: HFCacheInfo) -> Iterator[DownloadedModel]:
-    """All downloaded models, in no order; each revision counts as one."""
+    """Unordered, one per revision."""
     for repo in cache.repos:
         if repo.repo_type == "model":
             for revision in repo.revisions:

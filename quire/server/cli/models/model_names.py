@@ -1,5 +1,3 @@
-"""The names by which one model may be known."""
-
 from __future__ import annotations
 
 from quire.engine.checkpoint.hub_names import parse_hub_name
@@ -8,7 +6,7 @@ from quire.server.config import ServerConfig
 
 
 def equivalent_names(model: str) -> list[str]:
-    """What a model may be called where it is served: as somebody wrote it, its short name, and the hub's."""
+    """Names that a server may use: as given, short, and the hub's."""
     names = [model, ServerConfig(model=model).model_names[0]]
     known = load_catalog()
     if (entry := known.get(model.lower())) is not None:

@@ -1,4 +1,4 @@
-"""`quire ps`: the models that a running server has in memory, as Ollama's command of this name."""
+"""`quire ps`: the models that a running server has in memory, like Ollama's command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ _HEADER = ("NAME", "SIZE", "CONTEXT", "STATE")
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    """Returns the exit status."""
     args = parse_flags(build_parser("quire ps", __doc__, server_flags(LOCAL_URL)), argv)
     with open_client(args) as http:
         loaded_models = request_json(http, "GET", "/api/ps")["models"]

@@ -1,5 +1,4 @@
-"""`quire pull`: downloads models from the hub, into the cache that the hub's client shares with other
-programs."""
+"""`quire pull`: downloads models from the hub into the cache shared with other programs."""
 
 from __future__ import annotations
 
@@ -16,7 +15,6 @@ from quire.server.cli.unknown_flags import parse_flags
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    """Returns the exit status."""
     args = parse_flags(
         build_parser(
             "quire pull",
@@ -40,15 +38,13 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def pull_configured_model_if_missing(config: EngineConfig) -> None:
-    """Download what an engine is to serve, where it is not there yet: before the engine starts, so that one process
-    does it, and its progress and errors are seen. Raises ModelError."""
+    """Runs before the engine starts, so that one process downloads, visibly. Raises ModelError."""
     if needs_download(config.model, config.revision):
         download_model(config.model, config.revision)
 
 
 def download_model(name: str, revision: str | None) -> Path:
-    """The model's directory or file, after a download with progress bars, where somebody sees them. Raises
-    ModelError."""
+    """Raises ModelError."""
     if not sys.stderr.isatty():
         from huggingface_hub.utils import disable_progress_bars
 

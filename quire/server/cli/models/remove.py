@@ -1,4 +1,4 @@
-"""`quire rm`: deletes downloaded models from the hub's cache, and says what that frees."""
+"""`quire rm`: deletes downloaded models from the hub's cache, and prints what that frees."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    """Returns the exit status."""
     names = "as `quire list` prints it; OWNER/REPO is all of that repository"
     args = parse_flags(
         build_parser("quire rm", __doc__, {"names": {"nargs": "+", "metavar": "MODEL", "help": names}}), argv
@@ -31,7 +30,7 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def remove_model(name: str) -> int:
-    """Delete a model's files, those of all its revisions; the number of bytes that this frees. Raises ModelError."""
+    """Return the bytes freed. Raises ModelError."""
     if Path(name).expanduser().exists():
         raise ModelError(f"model: {name} is a path, not a name: only what was downloaded is deleted")
     if name in PACKAGED_MODELS:

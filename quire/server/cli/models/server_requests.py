@@ -1,5 +1,3 @@
-"""Asks a running server, for the commands that tell of its models."""
-
 from __future__ import annotations
 
 import argparse
@@ -24,7 +22,7 @@ _TIMEOUT_SECONDS = 30.0
 
 @contextmanager
 def open_client(args: argparse.Namespace) -> Iterator[httpx.Client]:
-    """A client of the server that connect.server_flags name; its base has no /v1. Raises ConfigError."""
+    """The base URL has no /v1. Raises ConfigError."""
     base = normalize_server_url(args.url, tls=args.cacert is not None)
     with httpx.Client(
         base_url=base,
@@ -36,7 +34,7 @@ def open_client(args: argparse.Namespace) -> Iterator[httpx.Client]:
 
 
 def request_json(http: httpx.Client, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The object that is answered. Raises EngineError with what the server says, and Unreachable."""
+    """Raises EngineError."""
     try:
         response = http.request(method, path, json=body)
     except httpx.HTTPError as error:

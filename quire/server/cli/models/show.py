@@ -1,5 +1,6 @@
-"""`quire show MODEL`: what a model is, as Ollama's command of this name: of a running server, or from its files, of
-which config.json is fetched where it is not downloaded."""
+"""`quire show MODEL`: describes a model of a running server, or from its files, like Ollama's command. config.json is
+fetched if the model is not downloaded.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,6 @@ _PART_FLAGS = {
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    """Returns the exit status."""
     parts = {name: {"action": "store_true", "help": f"only {text}"} for name, text in _PART_FLAGS.items()}
     unneeded = {"-v --verbose": {"action": "store_true", "help": argparse.SUPPRESS}}
     flags = {
@@ -52,7 +52,7 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def _describe_served(args: argparse.Namespace) -> dict[str, Any] | None:
-    """What a server says of a model; None where none has it. Raises where --url names one, and it does not answer."""
+    """None: no server has it. Raises if a server named by --url does not answer."""
     try:
         with open_client(args) as http:
             served = [str(each["id"]) for each in request_json(http, "GET", "/v1/models")["data"]]
@@ -82,7 +82,7 @@ def _describe_served(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _describe_stored(name: str) -> dict[str, Any]:
-    """What the files of a model say. Raises ModelError."""
+    """Raises ModelError."""
     entry = next((each for each in load_catalog().values() if each.name in equivalent_names(name)), None)
     raw, folder = _config_from_files_or_catalog(name, entry)
     sizes, text = read_model_sizes(raw), extract_text_config(raw)
@@ -116,7 +116,7 @@ def _describe_stored(name: str) -> dict[str, Any]:
 
 
 def _config_from_files_or_catalog(name: str, entry: CatalogEntry | None) -> tuple[Mapping[str, Any], Path | None]:
-    """As read_raw_config; what the catalogue knows, where the model is not downloaded and the hub not reached."""
+    """Falls back to the catalog if the hub is unreachable."""
     try:
         return read_raw_config(name)
     except ModelError:
@@ -126,7 +126,7 @@ def _config_from_files_or_catalog(name: str, entry: CatalogEntry | None) -> tupl
 
 
 def _load_chat_renderer_and_text(path: Path) -> tuple[ChatRenderer, str]:
-    """Of a folder or a GGUF file; its chat templates' text too. Raises ModelError."""
+    """Raises ModelError."""
     files = ModelFiles(path)
     config = read_config_object(files, "tokenizer_config.json")
     templates = read_chat_templates(files, config)
@@ -134,7 +134,6 @@ def _load_chat_renderer_and_text(path: Path) -> tuple[ChatRenderer, str]:
 
 
 def _total_bytes(path: Path) -> int:
-    """Of all files of a model."""
     files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else part_paths(path)
     return sum(file.stat().st_size for file in files)
 
@@ -144,7 +143,6 @@ def _models_file_toml(name: str, settings: Mapping[str, Any]) -> str:
 
 
 def _format_description(description: Mapping[str, Any]) -> str:
-    """All of it, in Ollama's form: titles, and below them names with values."""
     lines: list[str] = []
     for title in ("Model", "Capabilities", "parameters", "license"):
         content = description.get(title)

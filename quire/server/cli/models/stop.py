@@ -1,5 +1,6 @@
-"""`quire stop MODEL`: takes a model out of a running server's memory, as Ollama's command of this name; the next
-request loads it again. The server has several: quire serve --models."""
+"""`quire stop MODEL`: unloads a model from a running server (quire serve --models), like Ollama's; the next request
+loads it again.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,6 @@ from quire.server.cli.unknown_flags import parse_flags
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    """Returns the exit status."""
     flags = {"names": {"nargs": "+", "metavar": "MODEL", "help": "as quire ps prints it"}, **server_flags(LOCAL_URL)}
     args = parse_flags(build_parser("quire stop", __doc__, flags), argv)
     with open_client(args) as http:

@@ -1,6 +1,6 @@
-"""`quire models`: the models with short names, and for this machine which of them fit and how fast they can be.
+"""`quire models`: models with short names, and which of them fit on this machine and how fast they can be.
 
-The figures are `quire plan`'s arithmetic, and limits: a token takes at least as long as reading its weights and keys.
+Figures are `quire plan`'s, and limits: a token takes at least as long as reading its weights and keys.
 """
 
 from __future__ import annotations
@@ -25,33 +25,29 @@ from quire.server.cli.settings_flags import bounded_number
 from quire.server.cli.unknown_flags import parse_flags
 
 CONTEXT_TOKENS = 4096
-"""Tokens of context for which memory is given, and which have to fit."""
+"""Must fit; memory is shown for it."""
 _SPEED_CONTEXT_TOKENS = 1024
-"""Tokens of context for which the speed is given, as `quire plan` does."""
 _LAPTOP_FLOPS = 1e12
-"""16-bit operations per second of a laptop's CPU, roughly; one stream waits for memory instead."""
+"""16-bit, roughly; a single stream is bound by memory."""
 _EMBEDDING_BITS = 6.5625
-"""Of an embedding that is the head too, in files of four bits: Q6_K."""
+"""Q6_K, for tied embeddings in 4-bit files."""
 _LAPTOPS_FILE = Path(__file__).with_name("laptops.toml")
 _HEADER = ("NAME", "FOR", "PARAMETERS", "MEMORY", "CONTEXT", "TOKENS/S", "LICENCE", "FROM")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """A model on a machine."""
-
     model: CatalogEntry
     parameters: int
     memory: int
-    """Bytes with CONTEXT tokens of one request, Quire's own included."""
+    """Bytes with CONTEXT_TOKENS of one request, including Quire."""
     context: int
-    """Tokens that fit; 0: it does not fit, or is not served there."""
+    """Tokens that fit; 0: none, or not served."""
     speed: float | None
-    """Tokens per second of one stream at most; None for an encoder."""
+    """Maximum tokens per second; None: encoder."""
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    """Returns the exit status."""
     bandwidth = bounded_number(float, 0, above=True)
     args = parse_flags(
         build_parser(
@@ -113,7 +109,6 @@ def build_row(model: CatalogEntry, machine: Machine) -> ModelRow:
 
 
 def catalog_config_and_weights(model: CatalogEntry) -> tuple[dict[str, Any], CheckpointSize | None]:
-    """What config.json would say of a model, and the header of its GGUF file."""
     if model.gigabytes is None:
         return dict(model.config), None
     bits = 8e9 * model.gigabytes / read_model_sizes(model.config).num_parameters
@@ -123,7 +118,6 @@ def catalog_config_and_weights(model: CatalogEntry) -> tuple[dict[str, Any], Che
 
 
 def _catalog_sizes(model: CatalogEntry) -> tuple[ModelSizes, CheckpointSize | None]:
-    """A model's sizes, and what its GGUF file's header would say of them."""
     config, stored = catalog_config_and_weights(model)
     return read_model_sizes(config), stored
 
@@ -168,7 +162,7 @@ def read_laptop_machines() -> list[Machine]:
 
 
 def format_laptops_markdown() -> str:
-    """The table of the documents: what each class of laptops can do at most, in tokens a second; -: does not fit."""
+    """Maximum tokens per second; -: does not fit."""
     machines = read_laptop_machines()
     lines = [f"| name | parameters | memory | {' | '.join(each.name for each in machines)} | licence | from |"]
     lines.append("|---" * (5 + len(machines)) + "|")

@@ -1,1 +1,1 @@
-"""What fits where, and how fast it can be: counted, from config.json and what is known of a machine."""
+"""Memory and speed plans from config.json and machine data."""

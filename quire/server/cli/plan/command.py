@@ -1,4 +1,4 @@
-"""`quire plan`: what fits where, and how fast it can be at most; from config.json alone, without GPU and weights."""
+"""`quire plan`: what fits where and how fast it can be at most, from config.json alone, without GPU or weights."""
 
 from __future__ import annotations
 
@@ -55,21 +55,20 @@ _SHOWN_FLAGS = (
     "max_lora_rank",
     "speculative_config",
 )
-"""The settings of `quire serve` that --help shows; all others are taken too."""
+"""In --help; all other settings are accepted too."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ModelToPlan:
     raw: dict[str, Any]
-    """config.json."""
     folder: Path | None
-    """None: its files are not on this machine."""
+    """None: not on this machine."""
     sizes: ModelSizes
     stored: CheckpointSize | None
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    """Returns the exit status: 0 if the model fits, else 1."""
+    """Return 0 if the model fits, else 1."""
     args, config = parse_settings(_build_plan_parser(), argv, ServerConfig, "name")
     _check_flags(args, config)
     if "max_loras" in vars(args):
@@ -105,7 +104,7 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def _check_flags(args: argparse.Namespace, config: ServerConfig) -> None:
-    """Raise ConfigError for flags that a plan has no use for."""
+    """Raises ConfigError."""
     if args.picture is not None and args.picture.suffix.lower() != ".svg":
         raise ConfigError(f"--picture: draws an SVG; {args.picture.with_suffix('.svg')} would be its name")
     if config.num_kv_blocks is not None:
@@ -116,7 +115,7 @@ def _check_flags(args: argparse.Namespace, config: ServerConfig) -> None:
 
 def _read_model(config: ServerConfig) -> _ModelToPlan:
     entry = load_catalog().get(config.model.lower())
-    if entry is not None and needs_download(config.model, config.revision):  # nothing of it needs to be on this machine
+    if entry is not None and needs_download(config.model, config.revision):
         raw, stored = catalog_config_and_weights(entry)
         raw = merge_overrides(raw, config.hf_overrides or {})
         return _ModelToPlan(raw, None, model_sizes_with_served_context(config, raw), stored)
@@ -127,7 +126,6 @@ def _read_model(config: ServerConfig) -> _ModelToPlan:
 
 
 def _print_table(config: ServerConfig, model: _ModelToPlan, request: PlanRequest) -> None:
-    """Print what fits on every GPU of the table."""
     gpus = [divide_machine_by_config_parallelism(gpu, config) for gpu in read_gpu_table().values()]
     print(format_gpu_table([estimate_model(model.sizes, gpu, request, model.stored) for gpu in gpus]))
 

@@ -1,4 +1,4 @@
-"""How fast this machine's CPU reads memory and multiplies: measured in a process with the kernels, and kept."""
+"""This CPU's bandwidth and arithmetic, measured with the kernels in a process and cached."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ class CpuRates(msgspec.Struct, frozen=True):
     flops: float
     """16-bit operations per second."""
     at: float = 0.0
-    """Time of time.time() of the last measurement."""
 
 
 def read_or_measure_rates(*, must_measure: bool = False) -> CpuRates | None:
-    """Those that are kept. Measured where none are, and after a day: the better figure of both stays then, for other
-    programs that run beside a measurement only lower it. `must_measure`: measured in any case, and what was kept does
-    not count. None where this processor has no kernels."""
+    """Measures if nothing is cached or it is a day old. Keeps the better figures, because other programs only lower a
+    measurement. None: no kernels for this processor.
+    """
     rates_by_machine, key = _read_rates_by_machine(), machine_key()
     known = None if must_measure else rates_by_machine.get(key)
     if known is not None and time.time() - known.at < _FRESH_SECONDS:
@@ -47,7 +46,6 @@ def read_or_measure_rates(*, must_measure: bool = False) -> CpuRates | None:
 
 
 def with_cpu_rates(machine: Machine, *, must_measure: bool = False) -> Machine:
-    """A CPU machine with its rates, where they can be measured."""
     cpu_rates = read_or_measure_rates(must_measure=must_measure)
     return (
         machine
@@ -62,7 +60,6 @@ def _rates_file() -> Path:
 
 
 def machine_key() -> str:
-    """What another processor, another share of it or other kernels would change."""
     lines = _CPU.read_text(encoding="utf-8").splitlines() if _CPU.exists() else []
     name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return f"{VERSION}, {name or 'this processor'}, {usable_cpus()} cores, {os.environ.get('QUIRE_CPU_ISA', '')}"
@@ -86,7 +83,7 @@ def _read_rates_by_machine() -> dict[str, CpuRates]:
 
 
 def _write_rates_by_machine(rates_by_machine: dict[str, CpuRates]) -> None:
-    """Where it can be written: else the next plan measures again."""
+    """If the file is not writable, the next plan measures again."""
     try:
         file = _rates_file()
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,3 @@
-"""What guesses tokens with weights of its own, as `quire plan` counts it: a smaller model, or heads."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -23,21 +21,19 @@ class DraftPlan:
     speculative_config: SpeculativeConfig
     stored: CheckpointSize
     sizes: ModelSizes | None
-    """Of what keeps keys and values of its own; None: it keeps none."""
+    """None: no KV of its own."""
 
     @property
     def is_separate_model(self) -> bool:
-        """Whether it is a model of its own: tiers keep none of its keys and values, while those of heads go with the
-        served model's."""
+        """A separate model's KV is not stored in tiers, unlike that of heads."""
         return self.speculative_config.method == "draft_model"
 
     def draft_weight_bytes(self, width: int) -> int:
-        """In a type of `width` bytes a number."""
+        """`width`: bytes per number."""
         return self.stored.num_floats * width + self.stored.packed_bytes
 
     def num_extra_blocks_for_draft_tokens(self, block_size: int) -> int:
-        """Pages of each sequence for drafts beyond its own, as engine/worker/loading/drafts/draft_model_loader.py has
-        them."""
+        """Per request; see worker/loading/drafts/draft_model_loader.py."""
         return 1 + -(-self.speculative_config.num_speculative_tokens // block_size)
 
 
@@ -47,8 +43,7 @@ ONE_STATE_SLOT = StateSlotCounts(1, 0)
 def plan_state_slots(
     served: ModelSizes, slot: int, budget: int, state_memory: float | None, sequences: int, *, cached: bool, gpu: bool
 ) -> StateSlotCounts:
-    """Who has the slots of so many bytes; where not even one sequence's fits, one all the same, so that the plan says
-    it does not fit."""
+    """Counts one slot even if none fits, so that the plan reports that."""
     try:
         return count_state_slots(
             slot,
@@ -71,9 +66,9 @@ def state_slot_bytes(
     num_parts: int,
     num_devices_per_memory: int,
 ) -> int:
-    """Bytes that layers keep of a sequence beside pages, with up to `max_draft_tokens` guesses in a step, on each of so
-    many devices; as engine/worker/device_memory.py's allocate_slot_states has it. `num_devices_per_memory`: parts of
-    one memory, of which one has what drafts."""
+    """Bytes per request and device outside KV blocks; see worker/device_memory.py. One of `num_devices_per_memory`
+    devices drafts.
+    """
     own = 0 if drafting is None else drafting.slot_bytes(max_draft_tokens, number_bytes)
     return served.slot_bytes(max_draft_tokens, number_bytes) // num_parts + own // num_devices_per_memory
 
@@ -81,8 +76,7 @@ def state_slot_bytes(
 def plan_draft(
     speculative_config: SpeculativeConfig | None, served: Mapping[str, Any], folder: Path | None
 ) -> DraftPlan | None:
-    """None where guesses take no weights. `served`: the served model's config.json; `folder`: where its weights are, if
-    they are on this machine. Raises ModelError for a model that cannot be found or read."""
+    """None: drafting needs no weights. `served`: config.json. Raises ModelError."""
     if speculative_config is not None and speculative_config.method == "mtp":
         return _plan_mtp(speculative_config, extract_text_config(served), folder)
     if speculative_config is None or speculative_config.model is None:
@@ -97,15 +91,14 @@ def plan_draft(
 
 
 def _plan_mtp(speculative_config: SpeculativeConfig, text: Mapping[str, Any], folder: Path | None) -> DraftPlan:
-    """The layer for that in the served model's checkpoint."""
     layers = read_model_sizes(text).num_layers
     sizes = read_model_sizes(mtp_layer_config(text, layers))
     hidden = read_required_size(text, "hidden_size")
     numbers = (
         sizes.num_parameters - sizes.embedding_parameters + 2 * hidden**2 + 2 * hidden
-    )  # a norm at the end is counted there
+    )  # the final norm is counted there
     draft_weights = None
-    if folder is not None and read_checkpoint_size(folder) is not None:  # else there is a config.json alone
+    if folder is not None and read_checkpoint_size(folder) is not None:
         names = find_mtp_names(folder, layers)
         draft_weights = read_checkpoint_size(folder, lambda stored: names.mtp_name_from_checkpoint(stored) is not None)
     return DraftPlan(speculative_config, draft_weights or CheckpointSize(numbers, 0), sizes)

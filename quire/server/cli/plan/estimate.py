@@ -1,7 +1,7 @@
-"""An estimate of what fits in a machine's memory, and of how fast the model can be there at most.
+"""Estimates what fits in memory, and how fast the model can be.
 
-The limit of speed is the roofline model's (Williams et al., 2009): a step takes at least as long as reading its weights
-and keys once, and at least as long as its arithmetic. Real steps take longer.
+Speed is bounded by the roofline model (Williams et al., 2009): a step takes at least as long as reading its weights and
+keys once, and as its arithmetic.
 """
 
 from __future__ import annotations
@@ -26,69 +26,57 @@ _NO_STREAMED_LAYERS = StreamedLayersPlan()
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What the user asked for."""
-
     config: EngineConfig = _DEFAULTS
-    """Settings of the engine; without a max_model_len the context is what fits."""
+    """Without max_model_len the context is what fits."""
     concurrency: int | None = None
-    """Requests at once; None: as many as fit."""
+    """None: as many as fit."""
     lora_modules: ModuleShapes = field(default_factory=dict)
-    """That may have adapters."""
     draft: DraftPlan | None = None
-    """What guesses tokens with weights of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What fits on a machine. Bytes are those of one device if there are several, unless a field says otherwise."""
+    """Bytes are per device unless stated otherwise."""
 
     sizes: ModelSizes
     machine: Machine
     config: EngineConfig
-    """What was asked for."""
     dtype: str
     weight_bytes: int
     """Bytes of the whole model."""
     weight_source: str
     kv_token_bytes: int
     block_size: int
-    """Tokens of a page."""
+    """In tokens."""
     block_bytes: int
-    """Of all layers, and of what their groups leave unused."""
+    """All layers, with what their groups leave unused."""
     block_needs: KVBlockNeeds
-    """How many pages a context holds, of the groups of layers."""
     layer_block_bytes: int
-    """Bytes that one layer has of a page, not divided among devices."""
+    """One layer, not divided among devices."""
     kv_budget_bytes: int
     device_weight_bytes: int = 0
-    """Of the weights as they are kept."""
     step_bytes: int = 0
-    """Of the largest step on a GPU, and of graphs."""
+    """The largest step on a GPU, with graphs."""
     num_blocks: int = 0
-    """Pages that the server will allocate when it is started with `flags`."""
+    """Allocated by a server started with `flags`."""
     context: int = 0
     concurrency: int = 0
-    """How many full contexts fit at once; no more than --max-num-seqs."""
+    """Full contexts at once, at most --max-num-seqs."""
     kv_cache_dtype: str = "auto"
-    """What keys and values are held in; auto: `dtype`."""
+    """auto: `dtype`."""
     fitting: tuple[tuple[int, int], ...] = ()
-    """Pairs of a context length and how many such contexts fit at once, for lengths that are powers of two."""
+    """(context length, how many fit), for powers of two."""
     adapter_bytes: int = 0
-    """Of all adapters that are kept at hand."""
     draft_bytes: int = 0
-    """Of the weights of what guesses tokens."""
     state_bytes: int = 0
-    """Of the states that layers keep of sequences beside pages, in all slots together."""
+    """Recurrent states in all slots."""
     state_shares: StateSlotCounts = ONE_STATE_SLOT
-    """How many sequences and snapshots have these slots."""
     experts_plan: ExpertsPlan = _NO_EXPERTS
     layers_plan: StreamedLayersPlan = _NO_STREAMED_LAYERS
     tier_plans: tuple[KVTierSize, ...] = ()
-    """Below the KV cache."""
     reasons: tuple[str, ...] = ()
-    """Why the model does not fit; empty when it does."""
+    """Empty if the model fits."""
     flags: tuple[str, ...] = ()
-    """Flags of `quire serve` for what was asked for."""
 
     @property
     def fits(self) -> bool:
@@ -96,12 +84,11 @@ class Estimate:
 
     @property
     def extra_weight_names(self) -> list[str]:
-        """What `device_weight_bytes` counts besides the model's own weights."""
         return [name for name, size in (("adapters", self.adapter_bytes), ("drafts", self.draft_bytes)) if size]
 
     @property
     def num_fitting_blocks(self) -> int:
-        """Pages for which there is room; 0 if the model keeps nothing in pages."""
+        """0 if the model keeps no KV."""
         return self.kv_budget_bytes // self.block_bytes if self.block_bytes else 0
 
     @property
@@ -110,31 +97,27 @@ class Estimate:
 
     @property
     def total_group_blocks(self) -> int:
-        """Pages of single groups for which there is room."""
         return self.num_fitting_blocks * len(self.block_needs.windows)
 
     def context_kv_bytes(self, length: int) -> int:
-        """Of a context's pages, the most that it holds at one time."""
+        """Maximum at any one time."""
         if self.block_needs.windows == (None,):
             return length * self.kv_token_bytes
         return self.block_needs.max_blocks(length) * self.block_bytes // len(self.block_needs.windows)
 
     def max_decode_tokens_per_second(self, streams: int, context: int) -> float | None:
-        """The most tokens per second of `streams` streams together, each with `context` tokens.
-
-        None if the machine's bandwidth and arithmetic are unknown.
-        """
+        """Of all streams together. None: unknown machine speed."""
         machine, sizes = self.machine, self.sizes
         if machine.bandwidth is None or machine.flops is None:
             return None
-        together, turns = -(-streams // machine.stages), max(streams, machine.stages)  # each stage has its turn
+        together, turns = -(-streams // machine.stages), max(streams, machine.stages)
         read = self.weight_bytes * sizes.weight_fraction_read(together) * machine.stages / machine.count
         read += turns * context * self.kv_token_bytes
         work = turns * (2 * sizes.active_parameters + 4 * sizes.attention_width * context) / machine.count
         return streams / max(read / machine.bandwidth, work / machine.flops)
 
     def min_prefill_seconds(self, tokens: int) -> float | None:
-        """The least seconds from a prompt to its first token; None if the machine's speed is unknown."""
+        """None: unknown machine speed."""
         machine, sizes = self.machine, self.sizes
         if machine.bandwidth is None or machine.flops is None:
             return None
@@ -142,5 +125,5 @@ class Estimate:
         work = tokens * 2 * body + 2 * sizes.head_parameters + 2 * sizes.attention_width * tokens**2
         read = self.weight_bytes * sizes.weight_fraction_read(tokens)
         parts = -(-tokens // self.block_needs.max_chunk_tokens)
-        waits = (parts + machine.stages - 1) / parts  # until the first part has reached the last stage
+        waits = (parts + machine.stages - 1) / parts  # until the first chunk reaches the last stage
         return max(work / machine.flops, read / machine.bandwidth) / machine.count * waits

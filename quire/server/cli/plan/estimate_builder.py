@@ -1,5 +1,3 @@
-"""Estimates, from a model's sizes and a machine, what fits in memory."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -44,16 +42,15 @@ _DEFAULTS = EngineConfig()
 def estimate_model(
     sizes: ModelSizes, machine: Machine, request: PlanRequest, stored: CheckpointSize | None = None
 ) -> Estimate:
-    """stored: the size of the weights according to the checkpoint's headers, if its files are there."""
+    """`stored`: size from the checkpoint's headers, if available."""
     return EstimateBuilder(sizes, machine, request, stored).build()
 
 
 @dataclass(frozen=True, slots=True)
 class _WeightPlan:
     model_bytes: int
-    """Of the whole model."""
     device_bytes: int
-    """Of all that a device keeps: its part of the model, adapters, drafts, the tower for images."""
+    """With adapters, drafts and the vision tower."""
     adapter_bytes: int
     draft_bytes: int
     experts: ExpertsPlan
@@ -62,16 +59,14 @@ class _WeightPlan:
 
 @dataclass(frozen=True, slots=True)
 class _KVBytesPerToken:
-    """Bytes of a token's keys and values."""
-
     model: int
-    """Of the served model, on all devices together."""
+    """On all devices together."""
     draft: int
-    """Of what drafts, on one device."""
+    """On one device."""
     draft_share: int
-    """Of what drafts, as its memory's devices share it."""
+    """Per device, if the devices of a memory share it."""
     split: int
-    """Number of parts into which devices divide the served model's."""
+    """Parts of the model's KV among devices."""
 
     @property
     def per_device(self) -> int:
@@ -81,22 +76,20 @@ class _KVBytesPerToken:
 @dataclass(frozen=True, slots=True)
 class _BlockPlan:
     size: int
-    """Tokens of a page."""
+    """In tokens."""
     num_bytes: int
-    """Of all layers, and of what their groups leave unused."""
+    """All layers, with what their groups leave unused."""
     needs: KVBlockNeeds
 
 
 @dataclass(frozen=True, slots=True)
 class _StatePlan:
-    """What layers keep of sequences beside pages."""
-
     num_bytes: int
     shares: StateSlotCounts
 
 
 class EstimateBuilder:
-    """Counts, in the order of `build`, what takes memory on each device; then fits contexts in what is left."""
+    """Counts memory per device, then fits contexts in the rest."""
 
     def __init__(
         self, sizes: ModelSizes, machine: Machine, request: PlanRequest, stored: CheckpointSize | None
@@ -111,7 +104,7 @@ class EstimateBuilder:
         self._dtype, self._kv_type = resolve_dtypes(self._sizes, machine, request.config)
         self._quantized = request.config.online_quantization
         self._width = DTYPE_BYTES[self._dtype]
-        """Bytes of a number that is computed with."""
+        """Bytes per activation."""
 
     def build(self) -> Estimate:
         weights = self._plan_weights()
@@ -153,7 +146,7 @@ class EstimateBuilder:
 
     @property
     def _num_devices_sharing_draft(self) -> int:
-        """Devices of one memory that share what drafts: one rank alone has a model; all ranks have whole heads."""
+        """One rank has the draft model; all ranks have whole heads."""
         return self._machine.devices_per_memory if self._has_separate_draft_model else 1
 
     @property
@@ -181,8 +174,7 @@ class EstimateBuilder:
         return _WeightPlan(model_bytes, on_device, adapter_bytes, draft_bytes, experts, layers)
 
     def _count_adapter_bytes(self) -> int:
-        """Of adapters of the largest rank on all linears: those in slots, and in a host's memory those kept beside
-        them."""
+        """At the maximum rank on all linears; on CPUs including cached adapters."""
         config = self._config
         on_gpu = self._machine.gpu
         if not config.enable_lora:
@@ -192,7 +184,7 @@ class EstimateBuilder:
         return count * num_weights * self._width
 
     def _vision_tower_bytes(self) -> int:
-        """Of a tower for images on each device: each rank has all of it, of stages the first one."""
+        """Each rank has all of it, but only the first pipeline stage."""
         return self._sizes.tower_bytes(self._width, self._quantized) // self._machine.stages
 
     def _count_kv_token_bytes(self) -> _KVBytesPerToken:
@@ -231,7 +223,7 @@ class EstimateBuilder:
         return _BlockPlan(block_size, num_bytes, KVBlockNeeds(groups.windows, block_size, at_once))
 
     def _kv_budget_bytes(self, on_device: int, step_bytes: int) -> int:
-        """Bytes for the KV cache of each device. on_device, step_bytes: of its weights, and of the largest step."""
+        """Bytes per device."""
         machine = self._machine
         config = self._config
         parts = machine.devices_per_memory * machine.replicas
@@ -259,7 +251,6 @@ class EstimateBuilder:
         return _StatePlan(slot_bytes * shares.num_slots, shares)
 
     def _total_extra_draft_block_bytes(self, block_size: int, token_bytes: _KVBytesPerToken) -> int:
-        """Of the pages that sequences have for drafts beyond their own."""
         if self._draft is None:
             return 0
         num_blocks = self._draft.num_extra_blocks_for_draft_tokens(block_size) * self._max_num_seqs
@@ -267,27 +258,25 @@ class EstimateBuilder:
 
     def _plan_tiers(self, token_bytes: _KVBytesPerToken, block_size: int) -> tuple[KVTierSize, ...]:
         tier_token_bytes = token_bytes.per_device
-        if self._has_separate_draft_model:  # see ModelRunner.make_block_mover
+        if self._has_separate_draft_model:
             tier_token_bytes -= token_bytes.draft_share
         return plan_tiers(self._config, self._machine.replicas, tier_token_bytes * block_size, block_size)
 
 
 def max_step_tokens(machine: Machine, config: EngineConfig) -> int:
-    """Most tokens of a step there."""
     return (config.with_gpu_default_step_tokens(machine.memory) if machine.gpu else config).max_step_tokens
 
 
 def max_step_bytes(sizes: ModelSizes, width: int, tokens: int) -> int:
-    """A rough estimate of the bytes that the largest step takes on a GPU; the engine measures it.
-
-    It consists of some 20 hidden states per token, `width` bytes per number, and the sampler's copies of the logits.
+    """Rough; the engine measures it. About 20 hidden states per token of `width` bytes per number, and copies of the
+    logits.
     """
     hidden = sizes.head_parameters // sizes.vocab_size
     return tokens * 20 * hidden * width + _DEFAULTS.max_num_seqs * sizes.vocab_size * 4 * 4
 
 
 def _graph_bytes(sizes: ModelSizes, machine: Machine, config: EngineConfig, step_bytes: int, tokens: int) -> int:
-    """Bytes of CUDA graphs beside the largest step, which has so many bytes and tokens, as the engine counts them."""
+    """Without the largest step itself."""
     if not machine.gpu or config.enforce_eager:
         return 0
     backend = config.attention_backend
@@ -299,7 +288,7 @@ def _graph_bytes(sizes: ModelSizes, machine: Machine, config: EngineConfig, step
 
 
 def _step_and_graph_bytes(sizes: ModelSizes, machine: Machine, config: EngineConfig, width: int) -> int:
-    """Bytes of the largest step on a GPU, of the encoder cache and of CUDA graphs. width: bytes of a number."""
+    """On a GPU, with the encoder cache. `width`: bytes per number."""
     tokens = max_step_tokens(machine, config)
     step_bytes = max_step_bytes(sizes, width, tokens)
     if machine.gpu and sizes.tower_parameters:
@@ -308,7 +297,6 @@ def _step_and_graph_bytes(sizes: ModelSizes, machine: Machine, config: EngineCon
 
 
 def _complete_estimate(estimate: Estimate, request: PlanRequest) -> Estimate:
-    """The estimate completed with what fits, or with the reasons why it does not."""
     if not estimate.block_bytes:
         return _complete_encoder_estimate(estimate)
     reason = misfit_reason(estimate, request)
@@ -335,7 +323,6 @@ def _complete_estimate(estimate: Estimate, request: PlanRequest) -> Estimate:
 
 
 def _fitting_contexts(estimate: Estimate) -> tuple[tuple[int, int], ...]:
-    """Pairs as `Estimate.fitting` has them."""
     longest = estimate.sizes.max_position
     lengths = [2**power for power in range(9, 24) if 2**power < longest]
     lengths.append(longest)
@@ -344,7 +331,6 @@ def _fitting_contexts(estimate: Estimate) -> tuple[tuple[int, int], ...]:
 
 
 def _complete_encoder_estimate(estimate: Estimate) -> Estimate:
-    """The estimate of an encoder, which needs room for its weights alone."""
     machine = estimate.machine
     config = estimate.config
     on_device = estimate.device_weight_bytes

@@ -1,5 +1,3 @@
-"""Routed experts, as `quire plan` counts them: whole ones on each of several devices, and such that lie on a disk."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ from quire.server.cli.plan.weight_sizes import device_linear_bytes
 
 
 def experts_problem(config: EngineConfig, sizes: ModelSizes, machine: Machine) -> str | None:
-    """Why a model's experts cannot be placed as they should; None: they can."""
+    """None if possible."""
     ranks = machine.count // machine.stages
     if config.enable_expert_parallel and not sizes.num_experts:
         return "the model has no experts, to be whole on devices"
@@ -23,19 +21,17 @@ def experts_problem(config: EngineConfig, sizes: ModelSizes, machine: Machine) -
 
 @dataclass(frozen=True, slots=True)
 class ExpertsPlan:
-    """Of each device."""
+    """Figures are per device."""
 
     min_experts: int
-    """Experts of a layer: the fewest that a device has of them, or a part of them,"""
+    """Experts per layer of the device with the fewest."""
     max_experts: int
-    """and the most."""
     has_whole_experts: bool
     disk_bytes: int = 0
-    """Bytes in a file; 0: all are in memory."""
+    """0: all in memory."""
     memory_bytes: int = 0
-    """Bytes of them that are in memory too."""
     token_read_bytes: int = 0
-    """Of those that a token chooses, without the share that is kept."""
+    """Without the share kept in memory."""
 
 
 def plan_experts(config: EngineConfig, sizes: ModelSizes, machine: Machine, dtype: str) -> ExpertsPlan:
@@ -53,13 +49,13 @@ def plan_experts(config: EngineConfig, sizes: ModelSizes, machine: Machine, dtyp
 
 
 def imbalance_bytes(config: EngineConfig, sizes: ModelSizes, machine: Machine, device_weight_bytes: int) -> int:
-    """Bytes that the device with the most experts has beside what all would have if it went evenly."""
+    """Excess of the device with the most experts over an even division."""
     more = fullest_device_ratio(config, sizes, machine) - 1
     return round(device_weight_bytes * more * sizes.expert_parameters / sizes.num_parameters)
 
 
 def fullest_device_ratio(config: EngineConfig, sizes: ModelSizes, machine: Machine) -> float:
-    """Experts of the device with the most of them, as a multiple of what each would have if it went evenly."""
+    """Experts of the device with the most, as a multiple of an even division."""
     ranks = machine.count // machine.stages
     whole = config.enable_expert_parallel and sizes.num_experts
     return -(-sizes.num_experts // ranks) * ranks / sizes.num_experts if whole else 1.0

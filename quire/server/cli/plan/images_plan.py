@@ -1,5 +1,3 @@
-"""What images take: tokens of the context, and memory."""
-
 from __future__ import annotations
 
 import argparse
@@ -21,14 +19,11 @@ from quire.server.cli.plan.estimate import Estimate
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _PLACEHOLDER_TOKEN = re.compile(r"<[^>]*>|\n+")
-"""Of what stands for an image: its marks, and the breaks between rows."""
 _IMAGES_FORMAT = re.compile(r"(?:([1-9]\d{0,3})x)?([1-9]\d{0,5})x([1-9]\d{0,5})")
 
 
 @dataclass(frozen=True, slots=True)
 class ImageCountAndSize:
-    """Those of a request, all of one size."""
-
     count: int
     width: int
     height: int
@@ -36,18 +31,18 @@ class ImageCountAndSize:
 
 @dataclass(frozen=True, slots=True)
 class ImagesPlan:
-    """What they take of a model's context and of memory, in bytes."""
+    """Sums over all images."""
 
     images: ImageCountAndSize
     tiles: int
-    """What the tower reads one by one, of all images, as all figures are."""
+    """Inputs of the vision tower."""
     tokens: int
-    """With those around and between what features stand for."""
+    """With those around and between features."""
     feature_bytes: int
     pixel_bytes: int
-    """Of the tiles' pixels, which the server and the engine keep as long as a request is open."""
+    """Kept by server and engine while a request is open."""
     tower_bytes: int
-    """0 where the tower is not loaded."""
+    """0: not loaded."""
 
     def to_json_dict(self) -> dict[str, Any]:
         images = self.images
@@ -65,7 +60,7 @@ class ImagesPlan:
 
 
 def parse_image_count_and_size(text: str) -> ImageCountAndSize:
-    """From COUNTxWIDTHxHEIGHT or WIDTHxHEIGHT, as argparse wants it."""
+    """COUNTxWIDTHxHEIGHT or WIDTHxHEIGHT."""
     match = _IMAGES_FORMAT.fullmatch(text.lower())
     if match is None:
         raise argparse.ArgumentTypeError(f"COUNTxWIDTHxHEIGHT, as 1x1024x1024, got {text!r}")
@@ -76,8 +71,7 @@ def parse_image_count_and_size(text: str) -> ImageCountAndSize:
 
 
 def load_required_vision_spec(model: str, revision: str | None, raw: dict[str, Any], folder: Path | None) -> VisionSpec:
-    """What the model reads of images; of a hub id the files that say how they are prepared are fetched. Raises
-    ConfigError where it reads none, and ModelError."""
+    """May fetch processor files. Raises ConfigError if the model reads no images, and ModelError."""
     vision: VisionSpec | None = None
     if can_read_images(raw):
         for file in _PROCESSOR_FILES if folder is None else ():
@@ -90,7 +84,6 @@ def load_required_vision_spec(model: str, revision: str | None, raw: dict[str, A
 
 
 def plan_images(images: ImageCountAndSize, vision: VisionSpec, estimate: Estimate) -> ImagesPlan:
-    """What they take with the model of an estimate."""
     layout = vision.make_layout(images.width, images.height, has_other_images=images.count > 1)
     width, count = DTYPE_BYTES[estimate.dtype], images.count
     hidden = estimate.sizes.head_parameters // estimate.sizes.vocab_size

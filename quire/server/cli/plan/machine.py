@@ -1,5 +1,3 @@
-"""The machine that a plan is for: a GPU of the table, a GPU of a given memory, or the machine that this runs on."""
-
 from __future__ import annotations
 
 import re
@@ -20,51 +18,50 @@ _GPU_TABLE = Path(__file__).with_name("cards.toml")
 _DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 _CPU_INFO = Path("/proc/cpuinfo")
 CPU_RANK_BLOCK_SIZE = 256
-"""Tokens of a page that each rank keeps, where ranks divide the tokens on a CPU; elsewhere it is a PAGE."""
+"""Tokens per rank if ranks divide tokens on a CPU."""
 BLOCK_SIZE, FLASH_BLOCK_SIZE = 16, 256
-"""Tokens of a page: of most attention backends, and of most made of flash-attn."""
+"""Tokens: most attention backends, and most based on flash-attn."""
 FLASH_BLOCK_SIZES = {
     "flash3": FLASH_BLOCK_SIZE,
     "flash4": 128,
     "flash": FLASH_BLOCK_SIZE,
     "torch_varlen": FLASH_BLOCK_SIZE,
 }
-"""By the backend that is asked for."""
+"""By requested backend."""
 MAX_FLASH_HEAD_DIM = 256
-"""The largest head size that flash-attn takes; it also needs 16-bit numbers, and a GPU that computes bfloat16."""
+"""flash-attn's limit. It also needs 16-bit numbers and a GPU with bfloat16."""
 ENGINE_HOST_BYTES = 200 * 2**20
-"""Memory that the API and engine processes take besides weights and KV cache; measured on Linux."""
+"""Processes without weights and KV cache; measured on Linux."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`count` equal devices; all numbers are those of one."""
+    """Numbers are per device."""
 
     name: str
     memory: int
-    """Bytes: of a GPU its whole memory, of a CPU machine its free memory."""
+    """Bytes: all of a GPU's, or what is free of a CPU machine's."""
     gpu: bool
     bandwidth: float | None = None
-    """Bytes per second; None if unknown."""
+    """Bytes per second; None: unknown."""
     flops: float | None = None
-    """16-bit operations per second; None if unknown."""
+    """16-bit operations per second; None: unknown."""
     measured: bool = False
-    """Whether bandwidth and flops were measured on this machine; else they are its maker's figures."""
+    """Otherwise bandwidth and flops are the maker's figures."""
     bf16: bool = True
-    """Whether it can compute bfloat16."""
     compresses_weights: bool = False
-    """Whether it is a CPU whose kernels compress bfloat16 linear layers to 12 bits."""
+    """CPU kernels compress bfloat16 linear layers to 12 bits."""
     count: int = 1
     stages: int = 1
-    """Whether the devices divide the layers among them, instead of every layer: then as many as `count`, else 1."""
+    """`count` with pipeline parallelism, otherwise 1."""
     replicas: int = 1
-    """How many replicas of the model are served, each by `count` devices; all of them are parts of one CPU machine."""
+    """Of `count` devices each, all on one CPU machine."""
     nodes: int = 1
-    """How many machines like this the devices are divided among."""
+    """Machines over which the devices are spread."""
 
     @property
     def devices_per_memory(self) -> int:
-        """How many devices of an engine share one memory: the parts of a CPU's machine."""
+        """Parts of a CPU machine share its memory."""
         return 1 if self.gpu else self.count // self.nodes
 
     def kv_block_size(
@@ -77,11 +74,10 @@ class Machine:
         divides_tokens: bool = False,
         block_size: int | None = None,
     ) -> int:
-        """Tokens of a page of the KV cache, which the attention backend decides.
+        """Tokens per KV block, by attention backend.
 
-        "auto" is the backend that a GPU would have with everything installed: flash-attn, where it can serve. codes:
-        pages hold 8 bits, which flash-attn's larger ones do not; divided: ranks divide the tokens; asked: as was asked
-        for, where a backend has such pages.
+        "auto": flash-attn if possible, assuming that everything is installed. `is_8_bit`: not held by flash-attn's
+        larger blocks. `block_size`: used if the backend has it.
         """
         if divides_tokens:
             return self.count * (BLOCK_SIZE if self.gpu or backend == "reference" else CPU_RANK_BLOCK_SIZE)
@@ -93,15 +89,12 @@ class Machine:
         return FLASH_BLOCK_SIZE if backend == "auto" and flash else FLASH_BLOCK_SIZES.get(backend, BLOCK_SIZE)
 
     def max_kv_bytes(self, weight_bytes: int, step_bytes: int) -> int:
-        """Bytes of each device that a KV cache could take if nothing else wanted them."""
+        """Per device, if nothing else needed memory."""
         others = CUDA_CONTEXT_BYTES + step_bytes if self.gpu else ENGINE_HOST_BYTES
         return max(self.memory - weight_bytes - others, 0)
 
     def kv_budget_bytes(self, weight_bytes: int, step_bytes: int, utilization: float) -> int:
-        """Bytes for the KV cache of each device, by the engine's own rule.
-
-        weight_bytes: of the weights on one device. step_bytes: what a step takes on a GPU.
-        """
+        """Per device, by the engine's own rule. `step_bytes`: of the largest step on a GPU."""
         if self.gpu:
             free = self.memory - CUDA_CONTEXT_BYTES - weight_bytes
             return max(device_kv_budget(free, self.memory, utilization) - step_bytes, 0)
@@ -110,7 +103,6 @@ class Machine:
 
 
 def read_gpu_table() -> dict[str, Machine]:
-    """The table of common GPUs, by name."""
     table = tomllib.loads(_GPU_TABLE.read_text(encoding="utf-8"))
     return {
         name: Machine(
@@ -126,10 +118,7 @@ def read_gpu_table() -> dict[str, Machine]:
 
 
 def find_gpu(name: str) -> Machine:
-    """Find a GPU by its name in the table, or by its driver's name, such as NVIDIA H100 80GB HBM3.
-
-    Raises ConfigError, with similar names, if there is none.
-    """
+    """By table name or driver name, such as NVIDIA H100 80GB HBM3. Raises ConfigError with similar names."""
     cards = read_gpu_table()
     plain_name = _normalize_gpu_name(name)
     for known, gpu in cards.items():
@@ -147,7 +136,7 @@ def find_gpu(name: str) -> Machine:
 
 
 def detect_machine(*, gpu: bool = True) -> Machine:
-    """The first GPU of this machine that is in the table, or else its CPU with the memory that is free now."""
+    """The first GPU that is in the table, or this CPU with its free memory."""
     for file in sorted(_DRIVER_FOLDER.glob("*/information")) if gpu else ():
         model = next((line for line in file.read_text().splitlines() if line.startswith("Model:")), "")
         try:
@@ -161,12 +150,8 @@ def detect_machine(*, gpu: bool = True) -> Machine:
 def divide_machine_by_parallelism(
     machine: Machine, ranks: int, replicas: int = 1, stages: int = 1, nodes: int = 1
 ) -> Machine:
-    """The machine as ranks, stages and replicas share it. A GPU is counted once for each rank or stage. A CPU machine
-    is divided into equal parts, one for each process, because these share its memory and cores; `nodes` is the number
-    of such machines.
-
-    Raises ConfigError for replicas on GPUs, for ranks and stages together, and for ranks that cannot be divided equally
-    among the machines.
+    """A GPU counts once per rank or stage. A CPU machine is divided into equal parts, one per process, because these
+    share its memory and cores. Raises ConfigError for combinations that are not supported or do not divide.
     """
     if machine.gpu and replicas > 1:
         message = "data_parallel_size: replicas are served on CPUs alone so far, not with --gpu or --memory"
@@ -189,7 +174,7 @@ def divide_machine_by_parallelism(
 
 
 def generic_gpu_with_memory(gib: float) -> Machine:
-    """A GPU with this much memory and of unknown speed."""
+    """Its speed is unknown."""
     return Machine(f"a GPU of {gib:g} GiB", memory=int(gib * GIB), gpu=True)
 
 

@@ -1,5 +1,3 @@
-"""Says why a model does not fit on a machine, with the numbers and with what would help."""
-
 from __future__ import annotations
 
 from quire.engine.checkpoint.kv_cache_plan import CUDA_CONTEXT_BYTES, GIB
@@ -9,7 +7,7 @@ from quire.server.cli.plan.machine import FLASH_BLOCK_SIZES
 
 
 def misfit_reason(estimate: Estimate, request: PlanRequest) -> str | None:
-    """The first reason why the model does not fit; None if it does."""
+    """None if it fits."""
     return (
         _dtype_or_block_size_reason(estimate)
         or _parallelism_reason(estimate)
@@ -33,7 +31,6 @@ def _dtype_or_block_size_reason(estimate: Estimate) -> str | None:
 
 
 def _parallelism_reason(estimate: Estimate) -> str | None:
-    """Why the model cannot be divided among these devices."""
     machine = estimate.machine
     config = estimate.config
     heads = estimate.sizes.num_heads
@@ -47,7 +44,6 @@ def _parallelism_reason(estimate: Estimate) -> str | None:
 
 
 def _too_few_layers_or_positions_reason(estimate: Estimate) -> str | None:
-    """Why the model has too few layers or positions."""
     machine = estimate.machine
     sizes = estimate.sizes
     context = estimate.config.max_model_len
@@ -59,7 +55,6 @@ def _too_few_layers_or_positions_reason(estimate: Estimate) -> str | None:
 
 
 def _kv_cache_too_large_reason(estimate: Estimate) -> str | None:
-    """Why a KV cache of a given size does not fit."""
     machine = estimate.machine
     gib = estimate.config.kv_cache_memory
     available_bytes = machine.max_kv_bytes(estimate.device_weight_bytes, estimate.step_bytes)
@@ -70,7 +65,6 @@ def _kv_cache_too_large_reason(estimate: Estimate) -> str | None:
 
 
 def _weights_reason(estimate: Estimate) -> str | None:
-    """Why the weights leave nothing for a KV cache."""
     if estimate.num_fitting_blocks >= 1:
         return None
     machine = estimate.machine
@@ -89,7 +83,6 @@ def _weights_reason(estimate: Estimate) -> str | None:
 
 
 def _concurrency_reason(estimate: Estimate, concurrency: int) -> str | None:
-    """Why that many requests do not fit at once."""
     context = estimate.config.max_model_len
     if context is not None:
         num_contexts = estimate.total_group_blocks // estimate.block_needs.max_blocks(context)
@@ -101,7 +94,6 @@ def _concurrency_reason(estimate: Estimate, concurrency: int) -> str | None:
 
 
 def _too_many_contexts_message(estimate: Estimate, concurrency: int, context: int, num_contexts: int) -> str:
-    """num_contexts: how many contexts of that length fit, which are too few."""
     needs = estimate.block_needs
     needed = concurrency * needs.max_blocks(context) * estimate.block_bytes / len(needs.windows)
     shorter = needs.max_context_tokens(estimate.total_group_blocks // concurrency, context)

@@ -1,5 +1,3 @@
-"""The plan of an engine's configuration."""
-
 from __future__ import annotations
 
 import shlex
@@ -25,15 +23,13 @@ from quire.server.cli.plan.machine import Machine, divide_machine_by_parallelism
 def build_plan_request(
     config: EngineConfig, raw: dict[str, Any], folder: Path | None, concurrency: int | None = None
 ) -> PlanRequest:
-    """What an engine with this configuration is asked for, of a model with this config.json, and its weights in
-    `folder` if they are on this machine. Raises ModelError for what guesses tokens and cannot be read."""
+    """Raises ModelError for an unreadable draft model."""
     modules = modules_of_config(raw) if config.enable_lora else {}
     return PlanRequest(config, concurrency, modules, plan_draft(config.speculative_config, raw, folder))
 
 
 def model_sizes_with_served_context(config: EngineConfig, raw: dict[str, Any]) -> ModelSizes:
-    """Of a model with this config.json, as this configuration serves it. Raises ModelError, and ConfigError for a
-    rope_context that it has no use for."""
+    """Raises ModelError, and ConfigError for a useless rope_context."""
     sizes, text = read_model_sizes(raw), extract_text_config(raw)
     uses_transformers = config.model_impl == "transformers" or not has_quire_family(raw)
     rope = text.get("rope_parameters") or text.get("rope_scaling")
@@ -45,25 +41,20 @@ def model_sizes_with_served_context(config: EngineConfig, raw: dict[str, Any]) -
 
 
 def divide_machine_by_config_parallelism(machine: Machine, config: EngineConfig) -> Machine:
-    """So many of it, or of its parts, as this configuration has processes. Raises ConfigError as
-    `divide_machine_by_parallelism`."""
+    """Raises ConfigError."""
     counts = config.tensor_parallel_size, config.data_parallel_size, config.pipeline_parallel_size
     return divide_machine_by_parallelism(machine, *counts, config.nnodes)
 
 
 def predict_kv_tokens(config: EngineConfig, machine: Machine) -> int | None:
-    """Tokens that the KV cache of an engine with this configuration will hold.
-
-    None if no estimate can be made, or none is needed because num_kv_blocks is given. The model's files must exist.
-    """
+    """None if it cannot be estimated, or num_kv_blocks is given. The model's files must exist."""
     if config.num_kv_blocks is not None or (plan := _plan_model(config, machine)) is None:
         return None
     return plan.estimate.num_blocks * plan.estimate.block_size or None
 
 
 def memory_advice(config: EngineConfig, machine: Machine) -> str:
-    """Why the model does not fit, in the figures of `quire plan`, and what to do; "" where it should fit, or nothing
-    can be estimated."""
+    """ "" if the model should fit or cannot be estimated."""
     plan = _plan_model(config, machine)
     if plan is None or plan.estimate.fits:
         return ""
@@ -95,14 +86,12 @@ def _plan_model(config: EngineConfig, machine: Machine) -> _ModelPlan | None:
 
 
 _DEVICE_COUNTS = (1, 2, 4, 8)
-"""Numbers of devices that `find_smallest_gpu` tries."""
 
 
 def find_smallest_gpu(
     sizes: ModelSizes, request: PlanRequest, stored: CheckpointSize | None, at_least: int = 1
 ) -> Machine | None:
-    """The GPU of the table with the least memory on which the model fits, or several such GPUs, `at_least` so many;
-    None if none do."""
+    """By memory; several GPUs if needed. None if none fits."""
     cards = sorted(read_gpu_table().values(), key=lambda card: (card.memory, card.bandwidth or 0.0))
     for count in (each for each in _DEVICE_COUNTS if each >= at_least):
         for card in cards:
@@ -115,7 +104,7 @@ def find_smallest_gpu(
 def find_fitting_quantization(
     sizes: ModelSizes, machine: Machine, request: PlanRequest, stored: CheckpointSize | None
 ) -> str | None:
-    """The --quantization with which the model fits there, the one that changes it least; None if none does."""
+    """The one that changes the model least; None if none fits."""
     config = request.config
     if config.online_quantization is not None or sizes.quantization or sizes.num_experts:
         return None

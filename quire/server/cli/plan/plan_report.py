@@ -1,5 +1,3 @@
-"""Formats an estimate as text or as JSON, and estimates for many cards as a table."""
-
 from __future__ import annotations
 
 import shlex
@@ -17,7 +15,6 @@ from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine
 
 MIB = 2**20
 _SHORT_CONTEXT = 1024
-"""Tokens of context for which the speed of a single stream is given."""
 
 
 def format_report(
@@ -27,8 +24,7 @@ def format_report(
     fitting_quantization: str | None = None,
     images_plan: ImagesPlan | None = None,
 ) -> str:
-    """smallest_gpu: where a model that does not fit would; fitting_quantization: the --quantization with which it would
-    fit here; images_plan: what the images of a request take."""
+    """`smallest_gpu` and `fitting_quantization`: what would fit."""
     if not estimate.block_bytes:
         return _format_encoder_text(estimate, name, smallest_gpu)
     lines = [
@@ -177,7 +173,6 @@ def _kv_formula(estimate: Estimate) -> str:
 
 
 def _format_encoder_text(estimate: Estimate, name: str, smallest_gpu: Machine | None) -> str:
-    """Of a model that keeps no KV cache."""
     sizes = estimate.sizes
     lines = [
         ("model", f"{sizes.model_type}, {_format_count(sizes.num_parameters)} parameters"),
@@ -199,7 +194,7 @@ def _format_encoder_text(estimate: Estimate, name: str, smallest_gpu: Machine | 
 def estimate_dict(
     estimate: Estimate, smallest_gpu: Machine | None, images_plan: ImagesPlan | None = None
 ) -> dict[str, Any]:
-    """The estimate for programs: sizes in bytes and tokens, times in seconds."""
+    """Bytes, tokens and seconds."""
     sizes, machine = estimate.sizes, estimate.machine
     many = max(estimate.concurrency, 1)
     return {
@@ -261,7 +256,6 @@ def estimate_dict(
 
 
 def format_gpu_table(estimates: Sequence[Estimate]) -> str:
-    """A table with one line per card: what fits, and the limits of speed."""
     lines = [
         f"{'':<18} {'':>9} {'memory':>9} {'KV cache,':>11} {'context, tokens':>22} {'tokens/s':>9} {'tokens/s':>9}",
         f"{'card':<18} {'memory':>9} {'for KV':>9} {'tokens':>11} {'x requests at once':>22} {'alone':>9} {'full':>9}",
@@ -286,7 +280,6 @@ def format_gpu_table(estimates: Sequence[Estimate]) -> str:
 
 
 def estimate_notes(estimate: Estimate) -> list[str]:
-    """Reservations about the figures."""
     sizes = estimate.sizes
     talk = ["what GPUs send each other, and NCCL's buffers, are not counted"]
     texts = [*sizes.notes, *(talk if estimate.machine.gpu and estimate.machine.count > 1 else [])]
@@ -332,7 +325,6 @@ def _sliding_window_note(estimate: Estimate) -> str:
 
 
 def unserved_reasons(estimate: Estimate) -> list[str]:
-    """Why Quire does not serve the model there; [] where it does."""
     reasons = list(estimate.sizes.unsupported_reasons)
     if estimate.machine.stages > 1 and estimate.machine.gpu:
         reasons.append("Quire has pipelines on CPUs alone so far; --tensor-parallel-size is for GPUs too")
@@ -342,19 +334,19 @@ def unserved_reasons(estimate: Estimate) -> list[str]:
 
 
 def _serve_command(name: str, flags: Sequence[str]) -> str:
-    """`quire serve` takes directories; a plan is made of a config.json too."""
+    """`quire serve` takes directories; a plan also takes a config.json."""
     model = str(Path(name).parent) if name.endswith(".json") else name
     return shlex.join(["quire", "serve", *([] if name == DEMO_MODEL else [model]), *flags])
 
 
 _ROUNDING_MIB = 4
-"""MiB by which four rounded figures may differ."""
+"""Maximum difference of four rounded figures."""
 
 
 def _memory_text(estimate: Estimate) -> str:
     machine, utilization = estimate.machine, estimate.config.gpu_memory_utilization
     each = f"{machine.count} x {machine.name}, each" if machine.count > 1 else f"{machine.name},"
-    # Whole MiB that add up: what is rounded is in the rough estimate, of the largest step or of what Quire takes.
+    # whole MiB that add up: rounding goes into the estimate of the largest step or of Quire itself
     all_of_it, weights_mib, cache = (
         round(size / MIB)
         for size in (machine.memory * utilization, estimate.device_weight_bytes, estimate.kv_budget_bytes)
@@ -371,7 +363,7 @@ def _memory_text(estimate: Estimate) -> str:
     if all_of_it < cuda + weights_mib:
         return f"{each} {whole} - {cuda:,} MiB for CUDA - {weights}: {cuda + weights_mib - all_of_it:,} MiB too few"
     room = all_of_it - cuda - weights_mib - step
-    if room > cache + _ROUNDING_MIB:  # less than fits was asked for
+    if room > cache + _ROUNDING_MIB:
         left = f"{room:,} MiB; of it {cache:,} MiB for the KV cache"
     else:
         step, left = max(all_of_it - cuda - weights_mib - cache, 0), f"{cache:,} MiB for the KV cache"

@@ -1,5 +1,3 @@
-"""The flags of `quire serve` that start what an estimate is for."""
-
 from __future__ import annotations
 
 from quire.engine.common.config import DEFAULT_DISK_GIB, EngineConfig
@@ -10,7 +8,7 @@ _DEFAULTS = EngineConfig()
 
 
 def serve_flags(estimate: Estimate, draft: DraftPlan | None, context: int | None, seqs: int) -> tuple[str, ...]:
-    """Flags of `quire serve`. context: None if it is the model's own; seqs: the most sequences at once."""
+    """`context`: None: the model's own; `seqs`: maximum requests."""
     machine = estimate.machine
     config = estimate.config
     parallelism = "pipeline" if machine.stages > 1 else "tensor"
@@ -18,7 +16,7 @@ def serve_flags(estimate: Estimate, draft: DraftPlan | None, context: int | None
     disk = config.kv_disk_gib
     memory = config.weights_in_memory
     draft_json = None if draft is None else draft.speculative_config.model_dump_json(exclude_unset=True)
-    flag_values: tuple[tuple[str, object], ...] = (  # with None it is left out, with "" it has no value
+    flag_values: tuple[tuple[str, object], ...] = (  # None: left out; "": no value
         ("--max-model-len", context),
         ("--rope-context", config.rope_context),
         (f"--{parallelism}-parallel-size", machine.count if machine.count > 1 else None),

@@ -1,5 +1,4 @@
-"""Layers that are streamed, as `quire plan` counts them: a dense model's from a CPU's disk (--weights-on-disk), a GPU's
-from the host's memory (--cpu-offload-gb)."""
+"""A dense model's layers streamed from a CPU's disk (--weights-on-disk), or a GPU's host memory (--cpu-offload-gb)."""
 
 from __future__ import annotations
 
@@ -18,29 +17,27 @@ from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine
 from quire.server.cli.plan.weight_sizes import device_linear_bytes
 
 _BUS_BYTES_PER_SECOND, _DISK_BYTES_PER_SECOND = 25e9, 1e9
-"""Bytes a second: of 16 lanes of PCIe 4.0, and what a disk's speed is told for."""
+"""16 lanes of PCIe 4.0; speed is reported per GB/s of a disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedLayersPlan:
-    """Of each device."""
+    """Figures are per device."""
 
     num_layers: int = 0
     num_streamed: int = 0
-    """Layers of these."""
     from_disk: bool = False
     offloaded_bytes: int = 0
-    """Bytes on the disk, or in the host's memory."""
+    """On disk or in host memory."""
     read_bytes: int = 0
-    """Bytes that a step reads there."""
+    """Per step."""
     saved_bytes: int = 0
-    """Bytes that the device need not have."""
+    """Device memory that is not needed."""
     problem: str | None = None
-    """Why layers cannot be streamed as they were asked to be."""
 
     @property
     def max_steps_per_second(self) -> float:
-        """The most a second; from a disk for each GB/s that it reads."""
+        """For a disk, per GB/s."""
         return (
             (_DISK_BYTES_PER_SECOND if self.from_disk else _BUS_BYTES_PER_SECOND) / self.read_bytes
             if self.read_bytes
@@ -51,7 +48,7 @@ class StreamedLayersPlan:
 def plan_streamed_layers(
     config: EngineConfig, sizes: ModelSizes, machine: Machine, dtype: str, device_weight_bytes: int
 ) -> StreamedLayersPlan:
-    """on_device: bytes of weights that each device has where none are streamed."""
+    """`device_weight_bytes`: without streaming."""
     from_disk, offloaded = config.weights_on_disk is not None, config.cpu_offload_gb
     if offloaded and not machine.gpu:
         return StreamedLayersPlan(

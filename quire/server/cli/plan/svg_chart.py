@@ -1,5 +1,3 @@
-"""Draws an estimate as SVG: what the memory is used for, and how many requests of which context fit."""
-
 from __future__ import annotations
 
 import math
@@ -19,7 +17,6 @@ TEXT_COLOR, MARK_COLOR = "#333333", "#c1440e"
 
 
 def draw_estimate_svg(estimate: Estimate, name: str) -> str:
-    """The SVG document, as text."""
     title = f"{Path(name).name}, {estimate.dtype}, on {estimate.machine.count} x {estimate.machine.name}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
@@ -38,7 +35,7 @@ def draw_estimate_svg(estimate: Estimate, name: str) -> str:
 
 
 def memory_bytes_by_use(estimate: Estimate) -> dict[str, int]:
-    """Bytes of one device by what they are used for."""
+    """Bytes of one device."""
     machine = estimate.machine
     weights = estimate.weight_bytes // machine.count
     overhead = CUDA_CONTEXT_BYTES if machine.gpu else ENGINE_HOST_BYTES
@@ -63,14 +60,14 @@ def _draw_memory_bar(estimate: Estimate) -> list[str]:
         parts.append(f'<rect x="{key}" y="{BAR_TOP + 58}" width="10" height="10" fill="{fill}"/>')
         parts.append(_draw_text(key + 15, BAR_TOP + 67, f"{label} {size / GIB:,.2f} GiB"))
     limit = LEFT + estimate.machine.memory * scale
-    if limit < RIGHT - 1:  # what is needed is more than the memory
+    if limit < RIGHT - 1:
         parts.append(f'<path d="M{limit:.1f} {BAR_TOP - 8}v{BAR_HEIGHT + 16}" stroke="{MARK_COLOR}" stroke-width="2"/>')
         parts.append(_draw_text(limit - 4, BAR_TOP - 10, "memory ends here", anchor="end", fill=MARK_COLOR))
     return parts
 
 
 def _draw_fit_curve(estimate: Estimate) -> list[str]:
-    """How many requests fit at once, by their context; both axes are logarithmic."""
+    """Both axes are logarithmic."""
     contexts = [math.log2(context) for context, _ in estimate.fitting]
     counts = [math.log2(count) for _, count in estimate.fitting]
     low = contexts[0]

@@ -1,5 +1,3 @@
-"""The tiers below the KV cache (docs/kv_tiers.md), as `quire plan` counts them: bytes, and how many tokens fit."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -12,18 +10,17 @@ from quire.engine.common.config import EngineConfig
 class KVTierSize:
     name: str
     num_bytes: int
-    """Bytes that it may take."""
     num_tokens: int
-    """That fit, in whole pages."""
+    """In whole blocks."""
 
 
 def host_tier_bytes(config: EngineConfig) -> int:
-    """Of the host's memory, for all replicas together."""
+    """Sum over all replicas."""
     return int((config.kv_offload_memory or 0.0) * GIB)
 
 
 def plan_tiers(config: EngineConfig, replicas: int, page_bytes: int, page_tokens: int) -> tuple[KVTierSize, ...]:
-    """Of each of so many replicas; none where there are no pages to keep."""
+    """Tiers of one replica."""
     memory, disk = config.kv_offload_memory or 0.0, config.kv_disk_gib if config.kv_offload_dir is not None else 0.0
     bounds = {"host": int(memory / replicas * GIB), "disk": int(disk / replicas * GIB)}
     return tuple(

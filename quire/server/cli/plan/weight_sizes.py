@@ -1,5 +1,3 @@
-"""Bytes of a model's weights, as `quire plan` counts them."""
-
 from __future__ import annotations
 
 from quire.engine.architecture.kv_cache_spec import PagedState
@@ -15,8 +13,9 @@ from quire.engine.common.config import EngineConfig
 from quire.server.cli.plan.machine import Machine
 
 COMPRESSION_SAVING = 0.24
-"""Share of the linear layers' bytes that compression to 12 bits saves: a quarter, less the few weights that are stored
-uncompressed (kernels/cpu/compress12.h)."""
+"""By 12-bit compression of linear layers: a quarter, less the few weights stored uncompressed
+(kernels/cpu/compress12.h).
+"""
 
 
 def total_and_device_weight_bytes(
@@ -28,8 +27,7 @@ def total_and_device_weight_bytes(
     *,
     in_8_bits: bool,
 ) -> tuple[int, int]:
-    """Of all weights as they are read, and of those of each device as they are kept. quantized: how they are quantized
-    at load; in_8_bits: so the embedding is."""
+    """(all weights as read, a device's as stored). `in_8_bits`: the embedding too."""
     width = DTYPE_BYTES[dtype]
     weights = (
         _weight_bytes_from_sizes(sizes, dtype) if stored is None else stored.num_floats * width + stored.packed_bytes
@@ -43,13 +41,12 @@ def total_and_device_weight_bytes(
         sizes, machine, width, _quantized_embedding_bits(stored, in_8_bits)
     )
     if quantized is None and machine.compresses_weights and dtype == "bfloat16" and not sizes.quantization:
-        # Of all but the embedding table.
+        # except the embedding table
         on_device -= round((on_device - sizes.head_parameters * width // machine.count) * COMPRESSION_SAVING)
     return weights, on_device
 
 
 def device_linear_bytes(numbers: int, sizes: ModelSizes, machine: Machine, dtype: str, quantized: str | None) -> int:
-    """Of so many numbers of linears, as a device keeps its part of them."""
     bits = QUANTIZED_BITS[quantized] if quantized is not None else sizes.bits_per_weight or 8.0 * DTYPE_BYTES[dtype]
     if quantized is None and not sizes.bits_per_weight and machine.compresses_weights and dtype == "bfloat16":
         bits *= 1 - COMPRESSION_SAVING
@@ -57,20 +54,21 @@ def device_linear_bytes(numbers: int, sizes: ModelSizes, machine: Machine, dtype
 
 
 def _weight_bytes_from_sizes(sizes: ModelSizes, dtype: str) -> int:
-    """Bytes of the weights in this type; quantized linear layers take their own number of bits."""
+    """Quantized linear layers take their own number of bits."""
     return round(sizes.num_parameters * DTYPE_BYTES[dtype] * sizes.weight_ratio)
 
 
 def _quantized_embedding_bits(stored: CheckpointSize | None, in_8_bits: bool) -> float | None:
-    """Bits of the embedding's numbers where these are few: made so at load, or stored so."""
+    """None: the embedding is not quantized."""
     if in_8_bits:
         return QUANTIZED_EMBEDDING_BITS
     return None if stored is None else stored.embedding_bits
 
 
 def _tied_head_copy_bytes(sizes: ModelSizes, machine: Machine, width: int, bits: float | None) -> int:
-    """What each device has beside the weights for a head that is the embedding: both ends of a pipeline have that, and
-    of one in full precision the CPU kernels pack a copy. `bits`: of the embedding's numbers, where these are few."""
+    """Extra bytes per device for a tied head: both ends of a pipeline hold it, and CPU kernels pack a copy of an
+    unquantized one. `bits`: of a quantized embedding.
+    """
     tied = sizes.embedding_parameters < 2 * sizes.head_parameters
     if not tied or (machine.stages == 1 and (bits is not None or machine.gpu)):
         return 0
@@ -78,7 +76,7 @@ def _tied_head_copy_bytes(sizes: ModelSizes, machine: Machine, width: int, bits:
 
 
 def kv_token_bytes(sizes: ModelSizes, dtype: str, kv_cache_dtype: str) -> int:
-    """Bytes of what pages keep of a token in all layers. Columns are never in few bits."""
+    """In all layers. Convolution states are never quantized."""
     columns = sizes.conv_values_per_token * DTYPE_BYTES[dtype]
     if kv_cache_dtype == "auto":
         return sizes.kv_values_per_token * DTYPE_BYTES[dtype] + columns
@@ -93,9 +91,7 @@ def kv_token_bytes(sizes: ModelSizes, dtype: str, kv_cache_dtype: str) -> int:
 
 
 def resolve_dtypes(sizes: ModelSizes, machine: Machine, config: EngineConfig) -> tuple[str, str]:
-    """The model's type and that of keys and values, by the settings' names: where they are "auto" what the server
-    chooses for the checkpoint on this machine (engine/worker/device_plan.py), and of keys and values "auto" where it is
-    the model's."""
+    """(model, KV) dtypes as worker/device_plan.py chooses them here; KV stays "auto" if it is the model's."""
     dtype, kv_cache_dtype = config.dtype, config.kv_cache_dtype
     if dtype == "float16" and not machine.gpu and config.attention_backend in ("auto", "cpu"):
         return "bfloat16", kv_cache_dtype

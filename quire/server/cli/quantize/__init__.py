@@ -1,4 +1,4 @@
-"""`quire quantize`: writes a checkpoint in few bits, as compressed-tensors, which other programs read as well."""
+"""`quire quantize`: writes a quantized checkpoint in compressed-tensors format, which other programs read too."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from quire.server.cli.quantize.calibration import read_tokenized_samples
 from quire.server.cli.unknown_flags import parse_flags
 
 QUANTIZATION_FORMATS = ("int8", "w8a8", "int4", "fp8")
-"""w8a8 is another name of int8."""
+"""w8a8 is an alias of int8."""
 _DEFAULT_STRENGTH = 0.5
-"""SmoothQuant's own for most models."""
+"""SmoothQuant's for most models."""
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    """Returns the exit status."""
     args = parse_flags(
         build_parser(
             "quire quantize",
@@ -72,13 +71,13 @@ def main(argv: Sequence[str], started: float) -> int:
         samples = _tokenized_samples_json(args.smooth, args.smooth_strength, name, path)
         program.append(str(args.smooth_strength))
     status = subprocess.run(program, input=samples, text=True).returncode
-    if status < 0:  # for one, the system killed it for memory
+    if status < 0:  # for example killed by the system for lack of memory
         print(f"quire quantize: it was ended by {signal.Signals(-status).name}", file=sys.stderr)
     return 1 if status < 0 else status
 
 
 def _tokenized_samples_json(file: Path, strength: float, name: str, path: Path) -> str:
-    """What the process that writes takes of the texts in `file`, as JSON. Raises ConfigError."""
+    """Raises ConfigError."""
     if name != "int8":
         raise ConfigError(f"smooth: {name} does not round activations to integers: --format int8", param="smooth")
     if not 0 <= strength <= 1:
@@ -89,7 +88,7 @@ def _tokenized_samples_json(file: Path, strength: float, name: str, path: Path) 
 
 
 def _check_output_folder(out: Path) -> None:
-    """Raise ConfigError for what cannot become a new directory."""
+    """Raises ConfigError."""
     if out.is_dir() and not out.is_symlink():
         if any(out.iterdir()):
             raise ConfigError(f"OUT: {out} is there already, and is not empty")
@@ -100,7 +99,7 @@ def _check_output_folder(out: Path) -> None:
 
 
 def _check_quantizable(path: Path) -> None:
-    """Raise ModelError for a model that is not to be quantized."""
+    """Raises ModelError."""
     if not path.is_dir():
         raise ModelError(f"model: {path.name} is quantized already; give the checkpoint that it was made of")
     config = read_model_config(path)

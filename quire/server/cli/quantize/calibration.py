@@ -1,4 +1,4 @@
-"""The texts from which `quire quantize --smooth` learns which inputs of linears are large, as token ids."""
+"""Texts that show `quire quantize --smooth` which inputs of linears are large."""
 
 from __future__ import annotations
 
@@ -15,26 +15,20 @@ from quire.server.protocol.chat import ChatRequest
 from quire.server.resolve.parse import validate_body
 
 MAX_SAMPLE_TOKENS = 512
-"""Tokens of a piece of text, at most."""
 MAX_TOTAL_TOKENS = 16_384
-"""How many are read. More changes little: of each input the largest counts, and large ones are so everywhere."""
+"""More changes little: only each input's maximum counts, and large inputs are large everywhere."""
 _MAX_CHARACTERS = 16 * MAX_TOTAL_TOKENS
-"""Of a text, as many as are enough."""
 
 
 class _SampleLine(msgspec.Struct):
-    """Of a JSONL file: one of these."""
-
     text: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
 
 
 def read_tokenized_samples(file: Path, tokenizer: Tokenizer, max_tokens: int) -> list[list[int]]:
-    """Pieces of at most `max_tokens` tokens, and PIECE: of a file whose name ends with .jsonl each line's beginning, of
-    any other one piece after another.
-
-    Raises ConfigError for a file that cannot be read, and for one that gives no token.
+    """Each line's beginning of a .jsonl file, or all of another text. Raises ConfigError for an unreadable or empty
+    file.
     """
     max_tokens = min(MAX_SAMPLE_TOKENS, max_tokens)
     try:

@@ -1,5 +1,4 @@
-"""`quire replay`: computes receipts again, of one answer or of a day's log, and says where the first difference
-is."""
+"""`quire replay`: recomputes receipts, of one answer or of a day's log, and prints the first difference."""
 
 from __future__ import annotations
 
@@ -39,7 +38,6 @@ from quire.server.config import DEMO_NAME
 from quire.server.encoding import EVENT_PREFIX, encode_ascii_json
 
 MAX_CONCURRENT_RECEIPTS = 32
-"""Receipts that are computed at the same time."""
 RECEIPT_SETTINGS = (
     "dtype",
     "quantization",
@@ -49,13 +47,12 @@ RECEIPT_SETTINGS = (
     "rope_context",
     "tensor_parallel_size",
 )
-"""Settings that are as the first receipt says, unless they are given."""
+"""The first receipt's, unless given."""
 MakeLink = Callable[[EngineConfig], EngineCoreClient]
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    """Returns the exit status: 0 if all receipts came to the same tokens, else 1, also where there was nothing to
-    compare."""
+    """Return 0 if all receipts gave the same tokens, else 1, also if nothing was compared."""
     several = {"action": "extend", "nargs": "+", "default": []}
     flags = {
         "file": {"type": Path, "help": "an answer or a receipt as JSON, or a line for each (--receipt-log)"},
@@ -73,7 +70,6 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 async def _replay_and_print(config: EngineConfig, args: argparse.Namespace) -> int:
-    """Print all verdicts. Returns the exit status."""
     counts: Counter[str] = Counter()
     tokens, last_warning = 0, ""
     async for verdict in replay_receipts(config, args.file, args.adapter, args.image, ProcessClient):
@@ -101,15 +97,14 @@ async def _replay_and_print(config: EngineConfig, args: argparse.Namespace) -> i
 
 
 def escape_unprintable(text: str) -> str:
-    """A receipt's text, whose control characters could write over lines of the terminal, as escapes."""
+    """Control characters could overwrite terminal lines."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 async def replay_receipts(
     config: EngineConfig, file: Path, adapters: Sequence[str], images: Sequence[str], make_link: MakeLink
 ) -> AsyncIterator[ReplayVerdict]:
-    """Of each receipt in a file, in its order. Raises what starting the engine raises, InvalidRequest for adapters and
-    images that cannot be read, and EngineError when the engine fails."""
+    """Raises what starting the engine raises, InvalidRequest for unreadable adapters and images, and EngineError."""
     path = resolve_model_with_overrides(config)
     model_config = load_model_config(config, path)
     folder = resolve_model(config.tokenizer, config.revision) if config.tokenizer else path
@@ -160,17 +155,16 @@ async def _replay_receipt(encoded: bytes, where: str, model: ReplayModel, client
 
 
 def _add_line_to_id(receipt: Receipt, where: str) -> Receipt:
-    """With an id of its own: callers may give several answers the same."""
+    """Callers may give several answers the same id."""
     return msgspec.structs.replace(receipt, id=f"{receipt.id} ({where})")
 
 
 def read_encoded_receipts(file: Path) -> Iterator[bytes]:
-    """Each receipt of a file, still as JSON: a line each, in events of a stream, or one that is all of the file. Raises
-    ConfigError where it cannot be read."""
+    """JSON lines, stream events, or one receipt as the whole file. Raises ConfigError."""
     try:
         with file.open("rb") as lines:
             first = lines.readline()
-            if first.strip() in (b"{", b"["):  # written for people to read
+            if first.strip() in (b"{", b"["):  # indented JSON
                 yield first + lines.read()
                 return
             for line in (first, *lines):
@@ -183,7 +177,7 @@ def read_encoded_receipts(file: Path) -> Iterator[bytes]:
 
 
 def read_first_receipt(file: Path) -> Receipt:
-    """Raises ConfigError where there is none."""
+    """Raises ConfigError."""
     why = "it has no lines of JSON"
     for encoded in read_encoded_receipts(file):
         try:
@@ -194,8 +188,7 @@ def read_first_receipt(file: Path) -> Receipt:
 
 
 def replay_config(config: EngineConfig, receipt: Receipt, *, lora: bool) -> EngineConfig:
-    """The settings with which a receipt's answer is computed again: those that were not given are the receipt's. Raises
-    ConfigError where its model is not found by its name alone."""
+    """Settings not given are the receipt's. Raises ConfigError if its model cannot be found."""
     given_settings = config.model_fields_set
     update = {name: getattr(receipt.computed, name) for name in RECEIPT_SETTINGS if name not in given_settings}
     if lora:
@@ -212,8 +205,7 @@ def replay_config(config: EngineConfig, receipt: Receipt, *, lora: bool) -> Engi
 
 
 def read_images_by_digest(path: Path, tokenizer: Tokenizer, files: Sequence[str]) -> dict[str, Image]:
-    """All that images become when the model at `path` reads them, by digest in hexadecimal. Raises ConfigError and
-    InvalidRequest."""
+    """Hexadecimal digests. Raises ConfigError and InvalidRequest."""
     if not files:
         return {}
     reader, images = make_multimodal_prompt_builder(path, tokenizer), list[RequestImage]()

@@ -43,38 +43,31 @@ from quire.server.cli.settings_flags import add_settings_flags, parse_settings
 from quire.server.config import ServerConfig
 
 MAX_SHOWN_CHARACTERS = 160
-"""Characters of a failure's message at the end."""
 MAX_SHOWN_NAMES = 8
-"""Names of parameters without effect at the end."""
 MAX_ATTEMPTS = 5
-"""Attempts for a request that is answered with 429 or 503."""
+"""After 429 or 503."""
 
 
 @dataclass(slots=True)
 class RequestTally:
-    """What has become of the requests so far."""
-
     num_done: int = 0
-    """Answered with status 200."""
+    """Status 200."""
     num_failed: int = 0
     num_tokens: int = 0
     failures_by_kind: Counter[str] = field(default_factory=Counter)
-    """Failures by kind."""
     examples: dict[str, str] = field(default_factory=dict)
-    """Of each kind one, with its custom_id."""
+    """One per kind, with custom_id."""
     num_refused: int = 0
-    """Failures that would be the same again."""
+    """Failures that a retry would repeat."""
     ignored_params: Counter[str] = field(default_factory=Counter)
-    """Parameters without effect, with the number of requests that had them."""
 
 
 def is_failure(result: dict[str, Any]) -> bool:
-    """Whether a line of the output has an error instead of an answer."""
     return (result["response"] or {}).get("status_code") != 200
 
 
 def is_permanent_failure(result: dict[str, Any]) -> bool:
-    """Whether a failure would be the same again: the request was refused, and not for want of room or time."""
+    """Refused, not for lack of capacity or time."""
     response, error = result["response"], result.get("error") or {}
     if response is None:
         return error.get("code") == "invalid_request"
@@ -82,7 +75,6 @@ def is_permanent_failure(result: dict[str, Any]) -> bool:
 
 
 def failure_kind_and_message(result: dict[str, Any]) -> tuple[str, str]:
-    """What kind of failure a result is, and its message."""
     response = result["response"]
     if response is None:
         error = result["error"]
@@ -96,11 +88,11 @@ def failure_kind_and_message(result: dict[str, Any]) -> tuple[str, str]:
 def trim_output_and_read_finished_ids(
     path: Path, requested: Collection[str], *, retry_refused: bool = False
 ) -> tuple[set[str], set[str]]:
-    """Prepare an output file to be continued; returns the custom_ids answered in it, and those refused for good.
+    """Return answered and permanently refused custom_ids.
 
-    Failures of `requested` ids are removed from the file, so that they are tried again, but those that would be the
-    same again stay unless `retry_refused`. A last line that was not written completely is removed too. Raises
-    ConfigError, and leaves the file as it is, when it is not an output of this command."""
+    Removes failures of `requested` ids (permanent ones only with `retry_refused`) and an incomplete last line. Raises
+    ConfigError and leaves the file unchanged if it is not an output of this command.
+    """
     done: set[str] = set()
     refused: set[str] = set()
     retried: set[str] = set()
@@ -124,14 +116,14 @@ def trim_output_and_read_finished_ids(
             entries = ((line, json.loads(line)) for line in old)
             new.writelines(line for line, it in entries if it["custom_id"] not in retried or not is_failure(it))
             new.flush()
-            os.fsync(new.fileno())  # the content must be on disk before the file replaces the old one
+            os.fsync(new.fileno())  # on disk before it replaces the old file
         shutil.copymode(path, part)
         part.replace(path)
     return done, refused
 
 
 class ResultFile:
-    """A file that is appended to, or stdout for `-`, unbuffered: what was written is there, and closing cannot fail."""
+    """Unbuffered, so that written data persists and closing cannot fail. `-` is stdout."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -139,7 +131,7 @@ class ResultFile:
         self.close = self._file.close
 
     def write_all(self, remaining: bytes) -> None:
-        """Raises ConfigError where there is no room; --resume removes a line that was not written completely."""
+        """Raises ConfigError if the disk is full; --resume removes an incomplete line."""
         try:
             while remaining:
                 remaining = remaining[self._file.write(remaining) :]
@@ -148,8 +140,6 @@ class ResultFile:
 
 
 class RequestFileRunner:
-    """Answers requests, several at a time, and writes each result as soon as it is there."""
-
     def __init__(
         self,
         http: httpx.AsyncClient,
@@ -169,8 +159,7 @@ class RequestFileRunner:
         self._bar = progress.add_task("requests", total=total)
 
     async def answer_all(self, lines: Iterator[tuple[int, str]], concurrency: int) -> None:
-        """Answer all lines, `concurrency` at a time. Raises EngineError when the engine is gone; written results
-        stay."""
+        """Raises EngineError if the engine is gone."""
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(concurrency):
@@ -209,7 +198,6 @@ class RequestFileRunner:
         return response
 
     def _write_and_count_result(self, line: bytes) -> None:
-        """One line of OpenAI's batch output."""
         self._out.write_all(line + b"\n")
         result = json.loads(line)
         failed = is_failure(result)
@@ -307,10 +295,8 @@ def shorten_line(text: str) -> str:
 
 
 def _resume_output_and_get_finished_ids(args: argparse.Namespace, requested: set[str]) -> tuple[set[str], set[str]]:
-    """The custom_ids of `requested` that the output has answers for already, and those that were refused for good.
-
-    Raises ConfigError when the output has results but --resume is not given, so that they are not overwritten, and when
-    the file cannot be written, so that this is noticed at the start.
+    """Raises ConfigError if the output has results without --resume, or is not writable, so that this is noticed at the
+    start.
     """
     output: Path = args.output
     if str(output) == "-":
@@ -337,7 +323,7 @@ async def start_engine_and_answer_requests(
     tally: RequestTally,
     duplicates: Collection[int],
 ) -> None:
-    """Start an engine and append the results of `lines` to `output`. The application is called without a socket."""
+    """The application is called without a socket."""
     config = config.model_copy(update=PRIVATE_SERVER_SETTINGS)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with closing(ResultFile(output)) as out:

@@ -1,4 +1,4 @@
-"""`quire run-batch`: vLLM's name and flags of `quire run FILE.jsonl -o OUT.jsonl`."""
+"""`quire run-batch`: `quire run FILE.jsonl -o OUT.jsonl` with vLLM's name and flags."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ _IGNORED_FLAGS = {
     "--port": 1,
     "--url": 1,
 }
-"""vLLM's flags that change nothing here, with the number of their values: results are appended as they finish."""
+"""By number of values: results are always appended as they finish."""
 _INPUT_FLAGS, _OUTPUT_FLAGS = ("-i", "--input-file"), ("-o", "--output-file")
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    """Returns the exit status."""
     return run(translate_arguments(argv), started)
 
 
 def translate_arguments(argv: Sequence[str]) -> list[str]:
-    """The arguments of quire run. Raises ConfigError for files that are elsewhere."""
+    """Raises ConfigError for remote files."""
     rest, arguments = list(argv), []
     while rest:
         argument = rest.pop(0)

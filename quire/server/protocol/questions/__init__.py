@@ -1,1 +1,1 @@
-"""Bodies of calls that ask questions of a model, answered by probabilities."""
+"""Bodies of questions that are answered by probabilities."""

@@ -1,4 +1,4 @@
-"""SGLang's form of POST /v1/score: how likely each of some tokens comes next."""
+"""SGLang's form of POST /v1/score: the probability of some tokens to come next."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from quire.server.protocol.request_bodies import EngineRequestBody
 
 
 class LabelScoreRequest(EngineRequestBody):
-    """Each item, behind the query, is a prompt; all are texts, or all are token ids."""
+    """Each item after the query is a prompt; all are texts or all token ids."""
 
     query: str | TokenIds
     items: str | Annotated[list[str | TokenIds], MaxEntries(MAX_PROMPTS), Field(min_length=1)]
     label_token_ids: Annotated[list[StrictInt], MaxEntries(MAX_LOGPROB_TOKEN_IDS), Field(min_length=1)]
     apply_softmax: bool = False
-    """Scores are shares of the labels' probabilities, not of all tokens'."""
+    """Normalize over the labels only."""
     item_first: bool = False
     """Items stand before the query."""
 
     @property
     def engine_request_fields(self) -> dict[str, Any]:
-        """What means the same in a completion."""
         return {name: value for name in EngineRequestBody.model_fields if (value := getattr(self, name)) is not None}

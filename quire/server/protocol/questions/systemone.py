@@ -1,4 +1,4 @@
-"""POST /v1/systemone: TypeSafe's System One API, as jevcompat's specification 0.1 has it."""
+"""POST /v1/systemone: TypeSafe's System One API (jevcompat 0.1)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from quire.server.protocol.questions.decisions import MAX_OPTIONS, MAX_QUESTIONS
 from quire.server.protocol.request_bodies import BodyModel
 
 MODEL_ALIAS_PREFIX = "jev-"
-"""What names begin with that its SDKs send, such as jev-latest: the server's own model."""
+"""Its SDKs send names such as jev-latest for the server's own model."""
 MAX_LEVELS = 10
 
 TextOrJson = str | dict[str, Any] | Annotated[list[Any], MaxEntries(MAX_CONTENT_PARTS)]
-"""Text, or JSON that is shown to the model as such."""
 
 
 class Sides(BodyModel):
-    """Descriptions of when a noul is true and when it is false."""
+    """When a noul is true and when false."""
 
     true: TextOrJson | None = None
     false: TextOrJson | None = None
@@ -48,7 +47,7 @@ class Choice(BodyModel):
 
     @property
     def options(self) -> list[tuple[str, str]]:
-        """Each with its description."""
+        """(name, description)."""
         return [(name, to_prompt_text(description)) for name, description in self.criteria.items()]
 
 
@@ -67,13 +66,12 @@ QuestionId = Annotated[str, Field(min_length=1)]
 
 
 class SystemOneRequest(TranslatableBody):
-    """Fields that it does not name are ignored, and named in X-Ignored-Params."""
+    """Unknown fields are ignored."""
 
     accepted_extensions: ClassVar[tuple[str, ...]] = SUPPORTED_EXTENSIONS
 
     model: str
     state: TextOrJson
-    """What the questions are about."""
     questions: Annotated[dict[QuestionId, AnyQuestion], Field(min_length=1, max_length=MAX_QUESTIONS)]
 
     def check_params_and_list_ignored(self) -> list[str]:
@@ -81,12 +79,10 @@ class SystemOneRequest(TranslatableBody):
 
 
 def to_prompt_text(text: TextOrJson | None) -> str:
-    """As the model reads it."""
     if text is None or isinstance(text, str):
         return text or ""
     return json.dumps(text, ensure_ascii=False)
 
 
 def is_model_alias(model: str, names: Sequence[str]) -> bool:
-    """Whether a name stands for whichever model there is."""
     return model.startswith(MODEL_ALIAS_PREFIX) and model not in names
