@@ -1,4 +1,4 @@
-"""What families are described with: config.json as data, readers of its fields, names of weights."""
+"""What families are described with."""
 
 from __future__ import annotations
 
