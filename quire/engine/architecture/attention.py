@@ -33,6 +33,7 @@ class AttentionLayerSpec(SublayerSpec):
     qk_norm: Literal["heads", "whole", "centred", "after", "unit"] | None = None
     """As QKNormRopeParams.norm_kind; unit: like after, without weights."""
     query_scaling: QueryScaling | None = None
+    """None: as `rope` defines it."""
     alibi: float | None = None
     """ALiBi (Press et al., 2022): factor of each head's slope."""
     input_norm: bool = True
@@ -52,6 +53,7 @@ class AttentionLayerSpec(SublayerSpec):
     keys_are_values: bool = False
     """Values are the keys before norm and RoPE."""
     lookahead: int | None = 0
+    """Later keys that a query sees; None: all."""
     uses_bidirectional_spans: bool = True
     """Image tokens see each other if the step asks for it."""
     kv_source_layer: int | None = None

@@ -76,6 +76,7 @@ class EncoderSpec:
     up_bias: bool = True
     norm_bias: bool = True
     gated: bool = False
+    """A gated MLP (Shazeer, 2020)."""
     gate_last: bool = False
     """In the fused tensor, the gate follows up."""
     pre_norm: bool = False
@@ -83,6 +84,7 @@ class EncoderSpec:
     has_first_layer_norm: bool = False
     """The exception to `pre_norm`."""
     has_rms_norms: bool = False
+    """RMSNorm (Zhang and Sennrich, 2019) instead of LayerNorm."""
     metadata_groups: tuple[int, ...] = ()
     """Per layer; (): the first."""
     causal: bool = False

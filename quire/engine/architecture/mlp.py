@@ -1,3 +1,5 @@
+"""An MLP, gated (Shazeer, 2020) or not, and its norms."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -71,6 +71,7 @@ class MoELayerSpec(SublayerSpec):
     router_scale: str | None = None
     """Name of a factor of the router's input, which is first normed without weights and scaled by hidden^-0.5."""
     expert_scales: str | None = None
+    """Name of factors of the expert weights."""
     is_expert_parallel: bool = False
     """Ranks have whole experts."""
     name: str = "mlp"

@@ -94,6 +94,7 @@ class KVCachePlan:
     sizing_summary: str
     windows: tuple[int | None, ...] = (None,)
     blocks_per_context: int = 1
+    """Groups' blocks that a full context holds at most."""
     state_bytes: int = 0
     """States outside blocks, in all slots."""
     request_slots: int = 1
@@ -290,6 +291,7 @@ def _describe_blocks(block_needs: KVBlockNeeds, block: BlockBytes, blocks: int, 
 
 
 def _describe_state_slots(slot_counts: StateSlotCounts, state_bytes: int) -> str:
+    """Empty if layers keep nothing outside blocks."""
     if not state_bytes:
         return ""
     snapshot_text = f" and {slot_counts.snapshot_slots:,} snapshots" if slot_counts.snapshot_slots else ""

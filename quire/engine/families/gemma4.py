@@ -39,6 +39,7 @@ _DEFAULT_ROPES = {
     True: {"rope_type": "default", "rope_theta": 10_000.0},
     False: {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
 }
+"""Keyed by whether the layer has a window."""
 _MAX_LAYER_DIGITS = 8
 
 

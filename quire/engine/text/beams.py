@@ -36,7 +36,6 @@ class BeamSearchState:
     completed_beams: list[Beam] = field(default_factory=list)
 
     def advance_and_check_running(self, outputs: Sequence[EngineCoreOutput]) -> bool:
-        """Outputs hold one token per running beam."""
         self.running_beams, ended = expand_to_best_and_ended(
             self.running_beams, outputs, self.beam_width, self.num_logprobs, self.stop_token_ids
         )
@@ -68,7 +67,7 @@ def expand_to_best_and_ended(
     num_logprobs: int,
     stop_token_ids: Collection[int],
 ) -> tuple[list[Beam], list[Beam]]:
-    """Return the `beam_width` best continuations, best first, and all that end. Each output needs at least 2 * width
+    """Return the `beam_width` best continuations, best first, and all that end. Each output needs 2 * width
     alternatives.
     """
     candidates = [
@@ -82,7 +81,6 @@ def expand_to_best_and_ended(
         _, beam, token, value, rank = candidate
         return beam.extend(TokenLogprob(token, value, rank, logprobs_by_beam[beam]), ended)
 
-    # Equal lengths: the length penalty does not change the order.
     unfinished = [candidate for candidate in candidates if candidate[2] not in stop_token_ids]
     best = heapq.nlargest(beam_width, unfinished, key=itemgetter(0))
     ended = [candidate for candidate in candidates if candidate[2] in stop_token_ids]

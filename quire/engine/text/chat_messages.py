@@ -13,7 +13,7 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 def to_template_content(parts: Sequence[dict[str, Any]] | None) -> Content:
-    """Join text parts unless one is an image. None becomes "": templates concatenate content unchecked."""
+    """None becomes an empty string: templates concatenate content unchecked."""
     if not any(part.get("type") in IMAGE_PART_TYPES for part in parts or ()):
         return "\n".join(map(part_text, parts or ()))
     return [
@@ -23,7 +23,6 @@ def to_template_content(parts: Sequence[dict[str, Any]] | None) -> Content:
 
 
 def part_text(part: dict[str, Any]) -> str:
-    """A refusal's text is in its own field."""
     text: str = part["refusal"] if part.get("text") is None and "refusal" in part else part["text"]
     return text
 

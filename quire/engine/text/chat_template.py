@@ -1,4 +1,4 @@
-"""Renders messages like transformers' chat_template_utils, without importing it, in a bounded Jinja sandbox."""
+"""Renders messages like transformers' chat_template_utils, without importing it, in a bounded sandbox."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 """Appended to the final message to find its end, as in transformers."""
 MAX_PROBE_STEPS = 100_000
 MAX_PROBE_OVERRUNS = 8
-"""Probes over the step limit before probing stops."""
 
 
 class ChatRenderer:
@@ -218,7 +217,7 @@ class ChatRenderer:
     def _normalize_with_tools(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None
     ) -> tuple[list[Message], bool, Sequence[dict[str, Any]] | None]:
-        """Return messages, whether a tool description leads them, and the template's tools."""
+        """Also return whether a tool description leads the messages, and the template's tools."""
         calls = bool(tools) or any(has_calls(message) or message.get("role") in RESULT_ROLES for message in messages)
         turns = [
             normalize_message(each, text_arguments=calls and self.capabilities.text_arguments) for each in messages
@@ -324,7 +323,7 @@ class ReadOnlyList(list[Any]):
 
 
 class ChatTemplateSandbox(BoundedEnvironment):
-    """Unlike transformers' sandbox, templates may change their own lists: Kimi K2's collects call ids in one."""
+    """Unlike in transformers, templates may change their own lists: Kimi K2's collects call ids."""
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         own = type(obj) is list and attr in ("append", "extend", "insert", "pop")
@@ -334,16 +333,15 @@ class ChatTemplateSandbox(BoundedEnvironment):
 def _compile_template_and_find_roles(
     environment: ChatTemplateSandbox, name: str, source: str
 ) -> tuple[jinja2.Template, Set[str]]:
-    """Return the template and its string literals, among them roles."""
     try:
         tree = environment.parse(source)
-        roles = find_string_literals(tree)  # before the compiler folds lists of literals
+        roles = find_string_literals(tree)  # the compiler would fold lists of literals
         return environment.from_string(tree), roles
     except jinja2.TemplateSyntaxError as error:
         raise ModelError(
             f"model: the chat template {name!r} is not valid, line {error.lineno}: {error.message}"
         ) from error
-    except (RecursionError, MemoryError, SyntaxError):  # all three come from deep nesting
+    except (RecursionError, MemoryError, SyntaxError):  # deep nesting
         raise ModelError(f"model: the chat template {name!r} is nested too deeply") from None
 
 

@@ -20,8 +20,8 @@ REPLACEMENT_CHARACTER = "\ufffd"
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
     text: str
     offsets: tuple[int, ...]
-    """Start of each emitted token, in characters of the whole text. A token comes with the delta that contains its
-    first character, or else the last one; never if it begins after a stop string.
+    """Start of each emitted token, in characters of the whole text. A token comes with its first character or the last
+    delta, never if it begins after a stop string.
     """
     num_used_ids: int
     """Fewer than the pushed ids only after a stop string."""
@@ -63,14 +63,14 @@ class StopStringMatcher:
         """Start of the longest suffix that begins a stop string, otherwise the text's length."""
         for start in range(max(0, len(text) - self._max_stop_length + 1), len(text)):
             suffix = text[start:]
-            at = bisect_left(self._stop_strings, suffix)  # a string with this prefix sorts right after it
+            at = bisect_left(self._stop_strings, suffix)
             if at < len(self._stop_strings) and self._stop_strings[at].startswith(suffix):
                 return start
         return len(text)
 
 
 class IncrementalDetokenizer:
-    """For valid text, deltas join to `tokenizer.decode(prompt_ids + ids)` without the prompt's part, or without prompt
+    """Deltas of valid text join to `tokenizer.decode(prompt_ids + ids)` without the prompt's part, or without prompt
     ids to `tokenizer.decode(ids)`. A character unfinished at the end becomes U+FFFD. Stop strings are not searched in
     the first `min_tokens` tokens.
     """
@@ -93,11 +93,9 @@ class IncrementalDetokenizer:
         self._include_stop = include_stop
         self._unsearched_tokens = min_tokens
         self._num_emitted = 0
-        """In characters."""
         self._num_decoded = 0
-        """Characters emitted or held back."""
         self._pending_starts: deque[int] | None = deque() if offsets else None
-        """Starts of tokens not yet emitted, in characters of the whole text."""
+        """Characters of the whole text before each token not yet emitted."""
 
     def push_tokens(self, ids: Sequence[int], final: bool = False) -> TextDelta:
         """`final` emits held-back text. Do not call again after `final` or a stop string."""
@@ -190,12 +188,9 @@ def without_partial_character(tokenizer: Tokenizer, ids: Sequence[int], text: st
 
 
 _MAX_PARTIAL_BYTES = 3
-"""Bytes of an incomplete character."""
 
 
 class ByteLevelDecoder:
-    """For tokens that are UTF-8 byte strings."""
-
     def __init__(self, tokenizer: Tokenizer, skip: frozenset[int], partial: bytes = b"") -> None:
         """`partial` is dropped if the answer does not complete it."""
         self._token_bytes = tokenizer.token_bytes
@@ -210,7 +205,7 @@ class ByteLevelDecoder:
         if self._partial and new_bytes:
             new_bytes = self._partial + new_bytes if _continues_character(self._partial, new_bytes) else new_bytes
             self._partial = b""
-        # The codec is several times slower, and has no state to keep here.
+        # The codec is several times slower.
         return (
             new_bytes.decode()
             if new_bytes.isascii() and not self._utf8_decoder.buffer
@@ -222,7 +217,6 @@ class ByteLevelDecoder:
 
 
 def _continues_character(partial: bytes, new_bytes: bytes) -> bool:
-    """True if the next byte may belong to the character."""
     try:
         (partial + new_bytes[:1]).decode()
     except UnicodeDecodeError as error:
@@ -231,10 +225,9 @@ def _continues_character(partial: bytes, new_bytes: bytes) -> bool:
 
 
 class SentencePieceDecoder:
-    """For tokens that are text, or single bytes of a character.
-
-    The tokenizers library decodes an invalid run of bytes to one U+FFFD each. Here complete characters are emitted at
-    once, so only the run's rest from its first wrong byte becomes U+FFFD.
+    """Tokens are text, or single bytes of a character. The tokenizers library decodes an invalid run of bytes to one
+    U+FFFD each. Here complete characters are emitted at once, so only the run's rest from its first wrong byte becomes
+    U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip: frozenset[int], strip_space: bool, partial: bytes = b"") -> None:
@@ -287,8 +280,8 @@ class SentencePieceDecoder:
 
 
 class WindowDecoder:
-    """For any other decoder: decodes the last ids without and with the new ones, and returns the difference. The window
-    starts at a character boundary.
+    """Fallback for any other decoder: the difference between decodings of a window with and without the new ids. The
+    window starts at a character boundary.
     """
 
     PROMPT_CONTEXT_TOKENS = 6

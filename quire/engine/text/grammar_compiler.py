@@ -42,7 +42,6 @@ numbers with large `multipleOf`.
 """
 MAX_COMPILED_BYTES_PER_GRAMMAR = 128 << 20
 _MIN_BYTES_PER_CHARACTER = 16
-"""Lower bound if the heap size is unknown."""
 MAX_FORCED_BYTES = 16 * 1024
 """Text forced at a time. Each byte keeps 0.5 KB, and every token tokenizes it again: 256 KB would cost an answer 130
 MB, and 0.1 s a token.
@@ -55,7 +54,6 @@ _CHECK_TOKENS = 3
 _COMPACT_WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 """At most one space after a comma or colon: with free whitespace a model could write spaces for ever."""
 _USUAL_WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""What nearly all models write."""
 _INDENTED_WHITESPACE = {"whitespace_pattern": "[ \\n]{0,80}"}
 
 
@@ -82,7 +80,7 @@ def _with_whitespace(schema: Any, whitespace: Mapping[str, Any]) -> Any:
     schema = {} if schema is True else schema
     if not isinstance(schema, dict):
         raise InvalidRequest("a JSON schema must be an object", param="grammar")
-    options = schema.get("x-guidance")  # llguidance's options
+    options = schema.get("x-guidance")
     return {**schema, "x-guidance": {**(options if isinstance(options, dict) else {}), **whitespace}}
 
 
@@ -95,7 +93,6 @@ def _dump_schema(schema: Any) -> str:
 
 class GrammarVocabulary(msgspec.Struct, frozen=True):
     tokenizer_json: str
-    """Content of a tokenizer.json."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
 
@@ -108,12 +105,11 @@ def make_grammar_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class CompiledGrammar:
-    """All its matchers share one lexer, with its states and its errors."""
+    """All matchers share one lexer, with its states and errors."""
 
     _initial_matcher: LLMatcher
     max_lexer_states: int
     size_bytes: int
-    """Approximate memory taken by compiling."""
     is_exclusive: bool = False
 
     def new_matcher(self) -> LLMatcher:
@@ -140,10 +136,10 @@ class GrammarCompiler:
             for states in (SMALL_LEXER_STATES, LARGE_LEXER_STATES)
         }
         self._cache: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
-        """Least recently used first."""
         self._live_grammars: WeakSet[CompiledGrammar] = WeakSet()
 
     def new_matcher(self, grammar: Grammar) -> LLMatcher:
+        """Raises InvalidRequest for a wrong or unsupported grammar."""
         return self.get_compiled(grammar).new_matcher()
 
     def get_compiled(self, grammar: Grammar) -> CompiledGrammar:
@@ -155,15 +151,13 @@ class GrammarCompiler:
     def recompile_with_large_lexer(
         self, grammar: Grammar, exhausted: CompiledGrammar, *, exclusive: bool
     ) -> CompiledGrammar:
-        """For an answer whose `exhausted` lexer failed; that one is not handed out again. Raises InvalidRequest if it
-        was already exclusive, Overloaded at too many large lexers, and as `get_compiled`.
+        """Replace the failed `exhausted`, which is not handed out again. Raises InvalidRequest if it was already
+        exclusive, Overloaded at too many large lexers, and as `get_compiled`.
         """
         cached = self._cache.get(grammar)
         if cached is exhausted:
             del self._cache[grammar]
-        elif (
-            cached is not None and cached.max_lexer_states == LARGE_LEXER_STATES and not exclusive
-        ):  # another answer did this before
+        elif cached is not None and cached.max_lexer_states == LARGE_LEXER_STATES and not exclusive:
             return cached
         if exhausted.is_exclusive:
             raise InvalidRequest(
@@ -268,7 +262,7 @@ def _to_lark(text: str) -> str:
         return text
     try:
         return gbnf_to_lark(_LONG_ESCAPE.sub(_unescape_gbnf, text))
-    except Exception as error:  # it raises its own errors and others
+    except Exception as error:
         raise InvalidRequest(f"not a grammar of Lark's kind nor of GBNF's: {error}"[:1000], param="grammar") from None
 
 
@@ -288,7 +282,7 @@ def check_forced_text_length(matcher: LLMatcher) -> None:
 
 
 def has_lexer_error(matcher: LLMatcher) -> bool:
-    """Such as too many states: another lexer may succeed."""
+    """Too many states, for example: another lexer may succeed."""
     return matcher.is_error() and matcher.get_error().startswith("lexer error")
 
 

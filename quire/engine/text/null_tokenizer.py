@@ -1,4 +1,4 @@
-"""For skip_tokenizer_init: token ids without text."""
+"""Token ids without text, for skip_tokenizer_init."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ _NO_TOKENIZER_MESSAGE = "the model is served without a tokenizer (skip_tokenizer
 
 
 class NullTokenizer(Tokenizer):
-    """Ids decode to nothing; texts are refused."""
-
     def __init__(self, eos_token_ids: Sequence[int] = ()) -> None:
         backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({}, unk_token=""))
         super().__init__(backend, special_tokens={}, chat_templates={}, eos_token_ids=eos_token_ids)
@@ -32,7 +30,7 @@ class NullTokenizer(Tokenizer):
         raise InvalidRequest(_NO_TOKENIZER_MESSAGE, param="tokenizer")
 
     def token_display_text(self, token_id: int) -> str:
-        """As vLLM's return_tokens_as_token_ids."""
+        """The format of vLLM's return_tokens_as_token_ids."""
         return f"token_id:{token_id}"
 
 
@@ -48,6 +46,7 @@ def load_tokenizer(
 
 
 def check_text_params(tokenizer: Tokenizer, *, stop: Sequence[str], structured_outputs: object) -> None:
+    """Raise InvalidRequest for parameters that need tokens' text if there is no tokenizer."""
     if not isinstance(tokenizer, NullTokenizer):
         return
     for name, value in (("stop", stop), ("structured_outputs", structured_outputs)):

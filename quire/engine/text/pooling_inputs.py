@@ -15,7 +15,7 @@ RERANKER_PROMPT_START = (
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
 RERANKER_PROMPT_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-"""As in Qwen3-Reranker's training (Zhang et al., 2025, "Qwen3 Embedding")."""
+"""From Qwen3-Reranker's training (Zhang et al., 2025, "Qwen3 Embedding")."""
 TruncationSide = Literal["left", "right"]
 """The side that is cut off."""
 
@@ -83,7 +83,7 @@ def _max_text_tokens(limit: int, num_special_tokens: int) -> int:
 
 
 def _truncated_lengths(first: int, second: int, max_total_tokens: int) -> tuple[int, int]:
-    """The longer text loses tokens first, until both have half of the room."""
+    """The longer text loses tokens first."""
     if first + second <= max_total_tokens:
         return first, second
     shorter = min(first, second, max_total_tokens // 2)
@@ -93,7 +93,6 @@ def _truncated_lengths(first: int, second: int, max_total_tokens: int) -> tuple[
 def _encodings_by_text(
     tokenizer: Tokenizer, texts: Sequence[str], max_text_tokens: int | None, max_tokens: int | None
 ) -> dict[str, tuple[tokenizers.Encoding, int]]:
-    """Lengths are capped only by `max_tokens`."""
     unique = list(dict.fromkeys(texts))
     encodings = {}
     for text, encoding in zip(unique, tokenizer.encodings(unique, add_special_tokens=False), strict=True):

@@ -27,6 +27,6 @@ def check_roles(messages: Sequence[Mapping[str, Any]], template_roles: Set[str])
 
 
 def find_string_literals(template: nodes.Template) -> frozenset[str]:
-    """Include roles that the template treats specially."""
+    """These include roles that the template treats specially."""
     texts = [each.value for each in template.find_all(nodes.Const)]
     return frozenset(text for text in texts if isinstance(text, str) and text.strip())

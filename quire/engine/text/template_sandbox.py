@@ -1,5 +1,5 @@
-"""A Jinja sandbox against templates that never end or fill the memory. It counts loop rounds, calls, and growth of
-texts and lists, so the limit is the same on every machine. Large results are checked beforehand.
+"""A Jinja sandbox against templates that never end or fill the memory. Counting steps makes the limit the same on every
+machine. Large results are checked beforehand.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_STEPS = 2_000_000
 """Per rendering, about a second. Real templates need some 10 per message."""
 _STEPS_PER_CALL = 10
 MAX_RESULT_SIZE = 1_000_000
-"""Of a repetition such as `'=' * 80` or a format, in characters; of a product, in bits."""
+"""In characters for a repetition such as `'=' * 80` or a format, in bits for a product."""
 _SIZE_PER_STEP = 64
 """Characters or list entries per step: 128 million in a rendering."""
 _MAX_TOTAL_SIZE = MAX_STEPS * _SIZE_PER_STEP
@@ -51,7 +51,6 @@ class _StepBudget:
         return value
 
     def charge_growth(self, before: Any, after: Any) -> Any:
-        """Count the growth; return `after`."""
         if isinstance(after, str | bytes | list):
             size_before = len(before) if isinstance(before, str | bytes | list) else 0
             self.spend_steps(max(len(after) - size_before, 0) // _SIZE_PER_STEP)
@@ -101,14 +100,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**", "%", "+"})
 
     def __init__(self, filters: Mapping[str, Callable[..., Any]], **options: Any) -> None:
-        """`filters` replace Jinja's."""
         super().__init__(finalize=_finalize, **options)
         self._unbounded_environment = ImmutableSandboxedEnvironment()
         self._unbounded_environment.filters |= filters
         self.filters |= filters
         for name in _EXPANDING_FILTERS | _NESTED_SIZE_FILTERS:
             self.filters[name] = jinja2.pass_context(partial(self._call_bounded_filter, name))
-        del self.globals["lipsum"]  # unbounded text
+        del self.globals["lipsum"]  # unbounded
 
     @staticmethod
     def render_template(template: jinja2.Template, variables: Mapping[str, Any], max_steps: int = MAX_STEPS) -> str:
@@ -204,7 +202,6 @@ def _environment_call_node(method: str, arguments: Sequence[nodes.Node], line: i
 
 
 def _extra_steps_of_body(body: list[nodes.Node]) -> int:
-    """Nested loops count their own steps."""
     text = num_nodes = 0
     rest: list[nodes.Node] = [*body]
     while rest:
@@ -225,7 +222,7 @@ def _check_result_size(name: str, size: int, max_size: int = MAX_RESULT_SIZE) ->
 
 
 def _binop_result_size(operator: str, left: Any, right: Any) -> int:
-    """In elements or bits; 0 if it cannot be large."""
+    """Elements or bits; 0 if it cannot be large."""
     if operator == "%":
         return _total_format_width(left)
     if isinstance(left, int) and isinstance(right, int):

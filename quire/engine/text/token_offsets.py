@@ -16,9 +16,7 @@ def decode_with_offsets(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, 
 
 
 def find_token_offsets(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Starts of `tokenizer.encode(text, …)`, in characters, never decreasing. Added tokens such as BOS begin where the
-    next one does.
-    """
+    """Starts in characters, never decreasing. Added tokens such as BOS begin where the next one does."""
     encoding = tokenizer.backend.encode(text, add_special_tokens=add_special_tokens)
     added = [bool(flag) for flag in encoding.special_tokens_mask]
     written = [token_id for token_id, flag in zip(encoding.ids, added, strict=True) if not flag]

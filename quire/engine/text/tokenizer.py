@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 SPACE_MARK = "\u2581"
-"""SentencePiece's character for a space."""
 log = logging.getLogger("quire.engine")
 ADDED_TOKENS_WARNING_THRESHOLD = 200_000
 _SECONDS_PER_ADDED_TOKEN = 13e-6
@@ -45,8 +44,6 @@ _MAX_ERROR_CHARACTERS = 300
 
 
 class DecoderType(Enum):
-    """Derived from the tokenizer's decoder settings."""
-
     BYTE_LEVEL = "byte_level"
     """GPT-2: each character stands for one byte."""
     SENTENCE_PIECE = "sentence_piece"
@@ -74,7 +71,7 @@ class Tokenizer:
         )
         """None if the model has all ids, as usual."""
         self.special_tokens = dict(special_tokens)
-        """By role (bos_token, …), for chat templates."""
+        """Texts by role (bos_token, …), for chat templates."""
         self.chat_templates = dict(chat_templates)
         """Jinja sources by name; the usual one is "default"."""
         self.bos_token_id, self.pad_token_id = self._special_token_id("bos_token"), self._special_token_id("pad_token")
@@ -119,7 +116,7 @@ class Tokenizer:
         backend.no_padding()
         check_normalizer_growth(backend)
         check_regexes(backend)
-        # Some contradictions show only with the first text.
+        # Some contradictions show only here.
         with _wrap_library_errors(files.file_label("tokenizer.json")):
             backend.decode(backend.encode(_PROBE_TEXT).ids)
         templates = (
@@ -182,7 +179,6 @@ class Tokenizer:
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def to_transformers(self) -> PreTrainedTokenizerFast:
-        """Includes the chat template."""
         from transformers import PreTrainedTokenizerFast
 
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=self.backend, **self.special_tokens)
@@ -228,7 +224,7 @@ class Tokenizer:
     def _token_string_bytes(self, token: str) -> bytes:
         if self.decoder_type is DecoderType.BYTE_LEVEL:
             values = [BYTE_DECODER.get(character) for character in token]
-            # With a character outside GPT-2's map, the library treats the token as plain text.
+            # With characters outside GPT-2's map, the library takes the token as text.
             return token.encode() if None in values else bytes(value for value in values if value is not None)
         byte = fallback_byte(token)
         return token.replace(SPACE_MARK, " ").encode() if byte is None else bytes([byte])
@@ -259,7 +255,6 @@ BYTE_DECODER = _make_byte_decoder()
 
 
 def _make_token_pattern(backend: tokenizers.Tokenizer, token_ids: Iterable[int]) -> re.Pattern[str] | None:
-    """Prefers the longest match."""
     tokens = [backend.id_to_token(token_id) for token_id in token_ids]
     ordered = sorted((token for token in tokens if token), key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, ordered))})") if ordered else None
@@ -317,7 +312,7 @@ def _add_missing_tokens(
         for token_id, entry in sorted(listed.items())
         if token_id not in known
     ]
-    # Batched: each call takes time in proportion to the added tokens.
+    # Each call takes time in proportion to all added tokens.
     for special, tokens in groupby(new, lambda token: token.special):
         (backend.add_special_tokens if special else backend.add_tokens)(list(tokens))
     roles = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
@@ -337,7 +332,6 @@ ADDED_TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized"
 
 
 def _load_with_transformers(path: Path) -> tokenizers.Tokenizer:
-    """Converts files such as SentencePiece's tokenizer.model."""
     others = [file for pattern in _CONVERTIBLE_FILES for file in path.glob(pattern)]
     for file in others:
         if (opened := open_if_present(file)) is not None:
@@ -347,7 +341,7 @@ def _load_with_transformers(path: Path) -> tokenizers.Tokenizer:
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    logging.set_verbosity(logging.CRITICAL)  # failures raise
+    logging.set_verbosity(logging.CRITICAL)
     tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):

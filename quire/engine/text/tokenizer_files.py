@@ -56,7 +56,7 @@ def read_config_object(files: ModelFiles, name: str) -> dict[str, Any]:
 
 
 def special_tokens_from_config(config: Mapping[str, Any]) -> dict[str, str]:
-    """`…_token` entries: strings, or objects with `content`."""
+    """Entries named `…_token` are strings, or objects with `content`."""
     special_tokens = {}
     for name, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value
@@ -105,8 +105,8 @@ def read_chat_templates(files: ModelFiles, config: Mapping[str, Any]) -> dict[st
 def read_eos_token_ids(
     model: ModelFiles, *, tokenizer: ModelFiles | None = None, chat_template: str | None = None
 ) -> tuple[int, ...]:
-    """Tokens that end an answer: from generation_config.json, config.json, `eos_token`, and the chat template's end of
-    turn. Broken files are ignored here.
+    """Sources: generation_config.json, config.json, `eos_token`, and the chat template's end of turn. Broken files are
+    ignored here.
     """
     ids: list[int] = []
     for content in (
@@ -139,7 +139,6 @@ def _read_json_or_empty(files: ModelFiles, name: str) -> dict[str, Any]:
 
 
 def _text_configs(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """config.json and its text decoder's."""
     parts = (config.get(name) for name in ("text_config", "llm_config", "language_config"))
     return [config, *(part for part in parts if isinstance(part, dict))]
 
@@ -200,8 +199,8 @@ class _SpecialTokenReader:
         """Return the special token directly after an assistant's text, if it always ends the turn.
 
         It must be the same after the last message and before a user's, which excludes harmony's `<|return|>` and tokens
-        that begin the user's turn. Excluded too are tokens between parts of one answer (harmony's `<|end|>`), `<|end|>`
-        if the vocabulary has harmony's other ends, and a token directly before one of `ends`.
+        that begin the user's turn. Excluded too are tokens between parts of one answer (harmony's `<|end|>`, also if
+        the vocabulary has harmony's other ends), and a token directly before one of `ends`.
         """
         from quire.engine.text.chat_template import (
             ChatRenderer,  # it imports Jinja, which most who read files do not need

@@ -1,7 +1,6 @@
 """Finds tokenizer patterns that take exponential time, which would stop a server: the tokenizers library backtracks,
-cannot be interrupted, and panics after ten million steps at one place.
-
-`python -m quire.engine.text.tokenizer_safety` tries patterns in a separate process, which ends if they take too long.
+cannot be interrupted, and panics after ten million steps at one place. They are tried in a separate process, which ends
+if they take too long.
 """
 
 from __future__ import annotations

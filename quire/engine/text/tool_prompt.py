@@ -12,7 +12,6 @@ from quire.engine.text.chat_messages import join_contents
 
 Message = dict[str, Any]
 
-# Placeholders in an example call.
 NAME_PLACEHOLDER = "<function-name>"
 ARGUMENTS_PLACEHOLDER = "<args-json-object>"
 KEYWORDS_PLACEHOLDER = "<parameter-name>=<value>, ..."
@@ -29,7 +28,6 @@ TOOLS_INTRODUCTION = (
 def put_tools_in_system_message(
     messages: Sequence[Message], tools: Sequence[dict[str, Any]], call_format: str
 ) -> list[Message]:
-    """`call_format` is an example of a call."""
     tool_lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     text = TOOLS_INTRODUCTION.replace("{tools}", tool_lines).replace("{example}", call_format)
     first = messages[0] if messages else {}
@@ -47,7 +45,6 @@ def with_calls_as_text(messages: Sequence[Message], call_format: str) -> list[Me
 def fill_missing_descriptions(
     tools: Sequence[dict[str, Any]], *, tool: bool, parameters: bool
 ) -> Sequence[dict[str, Any]]:
-    """Some templates fail without them."""
     if not tool and not parameters:
         return tools
     described = []

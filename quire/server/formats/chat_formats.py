@@ -20,7 +20,7 @@ from quire.server.formats.tools.named_formats import TOOL_FORMATS, find_tool_for
 from quire.server.formats.tools.tool_parser import ToolFormat
 
 GENERIC_FORMAT = "hermes"
-"""For templates without tools."""
+"""Used for templates without tools."""
 
 
 @dataclass(frozen=True, slots=True)

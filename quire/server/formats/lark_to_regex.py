@@ -51,7 +51,7 @@ MULTI_IMPORT_STATEMENT = re.compile(r"%import[ \t]+common[ \t]*\(([\w, \t]*)\)[ 
 
 
 def lark_to_regex(grammar: str) -> str:
-    """In Rust's syntax. Raises InvalidRequest for a broken or non-regular grammar."""
+    """Uses Rust's syntax. Raises InvalidRequest for a broken or non-regular grammar."""
     rules, terminals = _parse_statements(grammar)
     if "start" not in rules:
         raise InvalidRequest("the grammar has no rule named start")
@@ -163,5 +163,5 @@ def _unescape_lark_string(text: str) -> str:
 
 
 def escape_regex(text: str) -> str:
-    """In Rust's syntax."""
+    """Uses Rust's syntax."""
     return re.sub(r"[\\.+*?()|\[\]{}^$#&\-~]", r"\\\g<0>", text)

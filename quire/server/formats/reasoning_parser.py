@@ -46,6 +46,7 @@ REASONING_FORMATS = (
 
 
 def find_reasoning_format(choice: str, template: str) -> ReasoningFormat | None:
+    """The choice "auto" goes by the template; "none" returns None."""
     for row in REASONING_FORMATS:
         if row.end in template if choice == "auto" else row.name == choice:
             return row

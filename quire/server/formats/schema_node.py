@@ -183,6 +183,7 @@ def _intersect_variants(left: Sequence[TypeVariant], right: Sequence[TypeVariant
 
 
 def _common_json_type(one: str, other: str) -> str:
+    """Empty if there is none."""
     if one == other or other == ANY_TYPE:
         return one
     if one == ANY_TYPE:

@@ -127,6 +127,8 @@ def moe_reader(
 
 
 def optional_moe_reader(experts: MoEReader) -> Callable[[ModelConfig, NormSpec], MoELayerSpec | None]:
+    """All layers of a small model may be dense."""
+
     def read_optional_moe(config: ModelConfig, norm: NormSpec) -> MoELayerSpec | None:
         return experts(config, norm) if any(moe_layer_mask(config.raw, config.num_layers)) else None
 

@@ -37,6 +37,7 @@ class Gemma4VisionSpec(VisionSpec):
     """Patches per side averaged to a token."""
     max_tokens: int
     position_table_size: int
+    """Rows, for both columns and rows of patches."""
     rope_theta: float
     has_clipped_linears: bool
     standardizes_tokens: bool

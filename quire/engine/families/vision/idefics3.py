@@ -38,6 +38,7 @@ class Idefics3VisionSpec(VisionSpec):
     tile_side: int
     """In pixels."""
     longest_edge: int
+    """In pixels, before tiling."""
     splits_images: bool
 
     @property

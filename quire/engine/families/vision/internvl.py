@@ -115,6 +115,7 @@ class InternVLLayout(ImageLayout):
         return f"{_IMAGE_BEGIN_TOKEN}{spell(self.vision.image_token_id) * self.num_tokens}{_IMAGE_END_TOKEN}"
 
     def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
+        """Squares by rows, then the whole image."""
         from PIL import Image
 
         side, resample = self.vision.square_side, Image.Resampling(self.vision.resample_filter)
@@ -125,6 +126,7 @@ class InternVLLayout(ImageLayout):
 
 
 def choose_square_grid(width: int, height: int, side: int, min_squares: int, max_squares: int) -> tuple[int, int]:
+    """Return (columns, rows)."""
     grids = [(columns, rows) for columns in range(1, max_squares + 1) for rows in range(1, max_squares // columns + 1)]
     return choose_nearest_grid([grid for grid in grids if grid[0] * grid[1] >= min_squares], width, height, side)
 

@@ -137,6 +137,7 @@ class Lfm2Layout(ImageLayout):
         )
 
     def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
+        """Tiles by rows, then the whole image."""
         from PIL import Image
 
         tile, resample = self.vision.tile_side, Image.Resampling(self.vision.resample_filter)

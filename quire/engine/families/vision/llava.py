@@ -103,6 +103,7 @@ class LlavaVisionSpec(VisionSpec):
         return UnpaddedPatchRegion(top, left, rows, columns, interpolated_shape)
 
     def image_pinpoint(self, content: Content) -> tuple[int, int] | None:
+        """Return (height, width), or None if the image was not cut."""
         if content.height == self.square_side or content.original is None:
             return None
         height, width = content.original
@@ -265,6 +266,7 @@ class SquaresLayout(ImageLayout):
         return spell(self.vision.image_token_id) * self.num_tokens
 
     def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
+        """All squares in one column, the whole image first."""
         from PIL import Image
 
         vision, side = self.vision, self.vision.square_side
@@ -306,6 +308,8 @@ class SquaresLayout(ImageLayout):
 
 
 def choose_pinpoint(pinpoints: Sequence[tuple[int, int]], width: int, height: int) -> tuple[int, int]:
+    """Return the (height, width) that keeps the most of the image, then wastes the least."""
+
     def preference(size: tuple[int, int]) -> tuple[int, int]:
         scale = min(size[1] / width, size[0] / height)
         kept_pixels = min(int(width * scale) * int(height * scale), width * height)
@@ -315,6 +319,7 @@ def choose_pinpoint(pinpoints: Sequence[tuple[int, int]], width: int, height: in
 
 
 def fit_size_within(width: int, height: int, max_width: int, max_height: int) -> tuple[int, int]:
+    """Return (width, height)."""
     across, down = max_width / width, max_height / height
     if across < down:
         return max_width, min(math.ceil(height * across), max_height)

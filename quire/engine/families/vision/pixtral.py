@@ -35,6 +35,7 @@ class PixtralVisionSpec(PatchMergingVisionSpec):
     has_patch_merger: bool
     """Merged patches first pass a norm and a linear."""
     longest_edge: int
+    """In pixels; larger images are scaled down."""
     rope_theta: float
     projector_activation: str
     has_projector_bias: bool

@@ -1,5 +1,5 @@
-"""Rules that rewrite a unit of a conversation for a chat template: fixes of the unit, and how it joins the previous
-message. No rule moves a user's or a tool's text into a system message.
+"""Rules that rewrite a unit of a conversation for a chat template. None moves a user's or a tool's text into a system
+message.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ Fix = Literal[
 JoinMode = Literal["", "merged", "separated"]
 
 FILLER_TEXTS = {"user": ("", "Continue."), "assistant": ("", "OK.")}
-"""By role, tried in order, between two messages of the other role that a template refuses and that cannot be merged."""
+"""Inserted between two messages of the other role, in this order of preference, if a template refuses them and they
+cannot be merged.
+"""
 FIX_LABELS: dict[Fix, str] = {
     "modern": "function_call->tool_calls",
     "ids": "ids shortened",
@@ -48,7 +50,6 @@ FIX_LABELS: dict[Fix, str] = {
     "user": "{role}->user",
     "omitted": "empty message left out",
 }
-"""Shown to callers."""
 _FIX_COSTS: dict[Fix, int] = {"thought": 2, "apart": 3, "split": 2, "result": 2, "images": 2, "named_ids": 2}
 """Others cost 1. Cheap rules are tried first."""
 _MAX_ROLE_CHARACTERS = 32
@@ -73,7 +74,7 @@ AS_SENT = AdaptationRule()
 
 
 def candidate_rules(shape: UnitShape, *, text_results: bool, prefer_merge: bool) -> Iterator[AdaptationRule]:
-    """Yield rules in the order to try. `text_results`: calls are text, so results must be too."""
+    """Rules come in the order to try. `text_results`: calls are text, so results must be too."""
     if prefer_merge and shape.role == "user":
         yield AdaptationRule((), "merged")
     if shape.num_calls:
@@ -97,7 +98,6 @@ def _message_fix_sets(shape: UnitShape) -> list[tuple[Fix, ...]]:
 
 
 def _orphan_result_fix_sets(shape: UnitShape, *, text_results: bool) -> list[tuple[Fix, ...]]:
-    """For results that answer no call."""
     fixes = _applicable_fixes(shape)
     several = [chosen for size in range(len(fixes) + 1) for chosen in combinations(fixes, size)]
     as_text: tuple[Fix, ...] = ("modern", "results_as_text") if shape.is_legacy else ("results_as_text",)

@@ -11,9 +11,9 @@ from quire.engine.text.conversation.text_presence import find_missing_message_in
 from quire.engine.text.template_sandbox import TemplateStepLimitExceeded
 
 MAX_RENDERINGS = 6
-"""Per conversation; each bans rules that failed before."""
+"""Each one bans rules that failed before."""
 _MAX_SEARCHED_UNITS = 256
-"""In longer conversations the refused unit is not searched."""
+"""The refused unit is not searched in longer conversations."""
 ADAPTATION_OFF_MESSAGE = "the chat template does not take it as it is, and the server has --adapt-conversations off"
 
 
@@ -22,7 +22,7 @@ class RenderedConversation:
     text: str
     adaptations: Sequence[Adaptation] = ()
     moved_texts: Sequence[str] = ()
-    """Texts moved to another role; special tokens in them are plain text."""
+    """Special tokens in these are plain text."""
 
 
 class ConversationRenderer:
@@ -86,7 +86,7 @@ class ConversationRenderer:
         last = len(self._units) - 1
         if last >= _MAX_SEARCHED_UNITS:
             return last
-        low, high = 0, last  # accepted before `low`, refused up to `high`
+        low, high = 0, last
         while low < high:
             middle = (low + high) // 2
             if self._accepts_up_to(plan, middle):

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from quire.engine.text.tokenizer import Tokenizer
 
 _LEAD_CHARACTER = "\u263a"
-"""For tokenizers that add a space at the start of a text."""
+"""Some tokenizers add a space at the start of a text."""
 
 
 def encode_with_literal_texts(

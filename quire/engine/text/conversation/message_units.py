@@ -1,6 +1,4 @@
-"""A unit is one message, or an assistant's calls with the results that follow directly. A UnitShape holds all that a
-template's treatment of a unit may depend on, except texts.
-"""
+"""A unit is one message, or an assistant's calls with the results that follow directly."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ class UnitShape(NamedTuple):
     results: ResultsKind = "none"
     result_content: ContentKind = "text"
     is_legacy: bool = False
-    """Has `function_call`, or the role `function`."""
+    """Uses `function_call` or the role `function`."""
     has_result_names: bool = True
     is_tool_description: bool = False
 
@@ -45,12 +43,12 @@ class UnitShape(NamedTuple):
 class MessageUnit:
     messages: tuple[Message, ...]
     index: int
-    """In the caller's list; -1 if Quire added it."""
+    """-1 if Quire added it."""
     is_tool_description: bool = False
 
 
 def split_into_units(messages: Sequence[Message], first_index: int = 0) -> list[MessageUnit]:
-    """`first_index` is -1 for a tool description."""
+    """`first_index` is -1 if a tool description comes first."""
     units: list[MessageUnit] = []
     place, count = 0, len(messages)
     while place < count:
@@ -95,9 +93,7 @@ def _call_id_or_none(value: object) -> str | None:
 
 
 def match_results_to_calls(unit: MessageUnit) -> list[int | None]:
-    """Return each result's call index or None. A result without an id answers the first open call, by name if it has
-    one.
-    """
+    """Return each result's call index or None. Results without id answer the first open call, by name if given."""
     calls = message_calls(unit.messages[0])
     known = {call_id(call): index for index, call in reversed(list(enumerate(calls))) if call_id(call) is not None}
     open_calls = list(range(len(calls)))

@@ -1,6 +1,5 @@
 """Finds, with made-up texts, the rule by which a chat template accepts each unit. A rule depends only on what precedes,
-so prompts of a growing conversation keep their prefix. Rules are cached in an automaton whose states abbreviate
-conversations.
+so prompts of a growing conversation keep their prefix.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ RenderProbe = Callable[[list[Message], bool, bool], str | None]
 """(messages, tools, generation prompt); None: refused."""
 PlanStep = tuple[UnitShape, AdaptationRule]
 BannedRules = Mapping[int, Set[AdaptationRule | tuple[Fix, ...]]]
-"""By unit index: rules or fixes that failed with the conversation's own texts."""
+"""Rules or fixes by unit index that failed with the conversation's own texts."""
 
 MAX_CACHED_STATES = 2000
 """Per template; then the cache is cleared."""
@@ -31,13 +30,12 @@ _FOLLOWING_SHAPES: dict[str, tuple[tuple[UnitShape, ...], ...]] = {
     "system": ((_USER,),),
     "developer": ((_USER,),),
 }
-"""What may follow a role."""
+"""Ways to continue after a role. A rule that allows one is preferred."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adaptation:
     index: int
-    """In the caller's list."""
     label: str
 
 
@@ -55,6 +53,7 @@ class ConversationPlan:
 class _AutomatonState:
     steps: tuple[PlanStep, ...]
     transitions: dict[UnitShape, tuple[AdaptationRule, _AutomatonState, bool]] = field(default_factory=dict)
+    """(rule, next state, whether the template accepts it)"""
     closing_messages: dict[bool, list[Message]] = field(default_factory=dict)
 
 
@@ -203,7 +202,7 @@ class ConversationPlanner:
     def _extended_trial_or_none(
         self, messages: list[Message], probe_units: list[ProbeUnit], shape: UnitShape, tools: bool
     ) -> tuple[list[Message], list[ProbeUnit]] | None:
-        """None if the template does not show everything, even merged."""
+        """None if the template does not show everything."""
         one = self._make_probe_unit(shape, 100 + len(probe_units))
         for rule in (AS_SENT, AdaptationRule((), "merged")):
             written = self._writer.write_unit(one.unit, rule, messages)
@@ -276,7 +275,7 @@ def _prefers_merging(steps: Sequence[PlanStep]) -> bool:
 
 
 def _abbreviate_steps(steps: tuple[PlanStep, ...]) -> tuple[PlanStep, ...]:
-    """Keep what templates distinguish: first and last exchange, two of any repetition."""
+    """Templates distinguish the first and last exchange, and two of any repetition."""
     start = next((place for place, (shape, _) in enumerate(steps) if shape.role not in SYSTEM_ROLES), len(steps))
     head, rest = steps[:start], steps[start:]
     begins = [0, *_exchange_starts(rest)]

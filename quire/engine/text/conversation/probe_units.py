@@ -23,7 +23,7 @@ class ProbeUnit(NamedTuple):
 
 
 def make_probe_unit(shape: UnitShape, serial: int, *, first: bool, text_arguments: bool) -> ProbeUnit:
-    """`serial` is unique within a conversation."""
+    """`serial` must be unique within a conversation."""
     content = f"qz{serial}czq"
     message: Message = {"role": shape.role, "content": _make_content(shape.content, content)}
     if shape.has_reasoning:

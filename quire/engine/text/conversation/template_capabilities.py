@@ -23,9 +23,8 @@ class TemplateInputFormat:
     content_parts: bool = False
     """Content is a list of parts: some multimodal templates show nothing of a string."""
     empty_tool_list: bool = False
-    """[] instead of None without tools."""
     functions_variable: bool = False
-    """For FireFunction's template."""
+    """FireFunction's template needs it."""
 
     shows_user_text: bool = True
     """A constant template is rendered unchecked."""
@@ -47,7 +46,6 @@ class TemplateCapabilities:
     shows_tools: bool
     shows_calls: bool
     text_arguments: bool
-    """Wants arguments as JSON strings."""
     undescribed_tools: bool
     undescribed_parameters: bool
 

@@ -30,7 +30,6 @@ class WrittenUnit(NamedTuple):
     num_replaced: int
     """Preceding messages replaced: 1 after a merge."""
     moved_texts: list[str]
-    """Moved to another role, or from calls."""
 
 
 class UnitWriter(NamedTuple):
@@ -104,7 +103,6 @@ def _modernize_call(call: dict[str, Any], index: int, writer: UnitWriter) -> dic
 
 
 def _make_short_id(text: str, index: int) -> str:
-    """Hash to nine letters and digits."""
     number = int.from_bytes(hashlib.blake2b(f"{index}:{text}".encode(errors="replace"), digest_size=8).digest())
     digits = []
     for _ in range(_ID_LENGTH):
@@ -204,7 +202,6 @@ def _move_images_to_user(writer: UnitWriter, messages: list[Message], unit: Mess
 
 
 def _move_content_to_reasoning(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
-    """For messages with calls."""
     message = messages[0]
     content = message.get("content", "")
     if not isinstance(content, str) or not content:
@@ -239,7 +236,6 @@ def _to_system_role(writer: UnitWriter, messages: list[Message], unit: MessageUn
 
 
 def _to_tagged_user_messages(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
-    """A tool description needs no tag."""
     if unit.is_tool_description:
         return [{**message, "role": "user"} for message in messages]
     role = messages[0].get("role")

@@ -37,7 +37,6 @@ class ArgumentsForm(ABC):
         yield
 
     def is_argument_or_tail_next(self, source: TextSource, tail: str) -> ParserSteps[bool]:
-        """Consumes nothing."""
         return (yield from is_literal_next(source, self.before_key)) or (yield from is_literal_next(source, tail))
 
     @abstractmethod

@@ -33,6 +33,7 @@ def parse_element(written: str, before: str, item: str, node: SchemaNode) -> Any
 
 
 def _child_elements(written: str, before: str) -> list[tuple[str, str]] | None:
+    """None if the text does not consist of elements."""
     begin = re.compile(rf"\s*{re.escape(before)}([^<>/\s]+)>")
     children: list[tuple[str, str]] = []
     place = 0

@@ -27,7 +27,7 @@ class LiteralSyntax:
     raw: bool = False
     """Quoted strings have no escapes."""
     string_end_pattern: str = r"\s*[,\])}]"
-    """What follows a raw string that may contain its own quote."""
+    """Must follow a raw string that may contain its own quote."""
 
     def parse_next_literal(self, source: TextSource, depth: int = 0) -> ParserSteps[Any]:
         """Raises UnreadableLiteral."""

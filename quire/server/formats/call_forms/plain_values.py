@@ -66,6 +66,7 @@ def _json_constant_by_spelling(spelling: LiteralSpelling) -> dict[str, str]:
 def _literal_to_json_or_none(
     written: str, constants: dict[str, str], spelling: LiteralSpelling, *, python: bool = False
 ) -> str | None:
+    """Python literals count with `python`, or if the template writes lists or objects so."""
     if written in constants:
         return constants[written]
     try:

@@ -205,6 +205,7 @@ def verify_form(form: CallForm, prober: TemplateProber, turn: AssistantTurnForm)
 def _find_mismatch(
     format: ToolFormat, prober: TemplateProber, turn: AssistantTurnForm, calls: Sequence[ProbeCall]
 ) -> str | None:
+    """None if all calls are read back."""
     tools = {
         name: Tool(name, {"type": "object", "properties": VERIFICATION_PROPERTIES}) for name in ("get_it", "set-x")
     }

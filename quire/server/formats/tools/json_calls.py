@@ -174,7 +174,7 @@ def _take_call_end(source: TextSource, depth: int) -> ParserSteps[None]:
 def _read_buffered_call(
     source: TextSource, sink: ToolCallSink, names: Container[str] | None, keys: JsonCallKeys
 ) -> ParserSteps[bool]:
-    """For other key orders, or arguments in a string. Waits for the whole call."""
+    """Handles other key orders, and arguments in a string. Waits for the whole call."""
     reader = JsonRepairer()
     position = 0
     written = ""

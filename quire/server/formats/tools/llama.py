@@ -112,6 +112,7 @@ def read_keyword_call(source: TextSource, sink: ToolCallSink, tools: ToolsByName
 
 
 def _keyword_arguments_to_json(text: str) -> str | None:
+    """None unless all are keywords with literals."""
     try:
         call = _parse_expression(f"f({text}\n)").body
         if not isinstance(call, ast.Call) or call.args:

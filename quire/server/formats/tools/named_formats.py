@@ -58,6 +58,7 @@ TOOL_FORMATS = (
 
 
 def find_tool_format(choice: str, template: str) -> ToolFormat | None:
+    """The choice "auto" goes by the template; "none" returns None."""
     for row in TOOL_FORMATS:
         if row.matches_template(template) if choice == "auto" else row.name == choice:
             return row.format

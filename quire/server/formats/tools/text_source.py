@@ -53,7 +53,7 @@ class TextSource:
         self._taken_pieces[-1] = self._taken_pieces[-1].removesuffix(text)
 
     def save_place(self) -> int:
-        """For `restore_place`, until `reset_taken`."""
+        """Valid until `reset_taken`."""
         return len(self._taken_pieces)
 
     def restore_place(self, place: int) -> None:

@@ -11,6 +11,7 @@ class ToolCallDelta:
     """Id and name of a new call, or a piece of arguments."""
 
     index: int
+    """Counted from 0 within the message."""
     arguments: str = ""
     id: str | None = None
     name: str | None = None

@@ -91,6 +91,7 @@ class ToolFormat(ABC):
 def stream_content_until_marker(
     source: TextSource, sink: ToolCallSink, markers: tuple[str, ...]
 ) -> ParserSteps[str | None]:
+    """None at the end of the text."""
     while True:
         next_marker = find_first_literal(source.text, markers)
         if next_marker is not None:
@@ -115,6 +116,7 @@ class ToolParser:
         *,
         in_blocks: bool = False,
     ) -> None:
+        """Calls beyond `max_calls` are dropped. `name` is unique to the answer."""
         self._source = TextSource()
         self._sink = ToolCallSink(lambda number: format.derive_call_id(f"{name}/{number}"), max_calls)
         self._steps = format.parse_answer(self._source, self._sink, tools, in_blocks=in_blocks)

@@ -226,6 +226,7 @@ class VisionConfig:
             raise self.config_error(f"vision_config: num_attention_heads: {sizes}")
 
     def check_preprocessor_sizes(self, tower_sizes: Mapping[str, int]) -> None:
+        """Raise ModelError if preprocessor_config.json contradicts the tower."""
         for name, size in tower_sizes.items():
             if (preprocessor_size := self.preprocessor.get(name)) is not None and preprocessor_size != size:
                 raise self.config_error(
@@ -259,6 +260,7 @@ class VisionConfig:
         return default if field_value is None else int(field_value)
 
     def image_size(self, default: int) -> int:
+        """In pixels."""
         size = self.tower.get("image_size") or default
         if isinstance(size, list):
             if size[0] != size[1]:
