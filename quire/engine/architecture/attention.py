@@ -19,7 +19,7 @@ class AttentionLayerSpec(SublayerSpec):
     head_dim: int
     scale: float
     rope: dict[str, Any] | None
-    """As ModelConfig.rope; None: NoPE."""
+    """Like ModelConfig.rope; None: NoPE."""
     norm: NormSpec
     window: int | None = None
     """Keys that a query sees, itself included; None: all."""
@@ -31,7 +31,7 @@ class AttentionLayerSpec(SublayerSpec):
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["heads", "whole", "centred", "after", "unit"] | None = None
-    """As QKNormRopeParams.norm_kind; unit: like after, without weights."""
+    """See QKNormRopeParams.norm_kind; unit: like after, without weights."""
     query_scaling: QueryScaling | None = None
     """None: as `rope` defines it."""
     alibi: float | None = None
@@ -40,7 +40,6 @@ class AttentionLayerSpec(SublayerSpec):
     has_output_gate: bool = False
     """Outputs are multiplied by the sigmoid of a gate, projected like queries."""
     head_gates: bool = False
-    """One gate value per head."""
     output_norm: bool = False
     """Applied before the residual addition."""
     mrope_axes: tuple[int, ...] | None = None

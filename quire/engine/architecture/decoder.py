@@ -28,7 +28,6 @@ class DecoderSpec:
     hidden_size: int
     layers: tuple[LayerSpec, ...]
     norm: NormSpec
-    """The final norm."""
     tie_embeddings: bool
     embedding_scale: float = 1.0
     positions: int | None = None
@@ -64,7 +63,6 @@ class DecoderSpec:
         return shapes
 
     def adaptable_linears(self) -> LinearSizes:
-        """Includes the embedding and the head."""
         hidden, vocab = self.hidden_size, self.vocab_size
         linears: LinearSizes = {}
         for index, layer in enumerate(self.layers):

@@ -1,5 +1,3 @@
-"""Bidirectional transformers, with switches for families."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -34,7 +32,6 @@ class EncoderWeightNames:
     out: str
     attention_norm: str
     up: tuple[str, ...]
-    """One, or gate and up."""
     down: str
     mlp_norm: str
     position_embeddings: str | None = None
@@ -67,7 +64,6 @@ class EncoderSpec:
     activation: EncoderActivation
     positions: int = 0
     first_position: int = 0
-    """Position row of a prompt's first token."""
     segments: int = 0
     num_buckets: int = 0
     bias: bool = True
@@ -78,7 +74,7 @@ class EncoderSpec:
     gated: bool = False
     """A gated MLP (Shazeer, 2020)."""
     gate_last: bool = False
-    """In the fused tensor, the gate follows up."""
+    """The gate follows up in the fused tensor."""
     pre_norm: bool = False
     """The first layer has no norm before attention."""
     has_first_layer_norm: bool = False
@@ -99,7 +95,7 @@ class EncoderSpec:
 
     @property
     def max_prompt_len(self) -> int | None:
-        """In tokens; None without a position table."""
+        """Number of tokens; None without a position table."""
         return self.positions - self.first_position if self.positions else None
 
     def parameter_shapes(self) -> ParameterShapes:

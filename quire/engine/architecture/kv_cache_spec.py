@@ -40,8 +40,8 @@ class PagedColumnState:
 
 @dataclass(frozen=True, slots=True)
 class MatrixState:
-    """In a sequence's slot: last columns, a matrix per head, and inputs of draft tokens until they are accepted. Too
-    large for KV blocks: a cached prefix needs a snapshot.
+    """A sequence's slot holds last columns, a matrix per head, and inputs of draft tokens until they are accepted. It
+    is too large for KV blocks: a cached prefix needs a snapshot.
     """
 
     channels: int
@@ -67,7 +67,6 @@ class SharedState:
     """The layer reads another layer's KV blocks."""
 
     layer: int
-    """An earlier layer."""
     window: int | None
     paged_values_per_token: int = 0
 

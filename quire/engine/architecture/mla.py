@@ -21,7 +21,6 @@ from quire.engine.architecture.sublayer import SublayerSpec, divisibility_error
 class MLALayerSpec(SublayerSpec):
     num_heads: int
     kv_lora_rank: int
-    """Elements of a latent."""
     qk_rope_head_dim: int
     """Elements of the rotated part of keys and queries."""
     qk_nope_head_dim: int
@@ -31,12 +30,12 @@ class MLALayerSpec(SublayerSpec):
     """Elements of query latents; None without them."""
     scale: float
     rope: dict[str, Any]
-    """As in AttentionLayerSpec, for `qk_rope_head_dim` elements."""
+    """Like AttentionLayerSpec.rope, for `qk_rope_head_dim` elements."""
     norm: NormSpec
     latent_eps: float
     is_interleaved: bool = True
     bias: bool = False
-    """Of the linears that make latents, and of o_proj."""
+    """Applies to the linears that make latents, and o_proj."""
 
     @property
     def head_dim(self) -> int:

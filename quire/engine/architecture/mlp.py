@@ -24,7 +24,7 @@ class MLPSpec(SublayerSpec):
     """Reads the stream before attention's output is added."""
     shares_norm: bool = False
     multipliers: tuple[float, float] = (1.0, 1.0)
-    """Of the gate function's input, and of the output."""
+    """Factors of the gate function's input and of the output."""
     name: str = "mlp"
     """Checkpoint name within the layer."""
     output_norm_name: str = "post_feedforward_layernorm"

@@ -25,7 +25,7 @@ class SharedExpertSpec:
     intermediate_size: int
     name: str
     gate_name: str | None = None
-    """A linear with one output, the sigmoid of which scales the MLP's output."""
+    """A linear with one output. Its sigmoid scales the MLP's output."""
     bias: bool = False
 
 
@@ -65,7 +65,6 @@ class MoELayerSpec(SublayerSpec):
     parallel: bool = False
     """Experts read the previous sublayer's input, and outputs are summed."""
     norm_names: tuple[str, str] = ("post_attention_layernorm", "post_feedforward_layernorm")
-    """Input and output norm, within the layer."""
     gelu: bool = False
     """Gates use tanh GELU instead of SiLU."""
     router_scale: str | None = None
@@ -102,7 +101,7 @@ class MoELayerSpec(SublayerSpec):
         return shapes | self._dense_shapes(layer, hidden_size)
 
     def adaptable_linears(self, layer: str, hidden_size: int) -> LinearSizes:
-        """Those of every token, except the shared expert's gate."""
+        """Only linears that every token uses, without the shared expert's gate."""
         return linear_sizes(self._dense_shapes(layer, hidden_size))
 
     def _dense_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:

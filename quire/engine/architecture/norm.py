@@ -12,4 +12,3 @@ class NormSpec:
     """Added to each weight (1 for Gemma)."""
     is_layer_norm: bool = False
     bias: bool = False
-    """Only for LayerNorms."""

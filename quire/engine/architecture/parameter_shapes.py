@@ -8,7 +8,6 @@ from math import prod
 from quire.engine.architecture.norm import NormSpec
 
 ParameterShapes = dict[str, tuple[int, ...]]
-"""By Quire's parameter names."""
 LinearSizes = dict[str, tuple[int, int]]
 """(in_features, out_features) by name."""
 
@@ -31,7 +30,6 @@ def mlp_shapes(
 
 
 def norm_shapes(sizes: Mapping[str, int], norm: NormSpec) -> ParameterShapes:
-    """`sizes` by norm name."""
     shapes: ParameterShapes = {f"{name}.weight": (size,) for name, size in sizes.items()}
     if norm.is_layer_norm and norm.bias:
         shapes |= {f"{name}.bias": (size,) for name, size in sizes.items()}

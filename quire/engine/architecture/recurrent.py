@@ -157,7 +157,7 @@ class MambaLayerSpec(MatrixStateSpec):
     bias: bool = False
     conv_bias: bool = True
     inner_norm: Literal["learned", "plain"] | None = None
-    """Of dt's projection input, b and c; plain has no weights."""
+    """Norms of dt's projection input, b and c; plain has no weights."""
     inner_eps: float = 1e-6
 
     @property
@@ -193,7 +193,7 @@ class ShortConvSpec(SublayerSpec):
     """Tokens that a token sees, itself included."""
     norm: NormSpec
     bias: bool = False
-    """Of both linears and the convolution."""
+    """Applies to both linears and the convolution."""
     output_norm: bool = False
 
     @property

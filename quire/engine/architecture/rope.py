@@ -1,5 +1,3 @@
-"""What follows from RoPE parameters (Su et al., 2021) alone."""
-
 from __future__ import annotations
 
 import math
@@ -10,7 +8,6 @@ from typing import Any
 from quire.engine.common.errors import ModelError
 
 ROPE_TYPES = ("default", "dynamic", "factors", "linear", "llama3", "longrope", "ntk", "proportional", "yarn")
-"""Computed by engine/layers/rope.py."""
 
 
 def rotated_size(rope: Mapping[str, Any], head_dim: int) -> int:

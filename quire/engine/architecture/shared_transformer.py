@@ -32,7 +32,7 @@ class SharedTransformerSpec(SublayerSpec):
     weights_layer: int
     """Holds the weights in a checkpoint."""
     use_index: int
-    """Among all uses; names the low-rank linears."""
+    """Position among all uses; names the low-rank linears."""
     adapter_rank: int
     adapts_attention: bool
     """Q, K and V have low-rank linears too, not only the MLP."""

@@ -37,7 +37,7 @@ class HubFile:
 @dataclass(frozen=True, slots=True)
 class RepoListing:
     files: Mapping[str, HubFile | None]
-    """By path. None if only the cache has the file, because the hub is unreachable."""
+    """Keys are paths. None if only the cache has the file, because the hub is unreachable."""
     commit: str
 
     @property

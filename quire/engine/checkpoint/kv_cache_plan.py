@@ -19,7 +19,7 @@ QUANTIZED_BITS = {"int8": 8.0, "int4": 5.0, "fp8": 8.0}
 """Bits per weight quantized at load (engine/layers/schemes/online_quantization.py), with scale and offset."""
 QUANTIZED_EMBEDDING_BITS = 8.0
 KV_CODE_SCALE_BYTES = {"int8": 2, "fp8": 0, "fp8_e4m3": 0}
-"""By kv_cache_dtype: extra bytes per head and token, besides a byte per element (kernels/kv_quantization.py)."""
+"""Extra bytes per head and token by kv_cache_dtype, besides a byte per element (kernels/kv_quantization.py)."""
 MAX_DEFAULT_CPU_KV_BYTES = 4 * GIB
 """The machine needs memory for other things too."""
 _MAX_HOST_KV_FRACTION = 0.5
@@ -27,7 +27,7 @@ _MAX_HOST_KV_FRACTION = 0.5
 _MAX_DEFAULT_CPU_STATE_BYTES = 2 * GIB
 _MAX_SNAPSHOT_SLOTS = 1024
 _GPU_STATE_DIVISOR = 3
-"""By default, states get at most a third of a GPU's free memory."""
+"""States get at most a third of a GPU's free memory by default."""
 MIN_BLOCK_BYTES = 256
 """Bookkeeping, such as hashes, if layers keep nothing in blocks."""
 CUDA_CONTEXT_BYTES = 600 * 2**20
@@ -114,7 +114,7 @@ class StateSlotCounts(NamedTuple):
 
     request_slots: int
     snapshot_slots: int
-    """For cached prefixes with states too large for blocks."""
+    """Hold cached prefixes with states too large for blocks."""
 
     @property
     def num_slots(self) -> int:
@@ -299,7 +299,7 @@ def _describe_state_slots(slot_counts: StateSlotCounts, state_bytes: int) -> str
 
 
 def read_meminfo(key: str) -> int | None:
-    """In bytes; None without /proc/meminfo."""
+    """Return bytes; None without /proc/meminfo."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

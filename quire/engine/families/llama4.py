@@ -26,7 +26,7 @@ from quire.engine.families.base import (
 
 
 def _fill_llama4_fields(fields: dict[str, Any]) -> None:
-    """By default, layers with RoPE use chunked attention."""
+    """Layers with RoPE use chunked attention by default."""
     every, rotates = fields.get("no_rope_layer_interval") or 4, fields.get("no_rope_layers")
     if isinstance(every, int) and every >= 1:
         fill_layer_types(fields, lambda layer: _layer_type(layer, every, rotates))

@@ -44,7 +44,7 @@ class GGUFTensor:
     type: GGMLType
     file: Path
     offset: int
-    """In bytes, within the file."""
+    """Byte offset within the file."""
 
     @property
     def num_elements(self) -> int:

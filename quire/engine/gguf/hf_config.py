@@ -1,5 +1,3 @@
-"""Converts GGUF metadata to config.json and generation_config.json."""
-
 from __future__ import annotations
 
 import os
@@ -121,7 +119,6 @@ def _uniform_integer(metadata: GGUFMetadata, key: str, *, ignore_zeros: bool = F
 
 
 def _num_layers(metadata: GGUFMetadata) -> int | None:
-    """Without MTP layers."""
     layers, more = metadata.integer("block_count"), metadata.integer("nextn_predict_layers") or 0
     return None if layers is None else layers - more
 
@@ -134,7 +131,7 @@ def _vocab_size(header: GGUFHeader) -> int:
 
 
 _MAX_FLOAT_FRACTION = 0.02
-"""Of all matrix elements: routers and convolutions stay floats in quantized files."""
+"""Routers and convolutions stay floats in quantized files."""
 
 
 def _dtype(header: GGUFHeader) -> str:
@@ -144,7 +141,7 @@ def _dtype(header: GGUFHeader) -> str:
 
 
 def _quantization_config(header: GGUFHeader) -> dict[str, Any] | None:
-    """For users and `quire plan`: types, and linears' average bits per weight."""
+    """Types and average bits per weight of linears, for users and `quire plan`."""
     linears = [
         tensor
         for name, tensor in header.tensors.items()

@@ -98,7 +98,6 @@ def read_gguf_header(path: Path) -> GGUFHeader:
 
 class ModelFiles:
     def __init__(self, path: Path) -> None:
-        """Reads a GGUF file's header."""
         self._path = path
         self._generators: dict[str, Callable[[GGUFHeader], dict[str, Any]]] = {}
         if path.name.endswith(GGUF_SUFFIX) and not path.is_dir():

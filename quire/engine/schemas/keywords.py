@@ -126,6 +126,5 @@ class SchemaReferences:
         return self._anchors[name]
 
     def suggest_definition_name(self, schema: Schema) -> str:
-        """Last part of its pointer."""
         last = self.pointer_of_schema(schema).rpartition("/")[2]
         return _NON_NAME_CHARACTERS.sub("_", last)[:64] or "root"

@@ -54,8 +54,6 @@ class ClosedSchema(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _ApplicableSchemas:
-    """Schemas that apply to one value."""
-
     plain_schemas: list[dict[str, Any]] = field(default_factory=list)
     """Without `$ref`, `allOf`, `anyOf` and `oneOf`. All apply."""
     choices: list[tuple[str, list[Schema]]] = field(default_factory=list)
@@ -82,9 +80,8 @@ class _SchemaCloser:
         self._names_by_key: dict[tuple[object, ...], str] = {}
         self._used_names: set[str] = set()
         self._pending_definitions: list[tuple[str, Callable[[], Schema]]] = []
-        """References to them are already written."""
         self._own_keywords: dict[int, tuple[dict[str, Any], Schema]] = {}
-        """By id: the schema without applicators, and the original."""
+        """Keyed by id: the schema without applicators, and the original."""
         self._choice_schemas: dict[int, dict[str, Any]] = {}
         """Single-choice schemas, by id of the branches."""
         self._open_pointers: dict[str, None] = {}

@@ -27,7 +27,6 @@ class ConditionalKeywords:
         self.has_properties = False
         """Asserted schemas declare properties."""
         self.has_closers = False
-        """Asserted schemas restrict other properties."""
         self.is_undecidable = False
         """Removing properties may change a condition."""
         for one in schemas:
@@ -97,7 +96,6 @@ def required_names(schemas: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def names_in_required_and_constants(schemas: Sequence[dict[str, Any]]) -> list[str]:
-    """Properties asked for without description."""
     names = required_names(schemas)
     for one in schemas:
         for name, others in require_schema_map(one, "dependentRequired").items():

@@ -7,9 +7,7 @@ from typing import Any
 Content = str | list[dict[str, Any]]
 IMAGE_PART_TYPES = ("image", "image_pil", "image_url")
 RESERVED_VARIABLES = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
-"""Template variables that chat_template_kwargs may not set."""
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Names that clients send and templates read."""
 
 
 def to_template_content(parts: Sequence[dict[str, Any]] | None) -> Content:

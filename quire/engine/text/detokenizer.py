@@ -21,7 +21,7 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     text: str
     offsets: tuple[int, ...]
     """Start of each emitted token, in characters of the whole text. A token comes with its first character or the last
-    delta, never if it begins after a stop string.
+    delta; never if it begins after a stop string.
     """
     num_used_ids: int
     """Fewer than the pushed ids only after a stop string."""
@@ -163,7 +163,6 @@ def make_decoder(
 
 
 def partial_character(tokenizer: Tokenizer, ids: Sequence[int]) -> bytes:
-    """Bytes at a prompt's end that begin a character."""
     sentence_piece, tail = tokenizer.decoder_type is DecoderType.SENTENCE_PIECE, b""
     for token_id in reversed(ids[-_MAX_PARTIAL_BYTES:]):
         if sentence_piece and fallback_byte(tokenizer.id_to_token(token_id) or "") is None:
@@ -226,8 +225,7 @@ def _continues_character(partial: bytes, new_bytes: bytes) -> bool:
 
 class SentencePieceDecoder:
     """Tokens are text, or single bytes of a character. The tokenizers library decodes an invalid run of bytes to one
-    U+FFFD each. Here complete characters are emitted at once, so only the run's rest from its first wrong byte becomes
-    U+FFFD.
+    U+FFFD each; here characters are emitted once complete, so only the rest from the first wrong byte becomes U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip: frozenset[int], strip_space: bool, partial: bytes = b"") -> None:
@@ -295,7 +293,6 @@ class WindowDecoder:
         self._window_ids = [token_id for token_id in prompt_ids[-self.PROMPT_CONTEXT_TOKENS :] if token_id not in skip]
         self._num_shown = len(self._window_ids)
         self._partial = self._rewind_and_get_partial_text()
-        """The prompt's text of an incomplete character; not part of the answer."""
 
     def feed_token(self, token_id: int) -> str:
         if token_id in self._skip_ids:

@@ -1,8 +1,6 @@
-"""Compiles grammars with llguidance (https://github.com/guidance-ai/llguidance), imported on first use because that
-takes 0.2 s.
-
-A hostile grammar can crash the process (3,000 chained references overflow the native stack) or occupy it for hours
-(`multipleOf: 99999999`), so a server worker process checks grammars first.
+"""Compiles grammars with llguidance (https://github.com/guidance-ai/llguidance), whose import takes 0.2 s and is
+deferred. A hostile grammar can crash the process (3,000 chained references overflow the native stack) or occupy it for
+hours (`multipleOf: 99999999`), so a server worker process checks it first.
 """
 
 from __future__ import annotations
@@ -209,7 +207,6 @@ class GrammarCompiler:
             )
 
     def tokenize_bytes(self, text: bytes) -> list[int]:
-        """Never returns special tokens."""
         return self._tokenizer.tokenize_bytes(text)
 
     def bytes_of_token(self, token: int) -> bytes:

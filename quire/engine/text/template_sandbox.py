@@ -95,8 +95,6 @@ class _BoundedIterable:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Render templates only with `render_template`."""
-
     intercepted_binops = frozenset({"*", "**", "%", "+"})
 
     def __init__(self, filters: Mapping[str, Callable[..., Any]], **options: Any) -> None:

@@ -49,7 +49,6 @@ class DecoderType(Enum):
     SENTENCE_PIECE = "sentence_piece"
     """Llama 2: U+2581 stands for a space, `<0xE2>` for one byte."""
     OTHER = "other"
-    """Only the tokenizers library can decode it."""
 
 
 class Tokenizer:
@@ -71,7 +70,6 @@ class Tokenizer:
         )
         """None if the model has all ids, as usual."""
         self.special_tokens = dict(special_tokens)
-        """Texts by role (bos_token, …), for chat templates."""
         self.chat_templates = dict(chat_templates)
         """Jinja sources by name; the usual one is "default"."""
         self.bos_token_id, self.pad_token_id = self._special_token_id("bos_token"), self._special_token_id("pad_token")
@@ -188,7 +186,6 @@ class Tokenizer:
         return tokenizer
 
     def split_at_special_tokens(self, text: str) -> list[tuple[str, int | None]]:
-        """Parts with their special token's id, or None."""
         parts = self._special_token_pattern.split(text) if self._special_token_pattern is not None else [text]
         ids = [self.backend.token_to_id(part) if index % 2 else None for index, part in enumerate(parts)]
         return [(part, token_id) for part, token_id in zip(parts, ids, strict=True) if part]
@@ -261,7 +258,6 @@ def _make_token_pattern(backend: tokenizers.Tokenizer, token_ids: Iterable[int])
 
 
 def _detect_decoder_type_and_space_strip(backend: tokenizers.Tokenizer) -> tuple[DecoderType, bool]:
-    """Also return whether a text's first space is dropped."""
     if backend.decoder is None:
         return DecoderType.OTHER, False
     state = json.loads(backend.decoder.__getstate__())

@@ -242,7 +242,6 @@ def _text_between(text: str, begin: str, end: str) -> str:
 
 
 def _render_or_empty(renderer: ChatRenderer, messages: Sequence[dict[str, Any]]) -> str:
-    """Empty if the template refuses."""
     try:
         return renderer.render(messages, add_generation_prompt=False)
     except InvalidRequest:

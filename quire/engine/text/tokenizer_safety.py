@@ -1,6 +1,5 @@
-"""Finds tokenizer patterns that take exponential time, which would stop a server: the tokenizers library backtracks,
-cannot be interrupted, and panics after ten million steps at one place. They are tried in a separate process, which ends
-if they take too long.
+"""Finds tokenizer patterns that take exponential time: the tokenizers library backtracks, cannot be interrupted, and
+panics after ten million steps at one place. A separate process tries them, and ends if they take too long.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import tokenizers
 from quire.engine.common.errors import ModelError
 
 _MAX_CPU_SECONDS = 2.0
-"""A usual pattern takes milliseconds."""
 _TIMEOUT_SECONDS = 30.0
 """Wall-clock limit, even on a busy machine."""
 _MAX_MEMORY_BYTES = 2 << 30

@@ -20,7 +20,6 @@ from quire.server.formats.tools.named_formats import TOOL_FORMATS, find_tool_for
 from quire.server.formats.tools.tool_parser import ToolFormat
 
 GENERIC_FORMAT = "hermes"
-"""Used for templates without tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,6 @@ class ChatFormats:
     """None: disabled by the operator."""
     content_delimiters: ContentDelimiters | None = None
     tools_source: str = ""
-    """Shown to the operator."""
     thinking_switch: ThinkingSwitch = NO_SWITCH
     reads_code_blocks: bool = False
     """Code blocks with calls are calls if the model decides whether to call."""

@@ -1,5 +1,3 @@
-"""Splits reasoning (between <think> and </think> or similar) from content."""
-
 from __future__ import annotations
 
 from bisect import bisect_left
@@ -112,7 +110,6 @@ class ReasoningParser:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens that begin in thinking or its marks."""
         total = len(self._offsets)
         return sum(
             (total if end is None else bisect_left(self._offsets, end)) - bisect_left(self._offsets, begin)

@@ -27,7 +27,6 @@ SWITCH_VARIABLES: tuple[tuple[str, Any, Any], ...] = (
 EFFORT_VARIABLES = ("reasoning_effort", "thinking_effort", "reasoning_strength")
 EFFORT_WORDS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 OFF_WORDS = ("no_think", "none", "off", "disabled")
-"""Values of EFFORT_VARIABLES for no thinking."""
 SWITCH_ALIASES = ("enable_thinking", "thinking")
 """Clients use these, whatever the template's name is."""
 

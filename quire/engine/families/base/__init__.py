@@ -1,4 +1,4 @@
-"""What families are described with."""
+"""Building blocks of family descriptions."""
 
 from __future__ import annotations
 

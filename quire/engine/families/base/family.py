@@ -26,9 +26,9 @@ class ModelFamily:
     model_types: tuple[str, ...]
     field_names: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """For null or missing fields, by Llama's names."""
+    """Values of null or missing fields, by Llama's names."""
     missing_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """For fields where null has another meaning."""
+    """Values of missing fields where null has another meaning."""
     fill_derived_fields: Callable[[dict[str, Any]], None] | None = None
     """Add fields that follow from others. Called with defaults set, but before validation: values may have any type."""
     multimodal_text_defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -62,7 +62,6 @@ class DecoderFamily(ModelFamily):
     mixers: Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]] | None = None
     """Per layer, what replaces attention; None keeps it."""
     experts: Callable[[ModelConfig, NormSpec], MoELayerSpec | None] | None = None
-    """What replaces the MLP in layers with experts."""
     decoder: SpecFields = field(default_factory=dict)
 
     # The checkpoint

@@ -13,7 +13,7 @@ SublayerReader = Callable[[ModelConfig, NormSpec], SublayerSpec]
 
 
 def layer_windows(text_fields: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """In tokens, per attention layer; None is unlimited."""
+    """Return tokens per attention layer; None is unlimited."""
     window = text_fields.get("sliding_window") or None
     if not text_fields.get("use_sliding_window", True):
         window = None
@@ -44,7 +44,7 @@ def upper_layer_windows(text_fields: Mapping[str, Any], num_layers: int) -> tupl
 
 
 def unserved_layer_windows(text_fields: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """For unknown families: max_window_layers counts if present."""
+    """Families without a file use max_window_layers if present."""
     has_lower_layers = text_fields.get("max_window_layers") is not None
     return (upper_layer_windows if has_lower_layers else layer_windows)(text_fields, num_layers)
 

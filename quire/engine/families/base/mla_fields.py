@@ -14,7 +14,6 @@ MLA_SIZE_FIELDS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_he
 MLA_NORM_EPS = 1e-6
 """Latent norms ignore rms_norm_eps in all families."""
 _PARTIAL_ROTARY_FIELDS = ("partial_rotary_factor", "rotary_dim")
-"""Superseded by qk_rope_head_dim."""
 
 
 def mla_mixers_reader(

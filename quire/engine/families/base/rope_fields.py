@@ -17,7 +17,6 @@ from quire.engine.families.base.schema.config_schema import (
 _TRAINED_CONTEXT_TYPES = ("llama3", "yarn", *LONGROPE_TYPES)
 _PARTIAL_ROTARY_FIELD = "partial_rotary_factor"
 _LONGROPE_TRAINED_CONTEXT = 4096
-"""Default for LongRoPE."""
 _CONTEXT_DEPENDENT_TYPES = ("longrope", "su", "dynamic")
 
 
@@ -72,7 +71,6 @@ def read_max_position(raw: FamilyConfigFields, rope: Mapping[str, Any]) -> int:
 
 
 def rope_depends_on_context(rope_fields: Mapping[str, Any]) -> bool:
-    """For transformers' classes."""
     kinds = (rope_fields.get(name) for name in ("rope_type", "type"))
     inner = (each for each in rope_fields.values() if isinstance(each, Mapping))
     return any(kind in _CONTEXT_DEPENDENT_TYPES for kind in kinds if isinstance(kind, str)) or any(

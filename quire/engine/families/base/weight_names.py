@@ -44,9 +44,9 @@ class StackedExperts:
     gate_up_halves: bool = False
     """Gate and up are halves of the outputs."""
     always_transposed: bool = False
-    """With halves: [inputs, outputs] instead of [outputs, inputs]."""
+    """Halves are [inputs, outputs] instead of [outputs, inputs]."""
     maybe_transposed: bool = False
-    """With halves: the shape decides."""
+    """The shape of halves decides."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,6 @@ class Lfm2VisionSpec(PatchMergingVisionSpec):
     """In pixels."""
     tile_count_range: tuple[int, int]
     token_count_range: tuple[int, int]
-    """For uncut and whole images."""
     pixel_tolerance: float
     """Images above this times the pixels of the most tokens are cut."""
     splits_images: bool

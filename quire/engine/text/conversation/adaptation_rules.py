@@ -54,7 +54,6 @@ _FIX_COSTS: dict[Fix, int] = {"thought": 2, "apart": 3, "split": 2, "result": 2,
 """Others cost 1. Cheap rules are tried first."""
 _MAX_ROLE_CHARACTERS = 32
 _MAX_NATIVE_RULES = 64
-"""Tried before calls become text."""
 
 
 class AdaptationRule(NamedTuple):

@@ -19,7 +19,7 @@ BannedRules = Mapping[int, Set[AdaptationRule | tuple[Fix, ...]]]
 """Rules or fixes by unit index that failed with the conversation's own texts."""
 
 MAX_CACHED_STATES = 2000
-"""Per template; then the cache is cleared."""
+"""Above this, a template's cache is cleared."""
 _MAX_STATE_STEPS = 12
 _USER, _ASSISTANT = UnitShape("user"), UnitShape("assistant")
 _FOLLOWING_SHAPES: dict[str, tuple[tuple[UnitShape, ...], ...]] = {
@@ -133,7 +133,6 @@ class ConversationPlanner:
     def _choose_rule_and_certainty(
         self, state: _AutomatonState, shape: UnitShape, tools: bool, banned: Set[AdaptationRule | tuple[Fix, ...]]
     ) -> tuple[AdaptationRule, bool]:
-        """The first rule that works and can be continued, otherwise the first that works."""
         fallback: AdaptationRule | None = None
         partial: AdaptationRule | None = None
         for rule in candidate_rules(shape, text_results=self._text_results, prefer_merge=_prefers_merging(state.steps)):

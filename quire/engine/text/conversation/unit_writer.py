@@ -28,7 +28,6 @@ _RESULT_END = "</tool_response>"
 class WrittenUnit(NamedTuple):
     messages: list[Message]
     num_replaced: int
-    """Preceding messages replaced: 1 after a merge."""
     moved_texts: list[str]
 
 
@@ -78,7 +77,6 @@ def _message_texts(message: Message, *, calls: bool) -> list[str]:
 
 
 def _modernize_calls(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
-    """Replace the deprecated function_call and role `function`."""
     modernized = []
     for place, message in enumerate(messages):
         if message.get("role") == "function":

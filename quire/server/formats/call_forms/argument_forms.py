@@ -20,7 +20,6 @@ from quire.server.formats.tools.tool_parser import Schema, Tool
 
 class ArgumentsForm(ABC):
     sort: bool
-    """Keys are written alphabetically."""
     before_key: str
 
     @property
@@ -54,7 +53,6 @@ class JsonArguments(ArgumentsForm):
     sort: bool = False
     indented: bool = False
     is_json_string: bool = False
-    """The object is encoded in a JSON string."""
 
     def try_skip_space_before_arguments(self, source: TextSource) -> ParserSteps[bool]:
         if (yield from source.peek_non_space_character()) not in ("{", '"'):

@@ -19,10 +19,8 @@ class CallFormTexts:
 
     begin: str
     head: str
-    """From a call's start to its arguments."""
     arguments: ArgumentsForm
     tail: str
-    """From the arguments to the call's end."""
     between: str
     end: str
     allows_many: bool = True

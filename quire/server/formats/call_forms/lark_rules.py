@@ -1,5 +1,3 @@
-"""Lark rules for values written as literals other than JSON."""
-
 from __future__ import annotations
 
 import json

@@ -24,11 +24,9 @@ class AssistantTurnForm:
     reasoning_end: str = ""
     reasoning_space: str = ""
     repeats_generation_prompt: bool = False
-    """It is repeated between reasoning and content."""
     content_only_turn: str = ""
 
     def extract_model_text(self, turn: str) -> str:
-        """Remove the generation prompt and empty reasoning."""
         if turn.startswith(self.generation_prompt):
             rest = turn[len(self.generation_prompt) :]
         else:

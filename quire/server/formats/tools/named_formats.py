@@ -54,7 +54,6 @@ TOOL_FORMATS = (
     NamedToolFormat("pythonic", PythonicFormat(), lambda text: any(one in text for one in PYTHONIC_MARKS)),
     NamedToolFormat("llama3_json", LlamaJsonFormat(), lambda text: '{"name": function name, "parameters":' in text),
 )
-"""The first match is used."""
 
 
 def find_tool_format(choice: str, template: str) -> ToolFormat | None:

@@ -27,7 +27,6 @@ class TextSource:
         self._taken_pieces: list[str] = []
 
     def feed_parser(self, parser: ParserSteps[None], text: str, *, final: bool) -> bool:
-        """Return whether the parser has ended."""
         self.text += text
         self.is_closed = final
         for _ in parser:

@@ -110,7 +110,6 @@ class GGUFFormat:
     """Distinguishes families with the same architecture name. Raises ModelError."""
     layer_modules: Mapping[str, str] = field(default_factory=lambda: LAYER_MODULES)
     layer_tensors: Mapping[str, str] = field(default_factory=dict)
-    """Like layer_modules, for whole tensor names."""
     model_modules: Mapping[str, str] = field(default_factory=dict)
     """Modules outside layers that Llama lacks."""
     has_optional_experts: bool = False

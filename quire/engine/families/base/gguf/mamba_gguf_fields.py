@@ -24,7 +24,7 @@ MAMBA2_GGUF_TENSORS: Mapping[str, str] = {
 }
 """Falcon-H1's second norm is ffn_norm, without a suffix."""
 _ASSUMED_CONTEXT = 131_072
-"""For files with a million tokens because nothing limits them."""
+"""Replaces a million tokens, which files give if nothing limits them."""
 _UNLIMITED_CONTEXT = 2**20
 
 

@@ -49,7 +49,6 @@ SIZE_FIELD_ALIASES = {
     "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
     "experts_per_token": ("num_experts_per_tok", "experts_per_token", "moe_topk"),
 }
-"""Families' names of each size."""
 
 
 class RopeFields(TypedDict, total=False):

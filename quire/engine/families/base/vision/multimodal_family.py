@@ -10,7 +10,6 @@ from quire.engine.families.base.vision.vision_spec import VisionConfig, VisionSp
 class MultimodalFamily:
     model_types: tuple[str, ...]
     text_model_type: str
-    """Used if text_config has none."""
     read_vision_spec: Callable[[VisionConfig], VisionSpec] | None
     """Raises ModelError. None: only text is supported."""
     takes_unnormalized_pixels: bool = False

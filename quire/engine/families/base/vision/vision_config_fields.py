@@ -24,8 +24,6 @@ _SizePairs = Annotated[
 
 
 class VisionConfigFields(TypedDict, total=False):
-    """Of vision_config, with transformers' defaults."""
-
     model_type: _ShortText | None
     hidden_size: LayerWidth | None
     embed_dim: LayerWidth | None
@@ -99,7 +97,7 @@ class SizeFields(TypedDict, total=False):
 
 
 class PreprocessorFields(TypedDict, total=False):
-    """Of preprocessor_config.json, or processor_config.json's image_processor."""
+    """Read from preprocessor_config.json, or processor_config.json's image_processor."""
 
     do_image_splitting: bool | None
     do_normalize: bool | None

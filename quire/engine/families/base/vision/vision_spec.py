@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 TokenSpeller = Callable[[int], str]
 MAX_PATCHES_PER_SIDE = 128
-"""Of a tower's square input."""
+"""Limits a tower's square input."""
 HALF_RGB = (0.5, 0.5, 0.5)
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""Of CLIP's training images (Radford et al., 2021)."""
+"""Statistics of CLIP's training images (Radford et al., 2021)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,8 @@ class VisionSpec(ABC):
         return self.num_patches(content)
 
     def encoder_cost(self, content: Content) -> int:
-        """In tokens of a step's budget. A patch costs about a token, because towers are narrower than text models, plus
-        attention: 1,024 patches of width 768 took a third of the linears' time.
+        """Cost in tokens of a step's budget. A patch costs about a token, because towers are narrower than text models,
+        plus attention: 1,024 patches of width 768 took a third of the linears' time.
         """
         return math.ceil(
             self.num_patches(content) * (1 + self.mean_attended_patches(content) / (4 * self.tower_shape.hidden_size))
@@ -159,7 +159,7 @@ class PatchMergingVisionSpec(VisionSpec):
 
 
 def iter_squares_of_image(image: Image.Image, side: int) -> Iterator[Content]:
-    """By rows. The image must consist of whole squares."""
+    """The image must consist of whole squares, which come by rows."""
     for top in range(0, image.height, side):
         for left in range(0, image.width, side):
             yield Content.from_pixels(side, side, image.crop((left, top, left + side, top + side)).tobytes())
@@ -274,7 +274,7 @@ class VisionConfig:
         return {"height": size, "width": size, "shortest_edge": size} if isinstance(size, int) else size
 
     def check_patches(self, side: int, shape: TowerShape, unit: int = 1) -> None:
-        """Raise ModelError unless the side is a multiple of `unit` patches."""
+        """Raise ModelError unless the side is a multiple of `unit` patches, at most MAX_PATCHES_PER_SIDE."""
         if self.parameters_only:
             return
         patches = side // shape.patch_size
