@@ -1,4 +1,4 @@
-"""Reads config.json into a ModelConfig, under Llama's field names. No torch."""
+"""Reads config.json into a ModelConfig. No torch."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def has_quire_family(raw: Mapping[str, Any]) -> bool:
 
 
 def explain_unsupported_family(raw: Mapping[str, Any]) -> str | None:
-    """None if Quire or transformers' class supports it."""
+    """None if the model is supported."""
     if has_quire_family(raw) or (reason := class_rejection_reason(raw)) is None:
         return None
     model_type, text_fields = str(raw.get("model_type") or ""), raw.get("text_config")
@@ -232,7 +232,7 @@ def file_field_names(raw: Mapping[str, Any]) -> dict[str, str]:
 
 @contextmanager
 def use_file_names_in_errors(file_names: Mapping[str, str]) -> Iterator[None]:
-    """Rename fields in ModelErrors raised in its context."""
+    """Applies to ModelErrors."""
     try:
         yield
     except ModelError as error:

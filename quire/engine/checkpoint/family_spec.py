@@ -32,7 +32,7 @@ def build_decoder_spec(config: ModelConfig) -> DecoderSpec:
 
 
 def _check_activation(config: ModelConfig, spec: DecoderSpec) -> None:
-    """Raise ModelError if config.json names another function than the family's."""
+    """Raise ModelError for another function than the family's."""
     experts = {"silu" if each.gated else "relu2" for each in spec.sublayers_of_kind(MoELayerSpec)}
     shared_activations = {each.activation.kind for each in spec.sublayers_of_kind(SharedTransformerSpec)}
     activations = (

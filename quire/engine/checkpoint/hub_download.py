@@ -1,6 +1,4 @@
-"""Selects and verifies files that the hub's client downloads into its shared cache. The client shows progress, resumes,
-and works offline.
-"""
+"""Selects and verifies files. The hub's client downloads them into its shared cache, resumes, and works offline."""
 
 from __future__ import annotations
 
@@ -47,7 +45,6 @@ class RepoListing:
 
     @property
     def pickle_patterns(self) -> tuple[str, ...]:
-        """Empty if there are safetensors."""
         return () if any(path.endswith(".safetensors") for path in self.files) else _PICKLE_PATTERNS
 
 
@@ -87,7 +84,7 @@ def select_gguf_files(name: HubName, listing: RepoListing) -> list[str]:
 
 
 def list_repo_files(name: HubName, revision: str | None) -> RepoListing:
-    """Falls back to the cache if the hub is unreachable. Raises the hub client's errors."""
+    """Falls back to the cache. Raises the hub client's errors."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, RevisionNotFoundError
 
@@ -144,7 +141,7 @@ def _verify_sha256(path: Path, file: HubFile, repo: str) -> None:
 
 
 def _find_cached_snapshot(name: HubName, revision: str | None) -> Path | None:
-    """Uses the documented cache layout. None without a snapshot."""
+    """Relies on the documented cache layout."""
     from huggingface_hub import constants  # which takes 10 ms; the client itself takes a second
 
     repo = Path(constants.HF_HUB_CACHE) / f"models--{name.repo.replace('/', '--')}"

@@ -1,5 +1,5 @@
-"""Parses hub names as Ollama, llama.cpp's `-hf` and browsers write them: `OWNER/REPO-GGUF:Q4_K_M`, `hf.co/OWNER/REPO`,
-`https://huggingface.co/OWNER/REPO/blob/main/FILE.gguf`. Does not import the hub's client.
+"""Hub names as Ollama, llama.cpp's `-hf` and browsers write them: `OWNER/REPO-GGUF:Q4_K_M`, `hf.co/OWNER/REPO`,
+`https://huggingface.co/OWNER/REPO/blob/main/FILE.gguf`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REVISION_PATHS = ("tree", "blob", "resolve", "raw")
 class HubName:
     repo: str
     tag: str | None = None
-    """Selects a GGUF file, such as Q4_K_M. ANY_GGUF: the nearest to it."""
+    """A GGUF file's, such as Q4_K_M. ANY_GGUF: the nearest to it."""
     file: str | None = None
     revision: str | None = None
 
@@ -73,7 +73,7 @@ def parse_hub_name(name: str) -> HubName | None:
 
 
 def _path_on_hub(name: str) -> str | None:
-    """None for a name that is not an address."""
+    """None unless the name is an address."""
     if name.startswith("hf://"):
         return name.removeprefix("hf://").removeprefix("models/")
     endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/")

@@ -48,7 +48,7 @@ def single_kv_cache_group(num_layers: int, window: int | None = None) -> KVCache
 
 
 def setting_requiring_full_kv(config: EngineConfig) -> str | None:
-    """Return a setting that makes windowed layers keep all tokens, or None."""
+    """Return a setting with which windowed layers keep all tokens."""
     for key in ("kv_offload_memory", "kv_offload_dir", "kv_offload_tier"):  # they keep blocks of all layers
         if getattr(config, key):
             return key
@@ -87,7 +87,7 @@ def resolve_rope_context(config: EngineConfig, max_position: int, *, depends_on_
 
 
 def _limit_context_to_window(model: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """With disable_sliding_window, end the context at the narrowest window: up to there all layers see everything."""
+    """With disable_sliding_window, end the context at the narrowest window, up to which all layers see everything."""
     if not config.disable_sliding_window:
         return model
     windows = _sliding_windows(model)

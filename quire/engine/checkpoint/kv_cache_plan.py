@@ -31,7 +31,7 @@ _GPU_STATE_DIVISOR = 3
 MIN_BLOCK_BYTES = 256
 """Bookkeeping, such as hashes, if layers keep nothing in blocks."""
 CUDA_CONTEXT_BYTES = 600 * 2**20
-"""Estimate for `quire plan`: CUDA, its libraries and PyTorch before any tensor."""
+"""Estimate of what CUDA, its libraries and PyTorch take before any tensor."""
 MIXED_GRAPH_DECODE_SIZES = (4, 8, 16, 32, 64, 96, 128, 192, 256)
 """Decode rows in mixed-batch CUDA graphs (engine/worker/graphs/mixed_batch_graphs.py). Up to about 300 rows, an H100
 takes longer to read weights than to multiply.
@@ -96,7 +96,7 @@ class KVCachePlan:
     blocks_per_context: int = 1
     """Groups' blocks that a full context holds at most."""
     state_bytes: int = 0
-    """States outside blocks, in all slots."""
+    """For all slots."""
     request_slots: int = 1
     snapshot_slots: int = 0
 
@@ -131,8 +131,8 @@ def count_state_slots(
     prefix_caching: bool,
     on_gpu: bool,
 ) -> StateSlotCounts:
-    """`state_memory_gib` overrides the default memory: on a GPU what max_num_seqs sequences and as many snapshots need,
-    up to a third of `available` bytes; on a CPU half of them, up to 2 GiB. With prefix caching, half or more is for
+    """`state_memory_gib` overrides the default: on a GPU, memory for max_num_seqs sequences and as many snapshots, up
+    to a third of `available` bytes; on a CPU half of them, up to 2 GiB. With prefix caching, half or more is for
     snapshots. Raises ConfigError.
     """
     if not needs_snapshots:
@@ -187,8 +187,8 @@ def fit_context_and_blocks(
     max_num_seqs: int,
     max_model_len: int | None = None,
 ) -> tuple[int, int, int]:
-    """Return the context in tokens, the groups' blocks per context, and the blocks of every group to allocate, at most
-    for max_num_seqs full contexts. A given max_model_len may not fit; callers check.
+    """Return the context in tokens, groups' blocks per context, and blocks of every group, at most for max_num_seqs
+    full contexts. A given max_model_len may not fit; callers check.
     """
     groups = len(block_needs.windows)
     length = max_model_len or block_needs.max_context_tokens(available_blocks * groups, max_position)
@@ -314,13 +314,13 @@ def available_host_bytes(meminfo: MeminfoReader = read_meminfo) -> int:
 
 
 def total_host_bytes() -> int | None:
-    """The machine's, or the control group's limit. None if unknown."""
+    """Respects the control group's limit. None if unknown."""
     limits = [value for value in (read_meminfo("MemTotal"), _read_cgroup_bytes("memory.max")) if value is not None]
     return min(limits, default=None)
 
 
 def check_kv_memory(gib: float | None, available_bytes: int | None, device_label: str) -> None:
-    """Raise ConfigError before weights are loaded. `available_bytes` None: unknown."""
+    """Raise ConfigError. `available_bytes` None: unknown."""
     if gib is not None and available_bytes is not None and gib * GIB > available_bytes:
         memory = f"{available_bytes / GIB:.1f} GiB of memory of {device_label}"
         message = f"kv_cache_memory: {gib:g} GiB are more than the {memory}"

@@ -35,7 +35,7 @@ def open_kv_dir(folder: str) -> Path:
 
 
 def delete_kv_blocks(folder: str | Path) -> None:
-    """Forget all blocks at once, of any engine. A thread removes the files; leftovers go at the next start."""
+    """Forgets blocks of all engines at once. A thread removes the files; leftovers go at the next start."""
     root = Path(folder).absolute() / KV_DIR_NAME
     trash_dir = root.with_name(f"{DELETED_PREFIX}{KV_DIR_NAME}-{os.getpid()}-{random_source.token_hex(4)}")
     try:

@@ -1,5 +1,5 @@
-"""Layers per pipeline stage (Huang et al., 2019, GPipe), and layers to stream if weights exceed memory
-(kernels/streaming). No torch, for `quire plan`.
+"""Layers per pipeline stage (Huang et al., 2019, GPipe), and layers to stream (kernels/streaming). No torch, for `quire
+plan`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ def layers_per_block_by_stage(groups: KVCacheGroups, num_stages: int) -> list[in
 
 
 def pick_evenly_spaced_layers(num_layers: int, num_picked: int) -> list[int]:
-    """Spacing leaves time to load the next one."""
     return [
         layer
         for layer in range(num_layers)

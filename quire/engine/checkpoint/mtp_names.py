@@ -23,7 +23,7 @@ MTP_LAYER = "model.layers.0"
 EMBEDDING_NORM, HIDDEN_NORM, EH_PROJ, OUTPUT_NORM = (
     f"{MTP_LAYER}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 )
-"""Norms of embedding and hidden state, the linear that joins both, and the final norm."""
+"""EH_PROJ joins embedding and hidden state."""
 _QWEN_MODULE_NAMES = {
     "pre_fc_norm_embedding": EMBEDDING_NORM,
     "pre_fc_norm_hidden": HIDDEN_NORM,
@@ -47,7 +47,7 @@ _PER_LAYER_FIELDS = (
     "hybrid_override_pattern",
     "layers_block_type",
 )
-"""Fields that assign kinds to layers, or locate the text part."""
+"""These assign kinds to layers, or locate the text part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def make_main_model_filter(num_main_layers: int) -> Callable[[str], bool]:
 
 
 def mtp_layer_config(text_config: Mapping[str, Any], num_main_layers: int) -> dict[str, Any]:
-    """The layer is like the model's last one, with full attention. Nemotron 3 lists its types."""
+    """The layer is like the last one, with full attention. Nemotron 3 lists its types."""
     is_moe = moe_layer_mask(text_config, num_main_layers)[-1:] == [True]
     fields = {name: value for name, value in text_config.items() if name not in _PER_LAYER_FIELDS}
     fields |= {"num_hidden_layers": 1, "first_k_dense_replace": 0 if is_moe else 1, "sliding_window": None}

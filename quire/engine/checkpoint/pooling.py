@@ -1,6 +1,6 @@
 """How a model makes vectors: sentence-transformers' modules
-(https://sbert.net/docs/package_reference/sentence_transformer/models.html) and classifier heads. No torch, so the
-server reads it too.
+(https://sbert.net/docs/package_reference/sentence_transformer/models.html) and classifier heads. The server reads it
+too: no torch.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class PoolingConfig:
 def read_pooling_config(
     path: Path, config: ModelConfig, pooling_type: str = "auto", classifier_tokens: Sequence[str] = ()
 ) -> PoolingConfig:
-    """`pooling_type` overrides the files, unless "auto". With `classifier_tokens` a decoder scores texts. By default
-    decoders use the last token and encoders the mean, normalized. Raises ModelError naming file and field.
+    """`pooling_type` overrides the files, unless "auto". By default decoders use the last token and encoders the mean,
+    normalized. Raises ModelError naming file and field.
     """
     is_encoder = find_encoder_family(config.model_type) is not None
     if is_encoder and config.raw.get("quantization_config"):
@@ -187,7 +187,7 @@ def can_generate(path: Path, config: ModelConfig, *, is_dummy: bool) -> bool:
 
 
 def choose_tasks(path: Path, config: ModelConfig, pooling: PoolingConfig, settings: EngineConfig) -> tuple[Task, ...]:
-    """A generative model also embeds if files or settings define pooling; otherwise hidden states mean little (any two
+    """A generative model embeds only if files or settings define pooling: otherwise hidden states mean little (any two
     texts score 0.99). Raises ConfigError for an impossible runner.
     """
     has_head, runner = can_generate(path, config, is_dummy=settings.load_format == "dummy"), settings.runner

@@ -17,7 +17,6 @@ from quire.engine.text.tokenizer_safety import is_suspicious_regex
 _FIELD_PREFIX = "model: config.json: quantization_config"
 _REGEX_PREFIX = "re:"
 _ALL_LINEARS = "Linear"
-"""compressed-tensors' target for every linear."""
 _FLOAT4_GROUP_SIZES = {"mxfp4-pack-quantized": 32, "nvfp4-pack-quantized": 16}
 """Inputs per scale."""
 _UNNEEDED_SCALES = re.compile(
@@ -39,8 +38,8 @@ class WeightFormat:
     """Added to stored zero points: GPTQ's first version stores one less."""
     is_symmetric: bool = True
     scale_strategy: str = "channel"
-    """8-bit scales: tensor, channel (an output), group or block. tensor_group: 4-bit groups with an additional tensor
-    scale.
+    """Scope of an 8-bit scale: tensor, channel (an output), group or block. tensor_group: 4-bit groups, and one scale
+    more.
     """
     block_shape: tuple[int, int] = (0, 0)
     """(outputs, inputs) for strategy block."""

@@ -70,7 +70,7 @@ class CheckpointSize(NamedTuple):
     packed_bytes: int
     """Packed integers and 8-bit floats, loaded unchanged."""
     embedding_bits: float | None = None
-    """Bits per element of a quantized embedding, which may be the tied head too."""
+    """Bits per element if the embedding, which may be the tied head, is quantized."""
 
 
 def text_tensor_name(name: str) -> str | None:
@@ -85,7 +85,7 @@ def is_text_tensor(name: str) -> bool:
 
 
 def vision_tensor_name(name: str) -> str | None:
-    """Name without prefixes that only some files have; None for other tensors."""
+    """Without prefixes that only some files have. None for other tensors."""
     if text_tensor_name(name) is not None or name.startswith(_MTP_PREFIXES):
         return None
     return name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.")

@@ -1,5 +1,5 @@
 """Gemma 4's text models (Google, 2026): every sixth layer has full attention, larger heads, RoPE on a quarter of them
-and, in large models, shared keys and values. In small models the last layers reuse others' KV cache, and each layer has
+and, in large models, keys used as values. In small models the last layers reuse others' KV cache, and each layer has
 its own embeddings. One model has experts parallel to its MLPs.
 """
 

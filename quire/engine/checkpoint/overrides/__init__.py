@@ -1,5 +1,3 @@
-"""Applies --hf-overrides and sampling defaults to a model's files."""
-
 from __future__ import annotations
 
 import hashlib
@@ -32,8 +30,8 @@ _NESTED_CONFIG_SUFFIX = "_config"
 
 
 def resolve_model_with_overrides(config: EngineConfig) -> Path:
-    """With hf_overrides, return a folder of links and a changed config.json. Its path depends on the content, so all
-    processes share it. Raises ModelError, and ConfigError without config.json.
+    """With hf_overrides, return a folder of links and a changed config.json, which all processes share. Raises
+    ModelError, and ConfigError without config.json.
     """
     path = resolve_model(config.model, config.revision)
     if not config.hf_overrides:

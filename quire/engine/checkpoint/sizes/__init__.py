@@ -1,1 +1,1 @@
-"""Parameters, cached values and parameters read per step."""
+"""Model sizes."""

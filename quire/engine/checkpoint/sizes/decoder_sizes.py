@@ -25,7 +25,7 @@ class DecoderSizes:
     vocab_size: int
     num_parameters: int
     embedding_parameters: int
-    """Embedding and output head, which are never quantized. A tied head counts once."""
+    """Embedding and head, which are never quantized. A tied head counts once."""
     num_experts: int
     """Routed experts per layer; 0 without experts."""
     experts_per_token: int
@@ -42,7 +42,6 @@ class DecoderSizes:
     layer_cache_specs: tuple[LayerStates, ...]
     conv_state_formula: str = ""
     reread_parameters: int = 0
-    """Read again per step by layers that share them."""
 
 
 def count_decoder_sizes(spec: DecoderSpec) -> DecoderSizes:

@@ -1,5 +1,5 @@
-"""Sizes of models without a family, from common config.json fields. Layers are as in Vaswani et al. (2017), with GQA
-(Ainslie et al., 2023), gated MLPs (Shazeer, 2020), experts (Fedus et al., 2021) and MLA (DeepSeek-V2, 2024).
+"""Sizes of models without a family. Layers are as in Vaswani et al. (2017), with GQA (Ainslie et al., 2023), gated MLPs
+(Shazeer, 2020), experts (Fedus et al., 2021) and MLA (DeepSeek-V2, 2024).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def unknown_state_notes(text_fields: Mapping[str, Any]) -> list[str]:
 
 
 def _caches_latents(raw: Mapping[str, Any], text_fields: Mapping[str, Any]) -> bool:
-    """False for transformers' classes, which cache expanded keys and values."""
+    """transformers' classes cache expanded keys and values."""
     return bool(text_fields.get("kv_lora_rank")) and (
         has_quire_family(raw) or class_rejection_reason(text_fields) is not None
     )

@@ -61,7 +61,7 @@ def first_position_id(hf_config: Mapping[str, Any]) -> int:
 
 
 def class_rejection_reason(raw: Mapping[str, Any]) -> str | None:
-    """None if the class is served, as far as it was tried."""
+    """None if the class is served, as far as tested."""
     if raw.get("is_encoder_decoder"):
         return "it is an encoder-decoder, of which no half is served alone"
     model_type = str(config_for_transformers_class(raw).get("model_type") or "")

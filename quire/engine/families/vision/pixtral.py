@@ -1,5 +1,5 @@
-"""Pixtral (Agrawal et al., 2024) and Mistral Small 3.1: rows of image tokens end with a text token. Tests compare sizes
-and pixels with transformers' image_processing_pil_pixtral.py.
+"""Pixtral (Agrawal et al., 2024) and Mistral Small 3.1: images keep their shape, and rows of image tokens end with a
+text token. Tests compare sizes and pixels with transformers' image_processing_pil_pixtral.py.
 """
 
 from __future__ import annotations

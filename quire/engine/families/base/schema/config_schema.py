@@ -1,5 +1,5 @@
-"""Types and bounds of config.json and generation_config.json. Bounds are far beyond real models, so that no file makes
-a start compute or allocate for ever. null means a missing field.
+"""Types and bounds of config.json and generation_config.json. No file within the bounds makes a start compute or
+allocate for ever. null means a missing field.
 """
 
 from __future__ import annotations
