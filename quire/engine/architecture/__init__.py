@@ -1,4 +1,6 @@
-"""What a model consists of: layers, each a tuple of sublayers' specs. No torch. engine/layers makes modules of them."""
+"""Model architectures as data, without torch. A layer is a tuple of sublayer specs; engine/layers makes modules of
+them.
+"""
 
 from __future__ import annotations
 

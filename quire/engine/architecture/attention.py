@@ -1,4 +1,4 @@
-"""Grouped-query attention (Ainslie et al., 2023) with the norms around it."""
+"""Grouped-query attention (Ainslie et al., 2023) and its norms."""
 
 from __future__ import annotations
 
@@ -18,52 +18,45 @@ class AttentionLayerSpec(SublayerSpec):
     num_kv_heads: int
     head_dim: int
     scale: float
-    """Of scores."""
     rope: dict[str, Any] | None
-    """How positions are rotated in, as ModelConfig.rope says it; None: not at all (NoPE)."""
+    """Like ModelConfig.rope; None: NoPE."""
     norm: NormSpec
     window: int | None = None
-    """Keys a query sees, itself included; None: all."""
+    """Keys that a query sees, itself included; None: all."""
     chunked: bool = False
-    """As AttentionParams.has_chunked_window."""
     softcap: float | None = None
     """Scores s become c * tanh(s / c)."""
     sinks: bool = False
-    """Every query head has a score beside those of its keys, which takes a part of the weights
-    (AttentionParams.sinks)."""
+    """Each query head has an extra score (AttentionParams.sinks)."""
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["heads", "whole", "centred", "after", "unit"] | None = None
-    """Norm of queries and keys, as QKNormRopeParams.norm_kind says it; unit: as after, without weights; None: there is
-    none."""
+    """See QKNormRopeParams.norm_kind; unit: like after, without weights."""
     query_scaling: QueryScaling | None = None
-    """How queries grow with their position; None: as `rope` says it."""
+    """None: as `rope` defines it."""
     alibi: float | None = None
-    """Scores fall with the distance, for each head by a slope of its own, times this (ALiBi, Press et al., 2022)."""
+    """ALiBi (Press et al., 2022): factor of each head's slope."""
     input_norm: bool = True
-    """Norm of what is projected."""
     has_output_gate: bool = False
-    """What each query head gives is multiplied with the sigmoid of a gate, which is projected as queries are."""
+    """Outputs are multiplied by the sigmoid of a gate, projected like queries."""
     head_gates: bool = False
-    """The same by one number for each head."""
     output_norm: bool = False
-    """Norm of what attention gives, before it joins the residual stream."""
+    """Applied before the residual addition."""
     mrope_axes: tuple[int, ...] | None = None
-    """For each frequency of the rotation, which of AttentionMetadata.mrope_positions turns it; None: none of them."""
+    """Per RoPE frequency: row of AttentionMetadata.mrope_positions."""
     output_scale: float = 1.0
-    """What it gives is multiplied with it."""
     input_size: int | None = None
-    """Of what is projected, where it is not the residual stream; None: it is that."""
+    """None: the hidden size."""
     v_norm: bool = False
-    """Norm of each value head, without weights."""
+    """Per head, without weights."""
     keys_are_values: bool = False
-    """Values are what keys are before their norm and rotation."""
+    """Values are the keys before norm and RoPE."""
     lookahead: int | None = 0
-    """Keys behind its own that a query sees; None: all."""
+    """Later keys that a query sees; None: all."""
     uses_bidirectional_spans: bool = True
-    """Tokens of an image see each other, where a step says so."""
+    """Image tokens see each other if the step asks for it."""
     kv_source_layer: int | None = None
-    """The layer whose keys and values it reads; None: it has its own."""
+    """Layer to read keys and values from; None: its own."""
 
     @property
     def kv_cache_spec(self) -> PagedState | SharedState:

@@ -1,5 +1,3 @@
-"""What a decoder consists of: layers, each a tuple of sublayers' specs."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -30,30 +28,24 @@ class DecoderSpec:
     hidden_size: int
     layers: tuple[LayerSpec, ...]
     norm: NormSpec
-    """Of the last one, behind all layers."""
     tie_embeddings: bool
     embedding_scale: float = 1.0
     positions: int | None = None
-    """Rows of a learned table, which is added to the embeddings; None: there is none."""
+    """Rows of a learned position table; None without one."""
     embedding_norm: bool = False
-    """Norm of the embeddings, as `norm` says it."""
     residual_multiplier: float = 1.0
-    """What a 1 in the residual stream stands for."""
+    """The residual stream is kept divided by it."""
     per_layer_inputs: PerLayerInputsSpec | None = None
-    """What tokens have for each layer beside their embedding; None: nothing."""
     reads_embeddings: bool = False
-    """Layers read tokens' embeddings beside the stream."""
     head_bias: bool = False
     logit_scale: float = 1.0
-    """Factor of the logits,"""
     logit_softcap: float | None = None
-    """which then become c * tanh(l / c)."""
+    """Logits l become c * tanh(l / c)."""
     lora_target_sizes: Mapping[str, tuple[int, int]] | None = field(default=None, compare=False)
-    """(in, out) of those that may have adapters, by name, where a class of transformers has them; None: as
-    engine/lora/target_modules.py says it."""
+    """(in, out) in a transformers class; None: see engine/lora/target_modules.py."""
 
     def parameter_shapes(self) -> ParameterShapes:
-        """All parameters, each once: those of a tied head are the embedding's."""
+        """A tied head is not listed separately."""
         hidden, vocab = self.hidden_size, self.vocab_size
         shapes: ParameterShapes = {f"{EMBED_TOKENS}.weight": (vocab, hidden)}
         if self.positions is not None:
@@ -71,7 +63,6 @@ class DecoderSpec:
         return shapes
 
     def adaptable_linears(self) -> LinearSizes:
-        """The embedding, the head, and the linears of the layers that may have LoRA adapters."""
         hidden, vocab = self.hidden_size, self.vocab_size
         linears: LinearSizes = {}
         for index, layer in enumerate(self.layers):
@@ -87,22 +78,20 @@ class DecoderSpec:
 
     @property
     def layer_cache_specs(self) -> list[LayerStates]:
-        """What the layers keep, in their order."""
         return [tuple(each.kv_cache_spec for each in layer if each.kv_cache_spec is not None) for layer in self.layers]
 
     @property
     def kv_cache_specs(self) -> list[State]:
-        """The same of all together."""
         return list(chain.from_iterable(self.layer_cache_specs))
 
     @property
     def needs_state_snapshots(self) -> bool:
-        """Whether a sequence can begin behind a cached page only where a snapshot of its states was kept."""
+        """A cached prefix can only be continued from a state snapshot."""
         return any(isinstance(each, MatrixState) for each in self.kv_cache_specs)
 
     @property
     def pipeline_parallel_error(self) -> str | None:
-        """Why its layers cannot be divided among processes; None: they can."""
+        """None if layers can be divided among processes."""
         if self.per_layer_inputs is not None:
             return "the model's layers read embeddings of their own, which the first process alone would have"
         if self.reads_embeddings:
@@ -112,22 +101,20 @@ class DecoderSpec:
         return None
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
-        """What of it cannot be divided among so many ranks; None: all can."""
+        """None if everything can be divided among `ranks`."""
         parts = (sublayer for layer in self.layers for sublayer in layer)
         return next((error for sublayer in parts if (error := sublayer.tensor_parallel_error(ranks)) is not None), None)
 
     def context_parallel_error(self) -> str | None:
-        """Why ranks cannot divide each sequence's tokens; None: they can."""
+        """None if ranks can divide a sequence's tokens."""
         if all(isinstance(each, PagedState | SharedState) for each in self.kv_cache_specs):
             return None
         return "layers that keep a state of a whole sequence cannot divide its tokens"
 
     def sublayers_of_kind(self, kind: type[SpecT]) -> list[SpecT]:
-        """All parts of a kind, in the order of the layers."""
         return [each for layer in self.layers for each in layer if isinstance(each, kind)]
 
     def with_norm(self, norm: NormSpec) -> DecoderSpec:
-        """With other norms everywhere."""
         return (
             replace(self, norm=norm)
             .replace_sublayer_fields(AttentionLayerSpec, norm=norm)
@@ -135,7 +122,7 @@ class DecoderSpec:
         )
 
     def with_mixers(self, mixers: Sequence[SublayerSpec | None]) -> DecoderSpec:
-        """With other parts in attention's place, by layer; None: it stays."""
+        """Replace attention layer by layer; None keeps it."""
         layers = zip(self.layers, mixers, strict=True)
         return replace(
             self,
@@ -148,7 +135,7 @@ class DecoderSpec:
         )
 
     def replace_sublayer_fields(self, kind: type[SublayerSpec], **fields: Any) -> DecoderSpec:
-        """With other values in all parts of a kind; a list or tuple has one for each layer."""
+        """A list or tuple has one value per layer."""
 
         def replace_fields(each: SublayerSpec, layer: int) -> SublayerSpec:
             own_fields = {

@@ -1,5 +1,3 @@
-"""The spec of an encoder: a bidirectional transformer, with parameters for what families differ in."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -25,16 +23,15 @@ _ACTIVATIONS_BY_NAME: dict[str, EncoderActivation] = {
 
 @dataclass(frozen=True, slots=True)
 class EncoderWeightNames:
-    """What a checkpoint names its tensors. Those of a layer follow its own name."""
+    """Names within a layer follow the layer's."""
 
     word_embeddings: str
     layer_template: str
-    """With {} for the layer's number."""
+    """{} is the layer's index."""
     qkv: tuple[str, ...]
     out: str
     attention_norm: str
     up: tuple[str, ...]
-    """One, or a gate and what it gates."""
     down: str
     mlp_norm: str
     position_embeddings: str | None = None
@@ -42,17 +39,15 @@ class EncoderWeightNames:
     embedding_norm: str | None = None
     final_norm: str | None = None
     relative_attention_bias: str | None = None
-    """Of the table of relative positions: [buckets, heads]."""
+    """Table of [buckets, heads]."""
     layer_scales: tuple[str, str] | None = None
-    """Of what the two parts of a layer give, a factor for each channel."""
+    """Per-channel factors of both sublayers' outputs."""
     qk_norms: tuple[str, str] | None = None
-    """Of queries and keys, each of all heads as one; they are RMSNorms."""
+    """RMSNorms over all heads of queries and keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderSpec:
-    """An encoder's shape, and the switches by which families differ."""
-
     names: EncoderWeightNames
     vocab_size: int
     hidden_size: int
@@ -61,46 +56,38 @@ class EncoderSpec:
     head_dim: int
     eps: float
     ropes: tuple[dict[str, Any] | None, ...]
-    """Per layer: how positions are rotated in; None: not at all."""
+    """Per layer; None: NoPE."""
     windows: tuple[int | None, ...]
-    """Per layer: keys a query sees on either side of itself; None: all."""
+    """Per layer: keys that a query sees on each side; None: all."""
     classifier: Callable[[int, int], Sequence[HeadLayerSpec]]
-    """The linears of ForSequenceClassification, by hidden size and number of labels."""
+    """Linears of ForSequenceClassification, given hidden size and number of labels."""
     activation: EncoderActivation
     positions: int = 0
-    """Rows of the table of positions."""
     first_position: int = 0
-    """The row of a prompt's first token."""
     segments: int = 0
     num_buckets: int = 0
-    """Of relative positions, whose table all layers share."""
     bias: bool = True
-    """Of linears."""
     qkv_bias: bool = True
-    """The same of those alone that make queries, keys and values."""
+    """Only effective with `bias`."""
     up_bias: bool = True
-    """Of the linear into the feed-forward part, where linears have one."""
     norm_bias: bool = True
     gated: bool = False
-    """The feed-forward part is gated (Shazeer, 2020)."""
+    """A gated MLP (Shazeer, 2020)."""
     gate_last: bool = False
-    """The checkpoint's one tensor of both has the gate behind what it gates."""
+    """The gate follows up in the fused tensor."""
     pre_norm: bool = False
-    """Norms stand before the parts of a layer; the first layer has none before its attention."""
+    """The first layer has no norm before attention."""
     has_first_layer_norm: bool = False
-    """Where `pre_norm`: the first layer has one before its attention too."""
+    """The exception to `pre_norm`."""
     has_rms_norms: bool = False
-    """Norms are RMSNorm (Zhang and Sennrich, 2019)."""
+    """RMSNorm (Zhang and Sennrich, 2019) instead of LayerNorm."""
     metadata_groups: tuple[int, ...] = ()
-    """Per layer: which of the metadata's groups it computes; (): the first."""
+    """Per layer; (): the first."""
     causal: bool = False
-    """A token sees what is before it alone."""
     pads_prompts: bool = False
-    """Prompts are filled up to the longest with padding, which is seen as all else."""
+    """Prompts are padded to the maximum length, and padding is attended to."""
     projection: tuple[HeadLayerSpec, ...] = ()
-    """What follows the pooling."""
     unused_prefixes: tuple[str, ...] = ()
-    """How the names of tensors begin that are not needed."""
 
     @property
     def num_layers(self) -> int:
@@ -108,7 +95,7 @@ class EncoderSpec:
 
     @property
     def max_prompt_len(self) -> int | None:
-        """Tokens of the longest prompt that the table of positions has room for."""
+        """Number of tokens; None without a position table."""
         return self.positions - self.first_position if self.positions else None
 
     def parameter_shapes(self) -> ParameterShapes:
@@ -130,7 +117,6 @@ class EncoderSpec:
         return shapes
 
     def layer_shapes(self, layer: int) -> ParameterShapes:
-        """The parameters of one layer."""
         names, prefix = self.names, self.names.layer_template.format(layer)
         hidden, inner = self.hidden_size, self.intermediate_size
         attention_size = self.num_heads * self.head_dim

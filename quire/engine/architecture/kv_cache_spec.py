@@ -1,68 +1,62 @@
-"""The kinds of what layers keep of sequences, with their numbers and bytes."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 PIECE = 16
-"""Tokens that are hashed together where pages are larger: behind each piece a cached prefix may end."""
+"""Tokens hashed together in larger blocks. A cached prefix may end after each piece."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedState:
-    """What a layer keeps of each token of a sequence, in pages."""
+    """Keys and values per token, in KV blocks."""
 
     paged_values_per_token: int
-    """Of a token."""
     window: int | None
     """Tokens that a token sees, itself included; None: all."""
     head: int = 0
-    """Numbers of one key, where layers differ in them: their pages are then of another shape."""
+    """Elements of one key if layers differ: their blocks have other shapes."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedColumnState:
-    """What a layer keeps of a sequence as a whole: the columns of its last tokens, in the sequence's slot; and in pages
-    those that stand at the end of every PIECE tokens, so that another sequence can begin there."""
+    """A convolution's last columns in the sequence's slot. KV blocks keep those at the end of every PIECE tokens, for
+    other sequences to continue from.
+    """
 
     channels: int
-    """Numbers of a column."""
+    """Elements per column."""
     columns: int
-    """That a token sees of those before it."""
+    """Earlier tokens that a token sees."""
     window: None = None
 
     @property
     def paged_values_per_token(self) -> int:
-        """In pages, for each token."""
         return -(-self.columns * self.channels // PIECE)
 
     def slot_bytes(self, drafts: int, width: int) -> int:
-        """In a slot, where a step computes up to so many drafts of a sequence: the columns that may be wrong lie beside
-        those that are right. `width`: bytes of a number in the model's type."""
+        """Drafts have separate columns, since they may be rejected. `width`: bytes per element."""
         return (self.columns + drafts) * self.channels * width
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixState:
-    """What a layer keeps of a sequence as a whole, all of it in the sequence's slot: the columns of its last tokens, a
-    matrix for each head, and what these are to take in of guesses that turn out right. It is too large for every page:
-    another sequence begins behind a page only where a snapshot of the slot was kept."""
+    """A sequence's slot holds last columns, a matrix per head, and inputs of draft tokens until they are accepted. It
+    is too large for KV blocks: a cached prefix needs a snapshot.
+    """
 
     channels: int
-    """Numbers of a column."""
+    """Elements per column."""
     columns: int
-    """That a token sees of those before it."""
     heads: int
     key: int
     value: int
     beside: int
-    """Numbers of a guess that are kept beside its column."""
+    """Extra elements per draft token."""
     window: None = None
     paged_values_per_token: int = 0
-    """In pages, for each token."""
 
     def slot_bytes(self, drafts: int, width: int) -> int:
-        """As PagedColumnState's; matrices are float32."""
+        """Matrices are float32; `width`: bytes per other element."""
         guesses = drafts * (self.channels + self.beside)
         matrices = self.heads * self.key * self.value * 4
         return ((self.columns + drafts) * self.channels + guesses) * width + matrices
@@ -70,12 +64,10 @@ class MatrixState:
 
 @dataclass(frozen=True, slots=True)
 class SharedState:
-    """A layer keeps nothing of its own: it reads what another one keeps in pages."""
+    """The layer reads another layer's KV blocks."""
 
     layer: int
-    """The other one, which comes before it."""
     window: int | None
-    """As PagedState's."""
     paged_values_per_token: int = 0
 
     def slot_bytes(self, drafts: int, width: int) -> int:
@@ -84,4 +76,3 @@ class SharedState:
 
 State = PagedState | PagedColumnState | MatrixState | SharedState
 LayerStates = tuple[State, ...]
-"""Of one layer's parts."""

@@ -21,31 +21,25 @@ from quire.engine.architecture.sublayer import SublayerSpec, divisibility_error
 class MLALayerSpec(SublayerSpec):
     num_heads: int
     kv_lora_rank: int
-    """Numbers of a latent (kv_lora_rank),"""
     qk_rope_head_dim: int
-    """of the rotated part of a key, and of a query (qk_rope_head_dim),"""
+    """Elements of the rotated part of keys and queries."""
     qk_nope_head_dim: int
-    """of the other part of a head's query and key (qk_nope_head_dim),"""
+    """Elements of a head's unrotated part."""
     v_head_dim: int
-    """and of a head's value (v_head_dim)."""
     q_lora_rank: int | None
-    """Of queries, where they are made of latents of their own (q_lora_rank); None: they are not."""
+    """Elements of query latents; None without them."""
     scale: float
-    """Of scores."""
     rope: dict[str, Any]
-    """As AttentionLayerSpec has it, for `qk_rope_head_dim` numbers."""
+    """Like AttentionLayerSpec.rope, for `qk_rope_head_dim` elements."""
     norm: NormSpec
-    """Of what is projected."""
     latent_eps: float
-    """Of the norms of latents."""
     is_interleaved: bool = True
-    """As Latent says it."""
     bias: bool = False
-    """Of what makes latents, and of the last linear."""
+    """Applies to the linears that make latents, and o_proj."""
 
     @property
     def head_dim(self) -> int:
-        """Numbers of a key as pages have it."""
+        """Elements of a cached key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
@@ -79,7 +73,7 @@ class MLALayerSpec(SublayerSpec):
         return shapes | norm_shapes(norms, NormSpec(self.latent_eps))
 
     def adaptable_linears(self, layer: str, hidden_size: int) -> LinearSizes:
-        """Without the one that expands latents to keys and values: the layer makes others of it."""
+        """kv_b_proj is left out: the layer converts its weight."""
         linears = linear_sizes(self.parameter_shapes(layer, hidden_size))
         del linears[f"{layer}.self_attn.kv_b_proj"]
         return linears

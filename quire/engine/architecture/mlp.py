@@ -1,4 +1,4 @@
-"""The feed-forward part of a layer: a gated MLP (Shazeer, 2020), or one without a gate, with the norms around it."""
+"""An MLP, gated (Shazeer, 2020) or not, and its norms."""
 
 from __future__ import annotations
 
@@ -17,21 +17,17 @@ class MLPSpec(SublayerSpec):
     bias: bool = False
     gated: bool = True
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"] = "silu"
-    """Gates are silu or gelu_tanh; without one it is any but silu."""
+    """Gated: silu or gelu_tanh. Ungated: any other than silu."""
     input_norm: bool = True
-    """Norm of what is read."""
     output_norm: bool = False
-    """Norm of what the MLP gives, before it joins the residual stream."""
     parallel: bool = False
-    """It reads the residual stream as attention has read it, before what attention gives is added."""
+    """Reads the stream before attention's output is added."""
     shares_norm: bool = False
-    """The norm of what is read is attention's."""
     multipliers: tuple[float, float] = (1.0, 1.0)
-    """Of what the gate's function takes, and of what the MLP gives."""
+    """Factors of the gate function's input and of the output."""
     name: str = "mlp"
-    """In a checkpoint, behind the layer's; and what is called so there too,"""
+    """Checkpoint name within the layer."""
     output_norm_name: str = "post_feedforward_layernorm"
-    """the norm of what it gives."""
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
         prefix = f"{layer}.{self.name}"
@@ -47,7 +43,6 @@ class MLPSpec(SublayerSpec):
 
     @property
     def input_norm_name(self) -> str:
-        """In a checkpoint, behind the layer's."""
         if self.shares_norm:
             return "input_layernorm"
         # In families with output norms, post_attention_layernorm is attention's output norm instead.

@@ -1,4 +1,4 @@
-"""A mixture of experts in an MLP's place (Shazeer et al., 2017): a router chooses some MLPs for each token."""
+"""Mixture of experts (Shazeer et al., 2017)."""
 
 from __future__ import annotations
 
@@ -20,73 +20,61 @@ from quire.kernels.parameters.routing import Routing
 
 @dataclass(frozen=True, slots=True)
 class SharedExpertSpec:
-    """An MLP beside the experts, which every token has; it has a gate where they have."""
+    """An MLP for every token, gated like the experts."""
 
     intermediate_size: int
     name: str
-    """In a checkpoint, behind the layer's."""
     gate_name: str | None = None
-    """A linear of one output, behind the layer's name: what the MLP gives is multiplied with its sigmoid."""
+    """A linear with one output. Its sigmoid scales the MLP's output."""
     bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LatentMoESpec:
-    """Experts that read and give smaller vectors than the layer has: a linear makes those of what the layer reads, and
-    another one makes the layer's of what the experts give together (Nemotron 3 Super, NVIDIA, 2026)."""
+    """Experts in a smaller latent space, with linears into and out of it (Nemotron 3 Super, NVIDIA, 2026)."""
 
     latent_size: int
     projection_names: tuple[str, str]
-    """Of the two linears in a checkpoint, behind the layer's."""
     bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class MoELayerSpec(SublayerSpec):
-    """The shape of one layer's experts, and the switches by which families differ."""
-
     num_experts: int
     routing: Routing
     intermediate_size: int
-    """Of one expert."""
+    """Per expert."""
     norm: NormSpec
     shared_expert: SharedExpertSpec | None = None
     latent: LatentMoESpec | None = None
-    """None: experts read what the router does, as wide as the layer."""
+    """None: experts have the layer's hidden size."""
     input_norm: bool = True
-    """Norm of what is read."""
     output_norm: bool = False
-    """Norm of what the experts give together, before it joins the residual stream."""
     router_bias: bool = False
     float_router: bool = False
-    """The router's weights are float32, whatever the model's type."""
+    """Router weights are float32 in any model dtype."""
     correction: str | None = None
-    """The name, below the experts', of what is added to weights for the choice alone; None: nothing is."""
+    """Name of a bias used only for choosing experts."""
     correction_row: bool = False
-    """It is stored as [1, experts]."""
+    """Stored as [1, experts]."""
     bias: bool = False
-    """Of the experts' linears."""
     clamp: ClampedSwiGLU | None = None
     gated: bool = True
-    """Without gates their function, and that of shared ones, is the square of ReLU."""
+    """Without gates, experts and shared experts use squared ReLU."""
     shares_norm: bool = False
-    """The norm of what is read is attention's."""
     parallel: bool = False
-    """They read the residual stream as the part before has read it, and what they give is added to what that gives."""
+    """Experts read the previous sublayer's input, and outputs are summed."""
     norm_names: tuple[str, str] = ("post_attention_layernorm", "post_feedforward_layernorm")
-    """What the norms of what is read and of what is given are called, behind the layer's name."""
     gelu: bool = False
-    """Gates are GELU in its tanh approximation, not SiLU."""
+    """Gates use tanh GELU instead of SiLU."""
     router_scale: str | None = None
-    """The name, below the experts', of what the router's input is multiplied with, and with hidden^-0.5, behind a norm
-    of its own without weights; None: the router reads what the experts do."""
+    """Name of a factor of the router's input, which is first normed without weights and scaled by hidden^-0.5."""
     expert_scales: str | None = None
-    """The name, below the experts', of factors of their weights; None: there are none."""
+    """Name of factors of the expert weights."""
     is_expert_parallel: bool = False
-    """Each is whole on one of the ranks that divide a layer, instead of divided among all of them."""
+    """Ranks have whole experts."""
     name: str = "mlp"
-    """In a checkpoint, behind the layer's ("": that itself); and below it the names of the router and, below each
-    expert's, those of its linears."""
+    """Within the layer; "" for the layer itself. Router and linears are named below it."""
     router: str = "gate"
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -113,11 +101,10 @@ class MoELayerSpec(SublayerSpec):
         return shapes | self._dense_shapes(layer, hidden_size)
 
     def adaptable_linears(self, layer: str, hidden_size: int) -> LinearSizes:
-        """Those that every token has, without the shared experts' gate."""
+        """Only linears that every token uses, without the shared expert's gate."""
         return linear_sizes(self._dense_shapes(layer, hidden_size))
 
     def _dense_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
-        """What every token has: shared experts, and the projections around experts of smaller vectors."""
         shapes = ParameterShapes()
         if (shared := self.shared_expert) is not None:
             prefix, size = f"{layer}.{shared.name}", shared.intermediate_size
@@ -129,7 +116,6 @@ class MoELayerSpec(SublayerSpec):
         return shapes
 
     def expert_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
-        """The parameters of the routed experts alone."""
         width = hidden_size if self.latent is None else self.latent.latent_size
         up_names = (self.gate, self.up) if self.gated else (self.up,)
         shapes = ParameterShapes()
@@ -142,7 +128,6 @@ class MoELayerSpec(SublayerSpec):
 
     @property
     def input_norm_name(self) -> str:
-        """In a checkpoint, behind the layer's."""
         return "input_layernorm" if self.shares_norm else self.norm_names[0]
 
     @property
@@ -150,7 +135,6 @@ class MoELayerSpec(SublayerSpec):
         return self.norm_names[1]
 
     def prefix(self, layer: str) -> str:
-        """What the names of the router and of the experts begin with."""
         return f"{layer}.{self.name}" if self.name else layer
 
     def tensor_parallel_error(self, ranks: int) -> str | None:

@@ -1,4 +1,4 @@
-"""Norms: RMSNorms (Zhang and Sennrich, 2019) or LayerNorms (Ba et al., 2016)."""
+"""RMSNorm (Zhang and Sennrich, 2019) or LayerNorm (Ba et al., 2016)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """Norms of one part."""
-
     eps: float
     weight_offset: float = 0.0
-    """Added to each weight (1 for Gemma's)."""
+    """Added to each weight (1 for Gemma)."""
     is_layer_norm: bool = False
-    """They are LayerNorms, not RMSNorms."""
     bias: bool = False
-    """Of LayerNorms."""

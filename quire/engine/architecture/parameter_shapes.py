@@ -1,4 +1,4 @@
-"""The names and shapes of parameters, as a checkpoint that is not quantized has them."""
+"""Parameter names and shapes of unquantized checkpoints."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from math import prod
 from quire.engine.architecture.norm import NormSpec
 
 ParameterShapes = dict[str, tuple[int, ...]]
-"""By the tensor's name in the checkpoint, under the names that Quire's own modules use."""
 LinearSizes = dict[str, tuple[int, int]]
-"""(in_features, out_features) by the linear's name."""
+"""(in_features, out_features) by name."""
 
 
 def linear_shapes(names: Iterable[str], out_features: int, in_features: int, *, bias: bool = False) -> ParameterShapes:
-    """Linears of equal sizes."""
     shapes = ParameterShapes()
     for name in names:
         shapes[f"{name}.weight"] = (out_features, in_features)
@@ -26,14 +24,12 @@ def linear_shapes(names: Iterable[str], out_features: int, in_features: int, *, 
 def mlp_shapes(
     prefix: str, intermediate_size: int, hidden_size: int, *, gated: bool = True, bias: bool = False
 ) -> ParameterShapes:
-    """An MLP of two linears, or of three where it is gated."""
     names = ("gate_proj", "up_proj") if gated else ("up_proj",)
     shapes = linear_shapes([f"{prefix}.{name}" for name in names], intermediate_size, hidden_size, bias=bias)
     return shapes | linear_shapes([f"{prefix}.down_proj"], hidden_size, intermediate_size, bias=bias)
 
 
 def norm_shapes(sizes: Mapping[str, int], norm: NormSpec) -> ParameterShapes:
-    """`sizes`: by the norm's name."""
     shapes: ParameterShapes = {f"{name}.weight": (size,) for name, size in sizes.items()}
     if norm.is_layer_norm and norm.bias:
         shapes |= {f"{name}.bias": (size,) for name, size in sizes.items()}
@@ -41,7 +37,7 @@ def norm_shapes(sizes: Mapping[str, int], norm: NormSpec) -> ParameterShapes:
 
 
 def linear_sizes(shapes: Mapping[str, tuple[int, ...]]) -> LinearSizes:
-    """Of the linears among these parameters: their weights alone have two axes."""
+    """Only linears' weights have two axes."""
     return {
         name.removesuffix(".weight"): (shape[1], shape[0])
         for name, shape in shapes.items()

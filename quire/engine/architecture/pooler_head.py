@@ -1,4 +1,4 @@
-"""The spec of linears after a pooling: dense modules of embedding models, and heads of classifiers."""
+"""Linears after pooling: dense modules of embedding models, and classifier heads."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HeadLayerSpec:
-    """One linear of a head, with what follows it."""
-
     name: str
-    """Of its tensors in the checkpoint, without .weight and .bias."""
+    """Tensor name without .weight or .bias."""
     in_features: int
     out_features: int
     bias: bool = True
     activation: str = "identity"
     norm: str | None = None
-    """The name of a LayerNorm behind the activation."""
+    """Name of a LayerNorm after the activation."""
     norm_bias: bool = False
     eps: float = 0.0

@@ -1,5 +1,4 @@
-"""Layers that keep a state of one size of a sequence, however long it is: delta nets, state spaces, selective scans and
-short convolutions."""
+"""Sublayers with a constant-size state: delta nets, Mamba-2, Mamba, short convolutions."""
 
 from __future__ import annotations
 
@@ -17,24 +16,23 @@ CONV_WEIGHT, CONV_BIAS = "conv1d.weight", "conv1d.bias"
 
 @dataclass(frozen=True, slots=True)
 class MatrixStateSpec(SublayerSpec):
-    """The shape of a part that keeps a matrix [key, value] for each head and the last columns of a convolution."""
+    """Keeps a [key, value] matrix per head, and the last columns of a convolution."""
 
     num_heads: int
     key_dim: int
     value_dim: int
     conv_width: int
-    """How many tokens a token sees through the convolution, itself included."""
+    """Tokens that the convolution sees, including the current one."""
     norm: NormSpec
-    """The norm of the part's input."""
 
     @property
     @abstractmethod
     def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(heads, channels of each head) of each input of the convolution. Ranks divide the heads."""
+        """(heads, channels per head) of each convolution input. Ranks divide the heads."""
 
     @abstractmethod
     def extra_values_per_draft(self, heads: int) -> int:
-        """How many numbers these heads keep of a guess beside its column."""
+        """Elements kept per draft token, without its column."""
 
     @property
     def num_channels(self) -> int:
@@ -54,14 +52,13 @@ class MatrixStateSpec(SublayerSpec):
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetSpec(MatrixStateSpec):
-    """Its heads are value heads. Results are normed without the norm's offset."""
+    """Heads are value heads. The output norm has no weight offset."""
 
     num_key_heads: int
-    """Each of them is read by as many value heads."""
+    """Each serves equally many value heads."""
 
     @property
     def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Queries, keys and values."""
         return (self.num_key_heads, self.key_dim), (self.num_key_heads, self.key_dim), (self.num_heads, self.value_dim)
 
     def extra_values_per_draft(self, heads: int) -> int:
@@ -92,8 +89,6 @@ class DeltaNetSpec(MatrixStateSpec):
 
 
 class ProjectionMultipliers(NamedTuple):
-    """What numbers are multiplied with: those that are projected, by their kinds, and what is projected at the end."""
-
     z: float = 1.0
     x: float = 1.0
     b: float = 1.0
@@ -107,32 +102,26 @@ _UNIT_MULTIPLIERS = ProjectionMultipliers()
 
 @dataclass(frozen=True, slots=True)
 class Mamba2LayerSpec(MatrixStateSpec):
-    """`key_dim`: numbers of b and of c; `value_dim`: of a head's x."""
+    """`key_dim`: elements of b and c. `value_dim`: elements of a head's x."""
 
     num_groups: int
-    """Each group's b and c are read by as many heads."""
+    """Heads of a group share b and c."""
     result_eps: float
-    """Of the norm of results."""
     bias: bool = False
-    """Of the first linear,"""
     out_bias: bool = False
-    """and of the last one."""
     conv_bias: bool = True
     result_norm: Literal["behind", "before"] | None = "behind"
-    """A group's norm stands behind the gate, or before it; None: there is none."""
+    """Per group, after or before the gate."""
     dt_limits: tuple[float, float] = (0.0, float("inf"))
-    """Of steps."""
     multipliers: ProjectionMultipliers = _UNIT_MULTIPLIERS
     parallel: bool = False
-    """It reads the residual stream as attention has read it, by the same norm, before what attention gives is added."""
+    """Reads the stream through attention's norm, before attention's output."""
     joins_input_only: bool = False
-    """What the part before it gives is added to what it reads alone, not to the stream."""
+    """The previous sublayer's output is added to the input, but not to the stream."""
     parent_module: str = ""
-    """In a checkpoint, behind the layer's name and before the part's."""
 
     @property
     def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
-        """x, b and c."""
         return (self.num_heads, self.value_dim), (self.num_groups, self.key_dim), (self.num_groups, self.key_dim)
 
     def extra_values_per_draft(self, heads: int) -> int:
@@ -159,18 +148,17 @@ class Mamba2LayerSpec(MatrixStateSpec):
 
 @dataclass(frozen=True, slots=True)
 class MambaLayerSpec(MatrixStateSpec):
-    """Its heads are `value_dim` channels each, which are computed together; `key_dim`: numbers of a channel's state, of
-    b and of c."""
+    """Heads are groups of `value_dim` channels computed together. `key_dim`: elements of a channel's state, of b and of
+    c.
+    """
 
     dt_rank: int
-    """Numbers that a token's steps are projected from."""
+    """Elements that time steps are projected from."""
     bias: bool = False
-    """Of the first linear and of the last one."""
     conv_bias: bool = True
     inner_norm: Literal["learned", "plain"] | None = None
-    """Norms of what steps are projected from, of b and of c: with weights, or without; None: there are none."""
+    """Norms of dt's projection input, b and c; plain has no weights."""
     inner_eps: float = 1e-6
-    """Of these."""
 
     @property
     def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -204,11 +192,9 @@ class ShortConvSpec(SublayerSpec):
     conv_width: int
     """Tokens that a token sees, itself included."""
     norm: NormSpec
-    """Of what is read."""
     bias: bool = False
-    """Of both linears and of the sum."""
+    """Applies to both linears and the convolution."""
     output_norm: bool = False
-    """Norm of what it gives, before it joins the residual stream."""
 
     @property
     def kv_cache_spec(self) -> PagedColumnState:

@@ -1,5 +1,3 @@
-"""What of rotary position embeddings (Su et al., 2021) follows from their parameters alone."""
-
 from __future__ import annotations
 
 import math
@@ -10,11 +8,10 @@ from typing import Any
 from quire.engine.common.errors import ModelError
 
 ROPE_TYPES = ("default", "dynamic", "factors", "linear", "llama3", "longrope", "ntk", "proportional", "yarn")
-"""The scalings of rotary positions that engine/layers/rope.py computes."""
 
 
 def rotated_size(rope: Mapping[str, Any], head_dim: int) -> int:
-    """Numbers of a head that are rotated, the first ones. Raises ModelError."""
+    """The first elements of a head are rotated. Raises ModelError."""
     part = 1.0 if rope.get("rope_type") == "proportional" else rope.get("partial_rotary_factor") or 1.0
     size = rope.get("rotary_dim") or int(head_dim * part)
     if not 2 <= size <= head_dim or size % 2:
@@ -23,8 +20,9 @@ def rotated_size(rope: Mapping[str, Any], head_dim: int) -> int:
 
 
 def parse_mrope_axes(rope: dict[str, Any], head_dim: int, interleaved: tuple[int, ...]) -> tuple[int, ...]:
-    """For each frequency, which coordinate turns it: 0 time, 1 rows, 2 columns (Wang et al., 2024), in three parts one
-    after the other; or in turns, where a family has parts that are `interleaved` by default. Raises ModelError."""
+    """Axis of each frequency: 0 time, 1 rows, 2 columns (Wang et al., 2024). Three consecutive sections, or interleaved
+    ones with these default sizes. Raises ModelError.
+    """
     count = rotated_size(rope, head_dim) // 2
     sections = rope.get("mrope_section") or interleaved
     if len(sections) != 3 or (not interleaved and sum(sections) != count):
@@ -41,18 +39,16 @@ def parse_mrope_axes(rope: dict[str, Any], head_dim: int, interleaved: tuple[int
 
 @dataclass(frozen=True, slots=True)
 class QueryScaling:
-    """Queries grow with the logarithm of their position (Llama 4, 2025; Nakanishi, 2025), counted in whole contexts."""
+    """Queries grow with the logarithm of their position (Llama 4, 2025; Nakanishi, 2025), counted in contexts."""
 
     log_factor: float
-    """Of the logarithm."""
     context_len: int
-    """Tokens."""
+    """In tokens."""
     first_position: int = 0
-    """The number of the first position."""
 
 
 def parse_query_scaling(rope: dict[str, Any]) -> QueryScaling | None:
-    """How queries grow that are rotated so; None: they do not. Raises ModelError."""
+    """Raises ModelError."""
     if not (beta := rope.get("llama_4_scaling_beta")):
         return None
     if (original_max_position := rope.get("original_max_position_embeddings")) is None:
@@ -64,7 +60,7 @@ def parse_query_scaling(rope: dict[str, Any]) -> QueryScaling | None:
 
 
 def yarn_softmax_scale_factor(rope: dict[str, Any]) -> float:
-    """What DeepSeek multiplies scores by where contexts are stretched: its mscale, squared."""
+    """DeepSeek's mscale, squared."""
     weight = rope.get("mscale_all_dim")
     return 1.0 if rope["rope_type"] == "default" or not weight else yarn_mscale(rope, weight) ** 2
 

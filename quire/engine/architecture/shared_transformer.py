@@ -1,4 +1,4 @@
-"""Attention and an MLP whose weights several layers share (Zamba 2: Glorioso et al., 2024)."""
+"""Attention and MLP with weights shared by several layers (Zamba 2: Glorioso et al., 2024)."""
 
 from __future__ import annotations
 
@@ -19,28 +19,23 @@ from quire.engine.architecture.sublayer import SublayerSpec, divisibility_error
 from quire.kernels.parameters.activation import Activation
 
 SHARED_TRANSFORMER = "shared_transformer"
-"""What a checkpoint calls it, behind the layer's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedTransformerSpec(SublayerSpec):
     attention: AttentionLayerSpec
-    """Its input is twice as wide as the stream."""
+    """Its input is twice the hidden size."""
     intermediate_size: int
-    """Of the MLP,"""
     bias: bool
-    """whose linears may have one,"""
     activation: Activation
-    """and the function of its gates."""
     norm: NormSpec
     weights_layer: int
-    """The layer that has the weights in a checkpoint."""
+    """Holds the weights in a checkpoint."""
     use_index: int
-    """Which of the uses of all blocks this is: its low-rank linears are called by it."""
+    """Position among all uses; names the low-rank linears."""
     adapter_rank: int
-    """Of these."""
     adapts_attention: bool
-    """Queries, keys and values have some too, not only the MLP."""
+    """Q, K and V have low-rank linears too, not only the MLP."""
 
     @property
     def kv_cache_spec(self) -> PagedState:
@@ -49,7 +44,7 @@ class SharedTransformerSpec(SublayerSpec):
         return state
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
-        """Of this use: the weights that all uses share are the first one's, in `weights_layer`."""
+        """Shared weights belong to `weights_layer`."""
         weights = self.weights_prefix
         attention = self.attention
         shapes = linear_shapes([f"{layer}.linear"], hidden_size, hidden_size)
@@ -71,21 +66,19 @@ class SharedTransformerSpec(SublayerSpec):
 
     @property
     def weights_prefix(self) -> str:
-        """What the names of the weights that all uses share begin with."""
         return f"model.layers.{self.weights_layer}.{SHARED_TRANSFORMER}"
 
     def attention_adapter_name(self, projection: str) -> str:
-        """Of the two low-rank linears that this use adds to the queries (`projection` is q), keys or values: they are
-        its .0 and .1."""
+        """Its low-rank linears are .0 and .1."""
         return f"{self.weights_prefix}.self_attn.linear_{projection}_adapter_list.{self.use_index}"
 
     @property
     def mlp_adapter_name(self) -> str:
-        """Of the low-rank linears that it adds to the MLP's gate and up: .0, and .1.gate and .1.up."""
+        """Its low-rank linears are .0, .1.gate and .1.up."""
         return f"{self.weights_prefix}.feed_forward.gate_up_proj_adapter_list.{self.use_index}"
 
     def adaptable_linears(self, layer: str, hidden_size: int) -> LinearSizes:
-        """Of this use, which can have adapters of its own; its low-rank linears have none."""
+        """Each use can have its own LoRA adapters."""
         prefix = f"{layer}.{SHARED_TRANSFORMER}"
         shapes = self.attention.parameter_shapes(prefix, hidden_size)
         shapes |= mlp_shapes(f"{prefix}.feed_forward", self.intermediate_size, hidden_size)

@@ -1,5 +1,3 @@
-"""What layers do to the residual stream beside attention and MLPs."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -14,11 +12,10 @@ PER_LAYER_PROJECTION_NORM = "model.per_layer_projection_norm"
 
 @dataclass(frozen=True, slots=True)
 class OutputNormSpec(SublayerSpec):
-    """Norm of what the parts before give, before it joins the residual stream."""
+    """Norm of the previous sublayers' output, before the residual addition."""
 
     norm: NormSpec
     norm_name: str
-    """In a checkpoint, behind the layer's."""
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
         return norm_shapes({f"{layer}.{self.norm_name}": hidden_size}, self.norm)
@@ -26,10 +23,9 @@ class OutputNormSpec(SublayerSpec):
 
 @dataclass(frozen=True, slots=True)
 class LayerScalarSpec(SublayerSpec):
-    """The residual stream, and what is to be added to it, times a learned number."""
+    """Multiplies the stream, pending output included, by a learned number."""
 
     scalar_name: str
-    """In a checkpoint, behind the layer's."""
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
         return {f"{layer}.{self.scalar_name}": (1,)}
@@ -37,19 +33,16 @@ class LayerScalarSpec(SublayerSpec):
 
 @dataclass(frozen=True, slots=True)
 class PerLayerInputsSpec:
-    """What tokens have for all layers."""
-
     vocab_size: int
     size_per_layer: int
-    """Numbers of a token for each layer."""
+    """Elements per token."""
     num_layers: int
     norm: NormSpec
     image_token_id: int
-    """Whose numbers the tokens have that stand for a part of an image."""
+    """Image tokens use this token's embeddings."""
 
     @property
     def total_size(self) -> int:
-        """Numbers of a token for all layers together."""
         return self.size_per_layer * self.num_layers
 
     def parameter_shapes(self, hidden_size: int) -> ParameterShapes:
@@ -60,7 +53,7 @@ class PerLayerInputsSpec:
 
 @dataclass(frozen=True, slots=True)
 class PerLayerInputGateSpec(SublayerSpec):
-    """What lets a layer's own of these numbers into the stream."""
+    """Gates a layer's own embeddings into the stream."""
 
     size_per_layer: int
     layer_index: int

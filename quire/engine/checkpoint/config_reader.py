@@ -1,5 +1,4 @@
-"""Reads the content of a config.json: of which family it is, its fields by the names of Llama's, and a ModelConfig of
-them. No torch."""
+"""Reads config.json into a ModelConfig. No torch."""
 
 from __future__ import annotations
 
@@ -32,16 +31,15 @@ _TEXT_CONFIG_KEYS = ("text_config", "llm_config", "language_config")
 
 
 def normalize_config_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a config.json, or of its text part, by Llama's names, with what it leaves out."""
     family, fields = find_any_family(raw.get("model_type")), dict(raw)
     if family is not None:
         for alias, name in family.field_names.items():
             if fields.get(alias) is not None:
                 fields[name] = fields[alias]
-        if fields.get("sliding_window_pattern") == 0:  # which says nothing
+        if fields.get("sliding_window_pattern") == 0:
             fields["sliding_window_pattern"] = None
         defaults = {name: value for name, value in family.defaults.items() if fields.get(name) is None}
-        if fields.get("rope_scaling"):  # which says how positions are rotated, in older files
+        if fields.get("rope_scaling"):  # older files' RoPE
             defaults.pop("rope_parameters", None)
         fields |= defaults | {name: value for name, value in family.missing_defaults.items() if name not in fields}
         if family.fill_derived_fields is not None:
@@ -52,11 +50,7 @@ def normalize_config_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def extract_text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of a model's text decoder.
-
-    If a model also takes images or audio, it is an object inside config.json. The keys of that object then override
-    the outer keys of the same name.
-    """
+    """A multimodal model's text decoder has its own object, which overrides outer keys."""
     text_fields = next((raw[name] for name in _TEXT_CONFIG_KEYS if raw.get(name)), None)
     multimodal_family, defaults = find_multimodal_family(raw.get("model_type")), dict[str, Any]()
     fields = {
@@ -73,7 +67,7 @@ def extract_text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_text_config(raw: dict[str, Any], file: str) -> dict[str, Any]:
-    """The same; raises ModelError where it is no object."""
+    """Raises ModelError if it is not an object."""
     for key in _TEXT_CONFIG_KEYS:
         if not isinstance(raw.get(key) or {}, dict):
             raise ModelError(f"model: {file}: {key}: expected object")
@@ -81,8 +75,7 @@ def parse_text_config(raw: dict[str, Any], file: str) -> dict[str, Any]:
 
 
 def has_quire_family(raw: Mapping[str, Any]) -> bool:
-    """Whether a file of ours serves such a model, rather than transformers' class. An encoder's config.json may be of a
-    decoder."""
+    """If not, transformers' class is used. An encoder's config.json may describe a decoder."""
     model_type, text_fields = raw.get("model_type"), raw.get("text_config")
     if find_encoder_family(model_type) is not None:
         return not raw.get("is_decoder")
@@ -95,7 +88,7 @@ def has_quire_family(raw: Mapping[str, Any]) -> bool:
 
 
 def explain_unsupported_family(raw: Mapping[str, Any]) -> str | None:
-    """Why Quire does not serve a model's family; None where a file of ours or transformers' class serves it."""
+    """None if the model is supported."""
     if has_quire_family(raw) or (reason := class_rejection_reason(raw)) is None:
         return None
     model_type, text_fields = str(raw.get("model_type") or ""), raw.get("text_config")
@@ -109,8 +102,7 @@ def explain_unsupported_family(raw: Mapping[str, Any]) -> str | None:
 
 
 def explain_unsupported_model(raw: Mapping[str, Any]) -> list[str]:
-    """What in a config.json, whose fields must be checked before, keeps Quire from serving such a model, in lines that
-    say it to people; [] for nothing."""
+    """The fields must be checked before."""
     family_reason, text_fields = explain_unsupported_family(raw), extract_text_config(raw)
     problems = [] if family_reason is None else [family_reason]
     if (reason := explain_unsupported_quantization(text_fields.get("quantization_config") or {})) is not None:
@@ -120,7 +112,7 @@ def explain_unsupported_model(raw: Mapping[str, Any]) -> list[str]:
     family = find_decoder_family(text_fields.get("model_type"))
     has_longrope = family is not None and family.has_longrope
     rope = text_fields.get("rope_scaling") or text_fields.get("rope_parameters")
-    parts = (rope, *rope.values()) if isinstance(rope, Mapping) else ()  # or one for each kind of layer
+    parts = (rope, *rope.values()) if isinstance(rope, Mapping) else ()  # or one per layer type
     rope_types = {
         find_unsupported_rope_type(part, has_longrope=has_longrope) for part in parts if isinstance(part, Mapping)
     }
@@ -128,8 +120,7 @@ def explain_unsupported_model(raw: Mapping[str, Any]) -> list[str]:
 
 
 def uses_transformers_backend(content: Mapping[str, Any], impl: str) -> bool:
-    """Whether transformers' class is to compute the model of a config.json. Raises ModelError where no file of ours
-    does, and `impl` asks for one."""
+    """Raises ModelError if `impl` asks for a missing family."""
     if has_quire_family(content) and impl != "transformers":
         return False
     if impl == "quire" and content.get("model_type"):
@@ -139,21 +130,20 @@ def uses_transformers_backend(content: Mapping[str, Any], impl: str) -> bool:
 
 
 def find_weight_names(model_type: str, *, gguf: bool = False) -> WeightNames:
-    """Of a family's checkpoints, or of its GGUF files."""
     family = find_decoder_family(model_type)
     names = WeightNames() if family is None else family.weight_names
     return names.gguf_weight_names() if gguf else names
 
 
 def uses_float32_activations(text_fields: Mapping[str, Any]) -> bool:
-    """Whether nearly all matrices have few bits, whose kernels take activations of any type: then a CPU computes in
-    float32 with keys and values of bfloat16, in the same memory. docs/quantization.md has what it gains and costs."""
+    """True if nearly all matrices are quantized. A CPU then computes in float32 with a bfloat16 KV cache, in the same
+    memory: docs/quantization.md.
+    """
     return (text_fields.get("quantization_config") or {}).get("activations") == "float32"
 
 
 def checkpoint_dtype(text_fields: Mapping[str, Any]) -> str:
-    """The type of a checkpoint's numbers. Where config.json names none it is float32, but of weights in few bits
-    bfloat16, which gpt-oss leaves unsaid."""
+    """Quantized checkpoints without a dtype are bfloat16, as gpt-oss is; others float32."""
     return str(
         text_fields.get("dtype")
         or text_fields.get("torch_dtype")
@@ -162,8 +152,7 @@ def checkpoint_dtype(text_fields: Mapping[str, Any]) -> str:
 
 
 def parse_family_config(content: Mapping[str, Any], label: str, eos_token_ids: Sequence[int] = ()) -> ModelConfig:
-    """`content`: of a config.json of a family that a file of ours serves. `label`: what errors call the file. Raises
-    ModelError, naming a wrong field."""
+    """`label` names the file in errors. Raises ModelError naming a wrong field."""
     names, family = file_field_names(content), find_decoder_family(content.get("model_type"))
     with use_file_names_in_errors(names):
         raw = convert_parsed_json(normalize_config_fields(content), FamilyConfigFields, label)
@@ -200,7 +189,7 @@ def parse_family_config(content: Mapping[str, Any], label: str, eos_token_ids: S
 
 
 def _check_config_consistency(config: ModelConfig) -> None:
-    """Raise ModelError where fields that are right alone contradict each other."""
+    """Raise ModelError if fields contradict each other."""
 
     def config_error(text: str) -> ModelError:
         return ModelError(f"model: config.json: {text}")
@@ -223,7 +212,6 @@ def _check_config_consistency(config: ModelConfig) -> None:
 
 
 def _read_required_integer(raw: FamilyConfigFields, key: str) -> int:
-    """An integer that config.json must have. Raises ModelError, naming the key."""
     value = raw.get(key)
     if not isinstance(value, int):
         family = f"config.json of a {raw.get('model_type')!r}"
@@ -232,8 +220,7 @@ def _read_required_integer(raw: FamilyConfigFields, key: str) -> int:
 
 
 def file_field_names(raw: Mapping[str, Any]) -> dict[str, str]:
-    """By the names that Quire reads, those that stand in a config.json or would stand there, of fields that its family
-    calls otherwise."""
+    """Map our names to the file's where the family's differ."""
     text_fields = raw.get("text_config")
     fields = {**raw, **text_fields} if isinstance(text_fields, Mapping) else raw
     family, names = find_any_family(fields.get("model_type")), dict[str, str]()
@@ -245,7 +232,7 @@ def file_field_names(raw: Mapping[str, Any]) -> dict[str, str]:
 
 @contextmanager
 def use_file_names_in_errors(file_names: Mapping[str, str]) -> Iterator[None]:
-    """In its context a ModelError names fields by `file_names`."""
+    """Applies to ModelErrors."""
     try:
         yield
     except ModelError as error:
@@ -258,8 +245,6 @@ def use_file_names_in_errors(file_names: Mapping[str, str]) -> Iterator[None]:
 
 
 def with_file_names_in_errors(read: Callable[[Mapping[str, Any]], _T]) -> Callable[[Mapping[str, Any]], _T]:
-    """A function of a config.json's content whose errors do."""
-
     @wraps(read)
     def read_with_file_names(raw: Mapping[str, Any]) -> _T:
         with use_file_names_in_errors(file_field_names(raw)):

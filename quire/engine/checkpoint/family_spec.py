@@ -1,5 +1,3 @@
-"""The spec of a decoder that a family describes, from its ModelConfig, or from the content of its config.json alone."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -23,7 +21,7 @@ from quire.engine.families.base.model_config import ModelConfig
 
 
 def build_decoder_spec(config: ModelConfig) -> DecoderSpec:
-    """The spec of a model that a family of ours describes. Raises ModelError."""
+    """Raises ModelError."""
     with use_file_names_in_errors(config.file_field_names):
         if (family := find_decoder_family(config.model_type)) is None:
             known = ", ".join(decoder_model_types())
@@ -34,32 +32,32 @@ def build_decoder_spec(config: ModelConfig) -> DecoderSpec:
 
 
 def _check_activation(config: ModelConfig, spec: DecoderSpec) -> None:
-    """Raise ModelError where config.json names another function than the family's."""
+    """Raise ModelError for another function than the family's."""
     experts = {"silu" if each.gated else "relu2" for each in spec.sublayers_of_kind(MoELayerSpec)}
     shared_activations = {each.activation.kind for each in spec.sublayers_of_kind(SharedTransformerSpec)}
     activations = (
         {each.activation for each in spec.sublayers_of_kind(MLPSpec)} or experts or shared_activations or {"silu"}
     )
     activation = hidden_activation(config)
-    # Old Gemma files say gelu but mean its tanh form.
+    # Old Gemma files name gelu, but use its tanh form.
     if activation not in {*activations, None} and (activation, activations) != ("gelu", {"gelu_tanh"}):
         raise ModelError(f"model: hidden_act {activation!r} is not supported in a {config.model_type!r}")
 
 
 def is_encoder(config: ModelConfig) -> bool:
-    """Whether the model only reads, so that it keeps no KV cache. transformers' class makes a decoder of some."""
+    """transformers' class makes decoders of some encoders."""
     return config.transformers_config is None and find_encoder_family(config.model_type) is not None
 
 
 def build_encoder_spec(config: ModelConfig) -> EncoderSpec:
-    """The spec of an encoder. Raises ModelError for what its family does not compute."""
+    """Raises ModelError for unsupported models."""
     family = find_encoder_family(config.model_type)
     assert family is not None, f"{config.model_type} is no encoder"
     return family.build_spec(config)
 
 
 def read_encoder_spec(raw: Mapping[str, Any]) -> EncoderSpec | None:
-    """As read_decoder_spec, of an encoder."""
+    """None for other models. Raises ModelError."""
     text_fields = extract_text_config(raw)
     if find_encoder_family(text_fields.get("model_type")) is None:
         return None
@@ -68,12 +66,11 @@ def read_encoder_spec(raw: Mapping[str, Any]) -> EncoderSpec | None:
 
 
 def read_decoder_spec(raw: Mapping[str, Any]) -> DecoderSpec | None:
-    """By a family of ours, which may be that of a text part alone; None: none describes the model. Raises ModelError
-    where the family does not serve it."""
+    """Return None without a family; the text part alone may have one. Raises ModelError for unsupported models."""
     text_fields = extract_text_config(raw)
     if find_decoder_family(text_fields.get("model_type")) is None or (
         not has_quire_family(raw) and text_fields.get("kv_lora_rank")
     ):
-        return None  # transformers' classes cache keys and values that they make of latents
+        return None  # transformers' classes cache expanded keys and values
     content = raw if find_decoder_family(raw.get("model_type")) is not None else text_fields
     return build_decoder_spec(parse_family_config(content, "config.json"))

@@ -1,8 +1,4 @@
-"""Gets a model's files from the hub into the cache that the hub's client shares with other programs.
-
-The client downloads: it shows progress, resumes a broken connection, and works offline with what is in its cache. Here
-it is decided which files, what must be true before, and that what came is what the hub says it has.
-"""
+"""Selects and verifies files. The hub's client downloads them into its shared cache, resumes, and works offline."""
 
 from __future__ import annotations
 
@@ -25,47 +21,42 @@ if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
 
 _PICKLE_PATTERNS = ("pytorch_model.bin", "pytorch_model-*.bin")
-"""The files of a model's weights where a repository has no safetensors."""
+"""Used if a repository has no safetensors."""
 _HEADER_CHUNK_BYTES = 8 * MIB
-"""That is read of a header at a time: of most of them all."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
     size: int
     sha256: str | None
-    """Of its content; None for small files, which are in git."""
+    """None for small files, which are in git."""
 
 
 @dataclass(frozen=True, slots=True)
 class RepoListing:
-    """What a repository holds: by path from its root."""
-
     files: Mapping[str, HubFile | None]
-    """None where the hub could not be asked, and the cache has the file."""
+    """Keys are paths. None if only the cache has the file, because the hub is unreachable."""
     commit: str
 
     @property
     def has_only_gguf_weights(self) -> bool:
-        """Whether GGUF files are all the weights it has."""
         suffixes = {PurePosixPath(path).suffix.lower() for path in self.files}
         return ".gguf" in suffixes and ".safetensors" not in suffixes
 
     @property
     def pickle_patterns(self) -> tuple[str, ...]:
-        """Patterns of files that are wanted too, because its weights are of PyTorch's own format alone."""
         return () if any(path.endswith(".safetensors") for path in self.files) else _PICKLE_PATTERNS
 
 
 def download_from_hub(name: HubName, revision: str | None, patterns: Sequence[str], *, refresh: bool = False) -> Path:
-    """The local folder of a model's snapshot with the files that match these patterns, or its GGUF file, of several
-    parts the first. newest: also of what the cache has, the hub is asked for the newest, with all checks. Raises
-    ModelError."""
+    """Return the snapshot's folder, or the first part of its GGUF file. `refresh` asks the hub even for cached models.
+    Raises ModelError.
+    """
     revision = name.revision or revision
     if name.wants_gguf and not refresh and (cached := _find_cached_gguf(name, revision)) is not None:
         return cached
     if not name.wants_gguf and not refresh and has_cached_weights(name, revision, (".safetensors",)):
-        return download_files(name, revision, patterns)  # which asks whether there is something newer
+        return download_files(name, revision, patterns)  # the client checks for newer files
     with translate_hub_errors(name, revision):
         listing = list_repo_files(name, revision)
         if not name.wants_gguf and not listing.has_only_gguf_weights:
@@ -75,7 +66,6 @@ def download_from_hub(name: HubName, revision: str | None, patterns: Sequence[st
 
 
 def download_files(name: HubName, revision: str | None, patterns: Sequence[str]) -> Path:
-    """The local folder of the files that match these patterns, whatever else a repository holds."""
     from huggingface_hub import snapshot_download
 
     with translate_hub_errors(name, revision):
@@ -83,7 +73,7 @@ def download_files(name: HubName, revision: str | None, patterns: Sequence[str])
 
 
 def select_gguf_files(name: HubName, listing: RepoListing) -> list[str]:
-    """The paths of the GGUF model that a name means, in order. Raises ModelError."""
+    """Raises ModelError."""
     models = group_models_by_tag(listing.files)
     if name.file is None:
         return select_files(models, None if name.tag in (None, ANY_GGUF) else name.tag, name.repo)
@@ -94,8 +84,7 @@ def select_gguf_files(name: HubName, listing: RepoListing) -> list[str]:
 
 
 def list_repo_files(name: HubName, revision: str | None) -> RepoListing:
-    """What a repository holds on the hub, or, where that cannot be asked, what of it is in the cache. Raises what the
-    hub's client raises."""
+    """Falls back to the cache. Raises the hub client's errors."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, RevisionNotFoundError
 
@@ -117,7 +106,7 @@ def list_repo_files(name: HubName, revision: str | None) -> RepoListing:
 
 
 def _download_snapshot(name: HubName, revision: str | None, listing: RepoListing, patterns: Sequence[str]) -> Path:
-    """Download the files that match; those that are new are compared with what the hub says of them."""
+    """Checks the SHA-256 of new files."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import filter_repo_objects
 
@@ -137,7 +126,7 @@ def _download_snapshot(name: HubName, revision: str | None, listing: RepoListing
 
 
 def _verify_sha256(path: Path, file: HubFile, repo: str) -> None:
-    """Raise ModelError, and delete it, where a file is not what the hub has."""
+    """Delete the file and raise ModelError on a mismatch."""
     if file.sha256 is None:
         return
     with path.open("rb") as content:
@@ -152,7 +141,7 @@ def _verify_sha256(path: Path, file: HubFile, repo: str) -> None:
 
 
 def _find_cached_snapshot(name: HubName, revision: str | None) -> Path | None:
-    """The snapshot of a revision in the cache, by the layout that the hub's client documents; None without one."""
+    """Relies on the documented cache layout."""
     from huggingface_hub import constants  # which takes 10 ms; the client itself takes a second
 
     repo = Path(constants.HF_HUB_CACHE) / f"models--{name.repo.replace('/', '--')}"
@@ -166,7 +155,7 @@ def _find_cached_snapshot(name: HubName, revision: str | None) -> Path | None:
 
 
 def _find_cached_gguf(name: HubName, revision: str | None) -> Path | None:
-    """The file that a name means where the cache has all of it, so that a start asks nobody; None else."""
+    """Return None unless all parts are cached. Does not ask the hub."""
     folder = _find_cached_snapshot(name, revision)
     if folder is None:
         return None
@@ -181,7 +170,7 @@ def _find_cached_gguf(name: HubName, revision: str | None) -> Path | None:
 def has_cached_weights(
     name: HubName, revision: str | None, suffixes: tuple[str, ...] = (".safetensors", ".gguf", ".bin")
 ) -> bool:
-    """Whether weights of a model, in files of these kinds, are in the cache, maybe not all of them."""
+    """True for incomplete weights too."""
     if name.wants_gguf:
         return _find_cached_gguf(name, name.revision or revision) is not None
     folder = _find_cached_snapshot(name, name.revision or revision)
@@ -189,9 +178,9 @@ def has_cached_weights(
 
 
 def fetch_config(name: HubName, revision: str | None, file: str, target_dir: Path) -> Path:
-    """The local folder with a model's config.json, called `file`, and no weights. Of a GGUF model its headers, some MB,
-    are written into files as large as the whole ones, whose rest is not there; then the first one's path. Raises
-    ModelError."""
+    """Return the folder with config.json. For a GGUF model, fetch only headers, a few MB, into sparse files of full
+    size, and return the first. Raises ModelError.
+    """
     revision = name.revision or revision
     with translate_hub_errors(name, revision):
         listing = list_repo_files(name, revision)
@@ -206,7 +195,7 @@ def fetch_config(name: HubName, revision: str | None, file: str, target_dir: Pat
 def _fetch_gguf_header(name: HubName, listing: RepoListing, path: str, target_dir: Path) -> None:
     file = listing.files[path]
     target = target_dir / PurePosixPath(path).name
-    if file is None:  # the hub cannot be asked, and the cache has it
+    if file is None:  # only the cache has it
         folder = _find_cached_snapshot(name, listing.commit)
         assert folder is not None
         target.symlink_to(folder / path)
@@ -218,8 +207,6 @@ def _fetch_gguf_header(name: HubName, listing: RepoListing, path: str, target_di
 
 
 class _HubRangeReader:
-    """Reads a file of the hub piece by piece."""
-
     def __init__(self, repo: str, path: str, commit: str) -> None:
         from huggingface_hub import hf_hub_url
 
@@ -232,7 +219,7 @@ class _HubRangeReader:
         last = self._offset + max(length, _HEADER_CHUNK_BYTES) - 1
         headers = build_hf_headers() | {"Range": f"bytes={self._offset}-{last}", "Accept-Encoding": "identity"}
         with get_session().stream("GET", self._url, headers=headers, follow_redirects=True) as answer:
-            if answer.status_code == 200:  # all of it
+            if answer.status_code == 200:  # the whole file
                 raise ModelError("model: this hub gives no parts of files; `quire pull` downloads it whole")
             content = answer.read()
             hf_raise_for_status(answer)

@@ -1,5 +1,3 @@
-"""Why the hub did not give a model, in one line each: no such name, gated, private, offline, no answer, a full disk."""
-
 from __future__ import annotations
 
 import errno
@@ -23,8 +21,8 @@ _SEARCH_LIMIT = 20
 
 @contextmanager
 def translate_hub_errors(name: HubName, revision: str | None) -> Iterator[None]:
-    """Turns what the hub's client raises into a ModelError."""
-    # What it raises where no connection comes about is its HTTP library's, which it imports under this name.
+    """Raises ModelError instead."""
+    # Connection errors are its HTTP library's, imported under this name.
     from huggingface_hub.errors import HTTPError
 
     try:
@@ -60,7 +58,7 @@ def _explain_error(error: Exception, name: HubName, revision: str | None) -> str
 
 
 def _explain_hub_refusal(error: Exception, repo: str, revision: str | None) -> str | None:
-    """Why the hub, or its client for it, refused; None if this is no answer of theirs."""
+    """None if it was not a refusal."""
     from huggingface_hub import errors, get_token
 
     token = get_token()
@@ -78,7 +76,7 @@ def _explain_hub_refusal(error: Exception, repo: str, revision: str | None) -> s
     if not isinstance(error, errors.HfHubHTTPError):
         return None
     status = error.response.status_code
-    if status == 401 and token is None:  # so the hub answers who may not know whether there is such a model
+    if status == 401 and token is None:  # the hub's answer if existence is secret
         return _not_found_message(repo, private=True)
     if status in (401, 403):
         return f"HF_TOKEN: the hub refuses this token for {repo} (status {status})"
@@ -86,7 +84,7 @@ def _explain_hub_refusal(error: Exception, repo: str, revision: str | None) -> s
 
 
 def _explain_write_failure(error: OSError, name: HubName) -> str | None:
-    """Why a file could not be stored; None if another operation failed."""
+    """None for other errors."""
     if error.errno in _NOT_WRITABLE_ERRNOS:
         return (
             f"{name.repo!r} cannot be stored: {error.filename} cannot be written by uid {os.getuid()} "
@@ -107,19 +105,18 @@ def _not_found_message(repo: str, *, private: bool) -> str:
 
 
 def _find_similar_repo(repo: str) -> str | None:
-    """A model of the hub with nearly this name."""
     from huggingface_hub import HfApi
 
     owner, _, name = repo.partition("/")
     repo_ids: list[str] = []
-    with suppress(Exception):  # a hint alone
+    with suppress(Exception):  # only a hint
         for search in (name, owner):
             repo_ids += [each.id for each in HfApi().list_models(search=search, limit=_SEARCH_LIMIT)]
     return next(iter(get_close_matches(repo, repo_ids, 1, 0.75)), None)
 
 
 def check_disk_space(name: HubName, needed_bytes: int) -> None:
-    """Raise ModelError where the disk of the hub's cache has not so many bytes free."""
+    """Raise ModelError if the cache's disk is too full."""
     free_bytes = _free_disk_bytes()
     if free_bytes is not None and needed_bytes > free_bytes:
         sizes = f"{needed_bytes / _GIB:.1f} GiB are needed, {free_bytes / _GIB:.1f} GiB are free"
@@ -136,7 +133,6 @@ def _disk_full_message(name: HubName) -> str:
 
 
 def _free_disk_bytes() -> int | None:
-    """Bytes for this user on the disk of the hub's cache."""
     from huggingface_hub import constants
 
     path = Path(constants.HF_HUB_CACHE)

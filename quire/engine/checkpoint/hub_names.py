@@ -1,7 +1,5 @@
-"""What a model's name on the hub says: OWNER/REPO, with a tag for one of its GGUF files, or the address of its page.
-
-`OWNER/REPO-GGUF:Q4_K_M`, `hf.co/OWNER/REPO`, `https://huggingface.co/OWNER/REPO/blob/main/FILE.gguf`: as Ollama,
-llama.cpp's `-hf` and a browser write them. It does not import the hub's client.
+"""Hub names as Ollama, llama.cpp's `-hf` and browsers write them: `OWNER/REPO-GGUF:Q4_K_M`, `hf.co/OWNER/REPO`,
+`https://huggingface.co/OWNER/REPO/blob/main/FILE.gguf`.
 """
 
 from __future__ import annotations
@@ -14,24 +12,20 @@ from urllib.parse import unquote, urlsplit
 from quire.engine.common.errors import ModelError
 
 ANY_GGUF = "GGUF"
-"""The tag of whichever GGUF file suits best: what `-hf OWNER/REPO` asks for."""
+"""The best GGUF file, as for `-hf OWNER/REPO`."""
 _HUB_HOSTS = ("hf.co", "huggingface.co", "www.huggingface.co")
 _NAME_PATTERN = re.compile(r"\w[\w.-]{0,95}", re.ASCII)
 _TAG_PATTERN = re.compile(r"[\w.-]{1,128}", re.ASCII)
 _REVISION_PATHS = ("tree", "blob", "resolve", "raw")
-"""The part of an address after OWNER/REPO that a revision follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubName:
     repo: str
-    """OWNER/REPO."""
     tag: str | None = None
-    """Which of the repository's GGUF files, such as Q4_K_M; ANY_GGUF: the nearest to that."""
+    """A GGUF file's, such as Q4_K_M. ANY_GGUF: the nearest to it."""
     file: str | None = None
-    """The path of a GGUF file in it."""
     revision: str | None = None
-    """That an address names."""
 
     @property
     def wants_gguf(self) -> bool:
@@ -39,14 +33,13 @@ class HubName:
 
     @property
     def display_name(self) -> str:
-        """OWNER/REPO, with the tag or file that it names."""
         if self.file is not None:
             return f"{self.repo}/{self.file}"
         return self.repo if self.tag in (None, ANY_GGUF) else f"{self.repo}:{self.tag}"
 
 
 def parse_hub_name(name: str) -> HubName | None:
-    """None for what is no name on the hub, such as a path. Raises ModelError for an address that is no model's."""
+    """None for other names, such as paths. Raises ModelError for an address that is not a model's."""
     rest = _path_on_hub(name)
     is_address = rest is not None
     rest = name if rest is None else rest
@@ -80,7 +73,7 @@ def parse_hub_name(name: str) -> HubName | None:
 
 
 def _path_on_hub(name: str) -> str | None:
-    """The path of an address on the hub; None for a name without one."""
+    """None unless the name is an address."""
     if name.startswith("hf://"):
         return name.removeprefix("hf://").removeprefix("models/")
     endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/")

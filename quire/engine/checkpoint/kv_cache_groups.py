@@ -1,9 +1,7 @@
-"""Which layers share a page table, and how many pages a sequence holds: layers with a sliding window need only the keys
-of their window.
+"""Groups layers that share a block table, so that sliding-window layers keep only their window.
 
-A page holds block_size tokens in the layers of one group, which all have the same window; every group has as many
-layers, so that any page serves any of them. Kwon et al. (2023) introduce pages; vLLM divides layers into groups of
-equal size too. This module does not import torch, so `quire plan` can use it.
+Layers of a group have the same window, and groups have equally many layers, so any block serves any group (blocks: Kwon
+et al., 2023; equal groups as in vLLM). No torch, for `quire plan`.
 """
 
 from __future__ import annotations
@@ -25,17 +23,15 @@ from quire.engine.families.base.rope_fields import rope_depends_on_context
 from quire.engine.families.base.schema.config_schema import LONGROPE_TYPES
 
 _MAX_GROUPS = 8
-"""Each has a page table, which every step carries."""
+"""Every step carries one block table per group."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroups:
     windows: tuple[int | None, ...]
-    """By group: tokens that a token sees in its layers, itself included; None: all. Pages outside are given back."""
+    """Per group: tokens that a token sees, itself included; None: all. Blocks outside are freed."""
     group_of_layer: tuple[int, ...]
-    """By layer: its group,"""
     layer_index_in_block: tuple[int, ...]
-    """and its place among the layers of a page."""
 
     @property
     def num_groups(self) -> int:
@@ -43,25 +39,24 @@ class KVCacheGroups:
 
     @property
     def layers_per_block(self) -> int:
-        """Layers of a page; a group may have fewer."""
+        """A group may have fewer."""
         return max(self.layer_index_in_block) + 1
 
 
 def single_kv_cache_group(num_layers: int, window: int | None = None) -> KVCacheGroups:
-    """A page for all layers."""
     return KVCacheGroups((window,), (0,) * num_layers, tuple(range(num_layers)))
 
 
 def setting_requiring_full_kv(config: EngineConfig) -> str | None:
-    """The setting for which layers with a window keep all tokens too; None: no setting asks for it."""
-    for key in ("kv_offload_memory", "kv_offload_dir", "kv_offload_tier"):  # which keep pages of all layers
+    """Return a setting with which windowed layers keep all tokens."""
+    for key in ("kv_offload_memory", "kv_offload_dir", "kv_offload_tier"):  # they keep blocks of all layers
         if getattr(config, key):
             return key
-    return "speculative_config" if config.has_draft_weights else None  # what drafts has pages of the same numbers
+    return "speculative_config" if config.has_draft_weights else None  # drafters use the same block ids
 
 
 def apply_context_settings(model: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """The model with the context that is asked for, so far as it decides more than how much is kept."""
+    """Apply only settings that change what is computed."""
     model = _limit_context_to_window(model, config)
     depends_on_context = model_rope_depends_on_context(model.model_type, model.rope, model.transformers_config)
     if (
@@ -74,8 +69,6 @@ def apply_context_settings(model: ModelConfig, config: EngineConfig) -> ModelCon
 def model_rope_depends_on_context(
     model_type: str, rope: Mapping[str, Any], hf_config: Mapping[str, Any] | None
 ) -> bool:
-    """Whether the longest context decides a model's rotations. `hf_config`: its config.json where transformers' class
-    computes it, which reads that itself."""
     if hf_config is not None:
         return rope_depends_on_context(hf_config)
     family = find_decoder_family(model_type)
@@ -83,20 +76,18 @@ def model_rope_depends_on_context(
 
 
 def resolve_rope_context(config: EngineConfig, max_position: int, *, depends_on_context: bool) -> int | None:
-    """The context by which a model of so many positions rotates; None where none `depends_on_context`. Raises
-    ConfigError for one that is asked for then."""
+    """Return None unless `depends_on_context`. Raises ConfigError if it is then set."""
     if not depends_on_context:
         refuse_setting_if(
             "rope_context", config.rope_context is not None and "the model's rotations depend on no context"
         )
         return None
-    # Not the context that the memory allows: tokens would depend on it, and change when an engine is built anew.
+    # Not the context that memory allows: tokens would depend on it, and change with a restart.
     return config.rope_context or config.max_model_len or max_position
 
 
 def _limit_context_to_window(model: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """The model, whose context ends where its narrowest window does if the configuration asks for that: up to there
-    every layer sees all tokens."""
+    """With disable_sliding_window, end the context at the narrowest window, up to which all layers see everything."""
     if not config.disable_sliding_window:
         return model
     windows = _sliding_windows(model)
@@ -104,7 +95,6 @@ def _limit_context_to_window(model: ModelConfig, config: EngineConfig) -> ModelC
 
 
 def _sliding_windows(model: ModelConfig) -> list[int]:
-    """Of the layers that have one."""
     if model.transformers_config is not None:
         text_fields = extract_text_config(model.transformers_config)
         return [each for each in unserved_layer_windows(text_fields, model.num_layers) if each]
@@ -114,7 +104,6 @@ def _sliding_windows(model: ModelConfig) -> list[int]:
 
 
 def max_draft_tokens_per_step(config: EngineConfig) -> int:
-    """Of one sequence in a step."""
     speculative = config.speculative_config or SpeculativeConfig(method="grammar")
     return 0 if speculative.method == "none" else speculative.num_speculative_tokens
 
@@ -122,10 +111,11 @@ def max_draft_tokens_per_step(config: EngineConfig) -> int:
 def build_kv_cache_groups(
     layer_states: Sequence[LayerStates], max_context: int, block_size: int, *, keep_all_tokens: bool = False
 ) -> KVCacheGroups:
-    """The groups of layers that keep these states, for contexts of up to `max_context` tokens: so many layers to a page
-    that the longest context takes least memory. One group that keeps all tokens where nothing would be saved, where it
-    is asked for (`keep_all_tokens`), or where some layers keep more of a token than others, or another kind of state,
-    so that not any page would serve any of them. A layer that reads another's pages is where that one is."""
+    """Choose the number of layers per block with which a context of `max_context` tokens takes the least memory.
+
+    One group keeps all tokens if nothing would be saved, with `keep_all_tokens`, or if layers keep different states,
+    because not every block would serve every layer. A layer that reads another's blocks joins its group.
+    """
     kv_source_layers = [
         next((each.layer for each in layer if isinstance(each, SharedState)), None) for layer in layer_states
     ]
@@ -164,7 +154,6 @@ def build_kv_cache_groups(
 
 
 def _add_kv_sharing_layers(groups: KVCacheGroups, kv_source_layers: Sequence[int | None]) -> KVCacheGroups:
-    """With layers, among those of `groups`, that read others' pages, whose numbers `kv_source_layers` gives."""
     group_of_layer = list[int]()
     layer_index_in_block = list[int]()
     owning_index = 0
@@ -190,7 +179,7 @@ def _assign_layers_to_groups(
         first_group_by_window[window] = len(windows)
         windows += [window] * -(-count // layers_per_block)
     group_of_layer, layer_index_in_block = [], []
-    for window in effective_windows:  # in turn, so that each stage of a pipeline has as many layers of every group
+    for window in effective_windows:  # round-robin, so that pipeline stages have equally many layers of each group
         num_groups = -(-layers_by_window[window] // layers_per_block)
         group_of_layer.append(first_group_by_window[window] + num_assigned[window] % num_groups)
         layer_index_in_block.append(num_assigned[window] // num_groups)
@@ -199,7 +188,6 @@ def _assign_layers_to_groups(
 
 
 def _max_blocks_in_window(window: int | None, max_chunk_tokens: int, num_blocks: int, block_size: int) -> int:
-    """Most pages of a group that a sequence of `num_blocks` pages holds at one time."""
     if window is None:
         return num_blocks
     return min(num_blocks, (window + max_chunk_tokens + block_size - 3) // block_size + 1)
@@ -207,23 +195,20 @@ def _max_blocks_in_window(window: int | None, max_chunk_tokens: int, num_blocks:
 
 @dataclass(frozen=True, slots=True)
 class KVBlockNeeds:
-    """How many pages a sequence holds, where a step computes up to `max_chunk_tokens` of its tokens."""
+    """Blocks that a sequence holds, if a step computes up to `max_chunk_tokens`."""
 
     windows: tuple[int | None, ...]
-    """By group, as KVCacheGroups has them."""
     block_size: int
     max_chunk_tokens: int
 
     def max_blocks(self, tokens: int, cached_blocks: int = 0) -> int:
-        """Pages that a sequence of so many tokens may hold at one time, of all groups, those of its first
-        `cached_blocks` blocks not counted."""
+        """Sum over groups, without the first `cached_blocks` blocks."""
         new_blocks = -(-tokens // self.block_size) - cached_blocks
         return sum(
             _max_blocks_in_window(window, self.max_chunk_tokens, new_blocks, self.block_size) for window in self.windows
         )
 
     def max_context_tokens(self, available_blocks: int, max_tokens: int) -> int:
-        """Tokens of the longest sequence that so many pages allow for, but no more than `max_tokens`."""
         low, high = 0, -(-max_tokens // self.block_size)
         while low < high:
             middle = (low + high + 1) // 2
@@ -234,5 +219,4 @@ class KVBlockNeeds:
         return min(low * self.block_size, max_tokens)
 
     def first_visible_block(self, window: int, position: int) -> int:
-        """The first block that the token at a position sees through a window."""
         return max(position - window + 1, 0) // self.block_size

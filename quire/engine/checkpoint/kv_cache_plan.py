@@ -1,7 +1,4 @@
-"""Plans the KV cache: the size of a page, how many pages fit in memory, and how long a context they allow.
-
-It also reads how much memory the machine has left. It does not import torch, so `quire plan` can use it.
-"""
+"""Plans the KV cache. No torch, for `quire plan`."""
 
 from __future__ import annotations
 
@@ -19,64 +16,62 @@ from quire.engine.families.base.model_config import ModelConfig
 GIB = 2**30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZED_BITS = {"int8": 8.0, "int4": 5.0, "fp8": 8.0}
-"""Bits of a weight that is quantized at load (engine/layers/schemes/online_quantization.py), its scale's and offset's
-included."""
+"""Bits per weight quantized at load (engine/layers/schemes/online_quantization.py), with scale and offset."""
 QUANTIZED_EMBEDDING_BITS = 8.0
-"""The same for the embedding and the head, where they are quantized."""
 KV_CODE_SCALE_BYTES = {"int8": 2, "fp8": 0, "fp8_e4m3": 0}
-"""By kv_cache_dtype: bytes that a head of a token takes beside a byte for each number (kernels/kv_quantization.py)."""
+"""Extra bytes per head and token by kv_cache_dtype, besides a byte per element (kernels/kv_quantization.py)."""
 MAX_DEFAULT_CPU_KV_BYTES = 4 * GIB
-"""The largest KV cache that is allocated on a CPU unasked: the machine needs its memory for other things too."""
+"""The machine needs memory for other things too."""
 _MAX_HOST_KV_FRACTION = 0.5
-"""The largest share for the KV cache of the memory that is free once the weights are loaded."""
+"""Share of the memory that is free after loading."""
 _MAX_DEFAULT_CPU_STATE_BYTES = 2 * GIB
-"""The largest memory that count_state_slots gives unasked on a CPU."""
 _MAX_SNAPSHOT_SLOTS = 1024
 _GPU_STATE_DIVISOR = 3
-"""On a GPU count_state_slots gives unasked at most this part of the memory: a third."""
+"""States get at most a third of a GPU's free memory by default."""
 MIN_BLOCK_BYTES = 256
-"""Of a page where no layer keeps anything in it: what is noted of it, its hash for one. Prefixes are found by pages."""
+"""Bookkeeping, such as hashes, if layers keep nothing in blocks."""
 CUDA_CONTEXT_BYTES = 600 * 2**20
-"""Estimate for `quire plan`, which has no GPU to ask: what CUDA, its libraries and PyTorch take before any tensor."""
+"""Estimate of what CUDA, its libraries and PyTorch take before any tensor."""
 MIXED_GRAPH_DECODE_SIZES = (4, 8, 16, 32, 64, 96, 128, 192, 256)
-"""For decodes, in CUDA graphs of small steps with prompts (engine/worker/graphs/mixed_batch_graphs.py). A product of up
-to some 300 rows reads its weights for longer than it multiplies, on an H100."""
+"""Decode rows in mixed-batch CUDA graphs (engine/worker/graphs/mixed_batch_graphs.py). Up to about 300 rows, an H100
+takes longer to read weights than to multiply.
+"""
 MIXED_GRAPH_PREFILL_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)
-"""Of prompts. Longer steps take a GPU longer than it takes the host to start their kernels, even of small models."""
+"""Larger steps take a GPU longer than the host takes to launch kernels, even in small models."""
 MAX_MIXED_GRAPHS = 32
 DRIVER_BYTES_PER_GRAPH = 8 * 2**20
-"""What the driver keeps of a graph, beside the memory that all share: an assumption; nobody has measured it."""
+"""Driver memory per graph: an unmeasured assumption."""
 NCCL_BYTES_PER_GRAPH_CALL = 16 * 2**10
-"""Of each call of NCCL's in a graph: the same. By its sources (src/enqueue.cc, `uploadWork`, with NCCL_CUMEM_ENABLE=0)
-it allocates 512 bytes for each of up to 32 channels before 2.22; since then an all-reduce or an all-gather lies in its
-kernel's arguments, up to 4 KB."""
+"""Per NCCL call in a graph: an unmeasured assumption. By its sources (src/enqueue.cc, `uploadWork`, with
+NCCL_CUMEM_ENABLE=0), it allocates 512 bytes for each of up to 32 channels before 2.22; since then collectives lie in
+kernel arguments, up to 4 KB.
+"""
 
 DRAFT_GRAPHS_BYTES = 128 * 2**20
-"""The same of all graphs of a model or heads that draft, some thirty of a smaller model or a hundred of a layer or two:
-an assumption too. They share the memory of the served model's."""
+"""An assumption for all graphs of a drafter: some thirty of a small model, or a hundred of one or two layers. They
+share the served model's memory pool.
+"""
 
 MeminfoReader = Callable[[str], int | None]
-"""What the system says of the machine's memory: see meminfo."""
 
 
 def max_mixed_graph_tokens(max_model_len: int, max_num_seqs: int) -> int:
-    """Most tokens in a graph of a step with prompts, all rows counted."""
+    """Includes decode rows."""
     rows = [size for size in MIXED_GRAPH_DECODE_SIZES if size < 2 * max_num_seqs] or MIXED_GRAPH_DECODE_SIZES[:1]
     return rows[-1] + max((size for size in MIXED_GRAPH_PREFILL_SIZES if size <= max_model_len), default=0)
 
 
 def num_nccl_calls(num_layers: int, num_ranks: int, *, context_parallel: bool) -> int:
-    """NCCL's calls in a step of a model of so many layers, where so many GPUs compute it: the embedding's sum, and of
-    each layer two; where ranks divide the tokens of sequences, its queries' and what attention finds of them, too."""
+    """One per step, and two per layer; four with context parallelism."""
     return 0 if num_ranks == 1 else 1 + num_layers * (4 if context_parallel else 2)
 
 
 def cuda_graph_bytes(
     step_bytes: int, step_tokens: int, max_graph_tokens: int | None, nccl_calls: int = 0, *, has_drafter: bool
 ) -> int:
-    """What CUDA graphs take beside the largest step, which has so many tokens and bytes. most: tokens in a graph of a
-    step with prompts; None: only decodes become graphs, whose own pool is that of fewer tokens than this step's. calls:
-    see num_nccl_calls. drafts: whether a model or heads draft."""
+    """Memory on top of the largest step's. Without `max_graph_tokens` only decodes are captured, in a pool for fewer
+    tokens.
+    """
     draft_bytes = DRAFT_GRAPHS_BYTES if has_drafter else 0
     if max_graph_tokens is None:
         return step_bytes // 4 + draft_bytes
@@ -90,26 +85,19 @@ def cuda_graph_bytes(
 
 @dataclass(frozen=True, slots=True)
 class KVCachePlan:
-    """The KV cache: num_blocks pages of block_size tokens each, for contexts of up to max_model_len tokens.
-
-    Where groups of layers have page tables of their own, each page is cut into one for each group.
-    """
+    """Each of the `num_blocks` blocks is divided into one per group."""
 
     num_blocks: int
     block_size: int
     block_bytes: int
-    """Bytes of one page in all layers together."""
     max_model_len: int
     sizing_summary: str
-    """How the numbers come about, in one line for the log."""
     windows: tuple[int | None, ...] = (None,)
-    """Of the groups of layers, as KVCacheGroups has them."""
     blocks_per_context: int = 1
-    """Groups' pages that a full context holds at most."""
+    """Groups' blocks that a full context holds at most."""
     state_bytes: int = 0
-    """Of what layers keep of sequences beside pages, in every slot."""
+    """For all slots."""
     request_slots: int = 1
-    """Slots of sequences, and those of snapshots beside them, as StateSlotCounts has them."""
     snapshot_slots: int = 0
 
     @property
@@ -118,18 +106,15 @@ class KVCachePlan:
 
     @property
     def num_group_blocks(self) -> int:
-        """Pages of single groups."""
         return self.num_blocks * len(self.windows)
 
 
 class StateSlotCounts(NamedTuple):
-    """How many slots sequences and snapshots have for the states that layers keep beside pages. One more slot takes
-    what is computed of no sequence."""
+    """Slots for states outside blocks. One more slot receives results of no sequence."""
 
     request_slots: int
-    """Those that run at a time."""
     snapshot_slots: int
-    """Those of cached prefixes, where states are too large for pages."""
+    """Hold cached prefixes with states too large for blocks."""
 
     @property
     def num_slots(self) -> int:
@@ -146,10 +131,10 @@ def count_state_slots(
     prefix_caching: bool,
     on_gpu: bool,
 ) -> StateSlotCounts:
-    """Slots of `slot_bytes` each. `needs_snapshots` states get a part of the `available` bytes, `state_memory_gib` GiB
-    if that is given; if not, on a `on_gpu` what max_num_seqs sequences and as many snapshots need, but at most a third
-    of the bytes, and on a CPU half of them, but at most 2 GiB. Half of it goes to snapshots where prefixes are
-    `prefix_caching`, and more where sequences need less. Raises ConfigError."""
+    """`state_memory_gib` overrides the default: on a GPU, memory for max_num_seqs sequences and as many snapshots, up
+    to a third of `available` bytes; on a CPU half of them, up to 2 GiB. With prefix caching, half or more is for
+    snapshots. Raises ConfigError.
+    """
     if not needs_snapshots:
         return StateSlotCounts(max_num_seqs, 0)
     if state_memory_gib is not None:
@@ -170,12 +155,12 @@ def count_state_slots(
 
 
 def is_embedding_quantized(quantization: str | None, quantize_embedding: bool | None) -> bool:
-    """Whether embedding and head become 8-bit integers at load. asked: None where nothing was."""
+    """By default, any quantization includes the embedding."""
     return quantization is not None if quantize_embedding is None else quantize_embedding
 
 
 def check_max_model_len(model: ModelConfig, max_model_len: int | None) -> None:
-    """Raise ConfigError for a context that is longer than the model supports."""
+    """Raise ConfigError if it exceeds the model's positions."""
     if max_model_len is not None and max_model_len > model.max_position:
         raise ConfigError(
             f"max_model_len: {max_model_len} exceeds the model's {model.max_position} positions", param="max_model_len"
@@ -183,15 +168,13 @@ def check_max_model_len(model: ModelConfig, max_model_len: int | None) -> None:
 
 
 def host_kv_budget(available: int) -> int:
-    """Bytes for the KV cache on a CPU. available: free bytes once the weights are loaded."""
+    """Return bytes. `available` is measured after loading."""
     return max(min(MAX_DEFAULT_CPU_KV_BYTES, int(available * _MAX_HOST_KV_FRACTION)), 0)
 
 
 def device_kv_budget(free: int, total: int, utilization: float) -> int:
-    """Bytes for the KV cache on a GPU.
-
-    free: free bytes once the weights are loaded. total: bytes of the GPU. utilization: the share of `total` that may be
-    in use once the KV cache is allocated.
+    """Return bytes. `free` is measured after loading; `utilization` is the share of `total` that may be in use in the
+    end.
     """
     return max(int(free - total * (1 - utilization)), 0)
 
@@ -204,11 +187,8 @@ def fit_context_and_blocks(
     max_num_seqs: int,
     max_model_len: int | None = None,
 ) -> tuple[int, int, int]:
-    """Choose a context length and a number of pages, where memory has room for `available_blocks` pages of every group.
-
-    Returns the context length in tokens, the groups' pages that one such context holds at most, and the pages of every
-    group to allocate: no more than max_num_seqs full contexts could use. A given max_model_len may need more pages than
-    fit; callers check that.
+    """Return the context in tokens, groups' blocks per context, and blocks of every group, at most for max_num_seqs
+    full contexts. A given max_model_len may not fit; callers check.
     """
     groups = len(block_needs.windows)
     length = max_model_len or block_needs.max_context_tokens(available_blocks * groups, max_position)
@@ -217,7 +197,7 @@ def fit_context_and_blocks(
 
 
 def describe_window_savings(block_needs: KVBlockNeeds, length: int, blocks_per_context: int) -> str:
-    """What windows save, for people to read; "" where there are none. needed: the groups' pages of a context."""
+    """Empty without windows."""
     if block_needs.windows == (None,):
         return ""
     full_blocks = -(-length // block_needs.block_size)
@@ -233,11 +213,10 @@ def describe_window_savings(block_needs: KVBlockNeeds, length: int, blocks_per_c
 
 @dataclass(frozen=True, slots=True)
 class BlockBytes:
-    """Bytes of one page in all layers together."""
+    """Bytes of a block in all layers."""
 
     num_bytes: int
     formula: str
-    """How they come about, for the log."""
 
 
 def make_kv_cache_plan(
@@ -251,11 +230,8 @@ def make_kv_cache_plan(
     num_blocks: int | None = None,
     state_bytes: int = 0,
 ) -> KVCachePlan:
-    """Choose pages and context so that they fit in `available_bytes`, as `fit_context_and_blocks` does.
-
-    A given num_blocks is taken as it is, without regard to the available bytes. `state_bytes`, of all slots, are taken
-    from the available ones first; `slot_counts`: who has them. Raises ConfigError, with the numbers, if a given
-    max_model_len exceeds the model's positions or the memory.
+    """Fit blocks and context into `available_bytes`, less `state_bytes`. A given num_blocks is not checked against
+    memory. Raises ConfigError if max_model_len exceeds the positions or the memory.
     """
     check_max_model_len(model, max_model_len)
     cache_bytes = max(available_bytes - state_bytes, 0)
@@ -295,7 +271,6 @@ def make_kv_cache_plan(
 def _context_too_long_error(
     block_needs: KVBlockNeeds, block: BlockBytes, length: int, available_blocks: int, cache_bytes: int
 ) -> ConfigError:
-    """fitting: pages of every group for which there is room, in `cache_bytes`."""
     groups = len(block_needs.windows)
     needed_bytes = max(block_needs.max_blocks(length), 1) * block.num_bytes // groups
     return ConfigError(
@@ -316,7 +291,7 @@ def _describe_blocks(block_needs: KVBlockNeeds, block: BlockBytes, blocks: int, 
 
 
 def _describe_state_slots(slot_counts: StateSlotCounts, state_bytes: int) -> str:
-    """Returns "" if layers keep nothing beside pages."""
+    """Empty if layers keep nothing outside blocks."""
     if not state_bytes:
         return ""
     snapshot_text = f" and {slot_counts.snapshot_slots:,} snapshots" if slot_counts.snapshot_slots else ""
@@ -324,7 +299,7 @@ def _describe_state_slots(slot_counts: StateSlotCounts, state_bytes: int) -> str
 
 
 def read_meminfo(key: str) -> int | None:
-    """Bytes that /proc/meminfo gives for a key; None where it does not exist."""
+    """Return bytes; None without /proc/meminfo."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -333,23 +308,19 @@ def read_meminfo(key: str) -> int | None:
 
 
 def available_host_bytes(meminfo: MeminfoReader = read_meminfo) -> int:
-    """Bytes that this process could still allocate.
-
-    The smaller of what the machine has left and what our control group may still take; 8 GiB if neither can be read.
-    """
+    """The smaller of the machine's and the control group's free memory; 8 GiB if both are unknown."""
     limits = [value for value in (meminfo("MemAvailable"), _free_cgroup_bytes()) if value is not None]
     return min(limits, default=8 * GIB)
 
 
 def total_host_bytes() -> int | None:
-    """Bytes of memory that this machine has, or that our control group may take; None where neither can be read."""
+    """Respects the control group's limit. None if unknown."""
     limits = [value for value in (read_meminfo("MemTotal"), _read_cgroup_bytes("memory.max")) if value is not None]
     return min(limits, default=None)
 
 
 def check_kv_memory(gib: float | None, available_bytes: int | None, device_label: str) -> None:
-    """Raise ConfigError for a KV cache of more memory than there is, before weights are loaded. room: bytes; None:
-    nobody knows."""
+    """Raise ConfigError. `available_bytes` None: unknown."""
     if gib is not None and available_bytes is not None and gib * GIB > available_bytes:
         memory = f"{available_bytes / GIB:.1f} GiB of memory of {device_label}"
         message = f"kv_cache_memory: {gib:g} GiB are more than the {memory}"
@@ -359,13 +330,12 @@ def check_kv_memory(gib: float | None, available_bytes: int | None, device_label
 def check_weights_fit_memory(
     weights: CheckpointSize | None, dtype: str, quantization: str | None = None, meminfo: MeminfoReader = read_meminfo
 ) -> None:
-    """Raise ConfigError for weights that do not fit in this machine's free memory, if that is known.
-
-    Without this check the system would kill this process, or another one, after minutes of loading.
+    """Raise ConfigError if weights exceed free memory. Otherwise the system would kill a process after minutes of
+    loading.
     """
     if weights is None or (free := meminfo("MemAvailable")) is None:
         return
-    # The CPU kernels may compress bfloat16 weights to 12 bits: see kernels/cpu/compress12.h.
+    # CPU kernels may compress bfloat16 to 12 bits: see kernels/cpu/compress12.h.
     bytes_per_weight = DTYPE_BYTES[dtype] * (0.75 if dtype == "bfloat16" else 1)
     min_bytes = (
         weights.num_floats * (bytes_per_weight if quantization is None else QUANTIZED_BITS[quantization] / 8)
@@ -380,14 +350,14 @@ def check_weights_fit_memory(
 
 
 def _free_cgroup_bytes() -> int | None:
-    """Bytes that our control group (v2) may still allocate; None where it has no limit or is unknown."""
+    """Reads control groups v2. None if unlimited or unknown."""
     limit, used = _read_cgroup_bytes("memory.max"), _read_cgroup_bytes("memory.current")
     return None if limit is None or used is None else max(limit - used, 0)
 
 
 def _read_cgroup_bytes(name: str) -> int | None:
-    """What a file of our control group (v2) says; None where there is none, or no limit."""
+    """Reads control groups v2. None if missing or unlimited."""
     try:
         return int(Path("/sys/fs/cgroup", name).read_text())
-    except (OSError, ValueError):  # "max" is no number
+    except (OSError, ValueError):
         return None

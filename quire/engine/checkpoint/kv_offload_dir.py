@@ -1,4 +1,4 @@
-"""The folder where KV pages outlive an engine (engine/tiers/disk_tier.py): its owner's alone, and forgotten at once."""
+"""The private folder of KV blocks on disk (engine/tiers/disk_tier.py)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from quire.engine.common.errors import ConfigError
 
 KV_DIR_NAME = "quire-kv"
 DELETED_PREFIX = ".gone-"
-"""Of folders on their way out."""
 PARTIAL_PREFIX = ".new-"
-"""Of files that are not whole yet."""
 
 
 def open_kv_dir(folder: str) -> Path:
-    """The folder of ours in the one that was named; both are made if need be."""
+    """Create the folder if needed. Raises ConfigError unless it is private and writable."""
     root = Path(folder).absolute() / KV_DIR_NAME
     try:
         root.parent.mkdir(parents=True, exist_ok=True)
@@ -37,8 +35,7 @@ def open_kv_dir(folder: str) -> Path:
 
 
 def delete_kv_blocks(folder: str | Path) -> None:
-    """Forget all pages that are kept in this folder, whatever engine put them there: at once, though it takes a thread
-    some time to remove so many files. What it leaves unfinished is removed at the next start."""
+    """Forgets blocks of all engines at once. A thread removes the files; leftovers go at the next start."""
     root = Path(folder).absolute() / KV_DIR_NAME
     trash_dir = root.with_name(f"{DELETED_PREFIX}{KV_DIR_NAME}-{os.getpid()}-{random_source.token_hex(4)}")
     try:

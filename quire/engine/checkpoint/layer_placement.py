@@ -1,7 +1,5 @@
-"""Which layers each process computes where a model is divided by layers (pipeline parallelism: Huang et al.,
-2019, GPipe), and which of these are streamed where its weights are larger than the memory (kernels/streaming).
-
-This module does not import torch, so `quire plan` can use it.
+"""Layers per pipeline stage (Huang et al., 2019, GPipe), and layers to stream (kernels/streaming). No torch, for `quire
+plan`.
 """
 
 from __future__ import annotations
@@ -13,22 +11,22 @@ from itertools import pairwise
 from quire.engine.checkpoint.kv_cache_groups import KVCacheGroups
 
 STREAMED_LAYER_SLOTS = 2
-"""Streamed layers that have memory at a time: one that is multiplied, and the next one."""
+"""The layer being computed, and the next one."""
 DEFAULT_LAYER_MEMORY_FRACTION = 0.5
-"""Of the memory that is free once they are on a disk, what layers get where nothing is said."""
+"""Share of the memory that is free once weights are on disk."""
 
 
 def split_layers_into_stages(num_layers: int, num_stages: int) -> list[range]:
-    """The layers of each stage, the first stage's first: of equal numbers where that is possible, else the first stages
-    have one more, for the last one has the head and samples. With more stages than layers some have none."""
+    """Divide as equally as possible. First stages get more, because the last has the head and samples. Stages may be
+    empty.
+    """
     boundaries = [-(-num_layers * stage // num_stages) for stage in range(num_stages + 1)]
     return [range(begin, end) for begin, end in pairwise(boundaries)]
 
 
 def stage_kv_cache_groups(groups: KVCacheGroups, layer_range: range) -> KVCacheGroups:
-    """The groups as a stage of these layers has them: a page has the numbers that it has in all stages, and in each the
-    keys and values of the stage's own layers."""
-    if len(layer_range) == len(groups.group_of_layer):  # where layers may share a place
+    """Block ids are the same in all stages."""
+    if len(layer_range) == len(groups.group_of_layer):  # shared layers keep their place
         return groups
     group_of_layer = groups.group_of_layer[layer_range.start : layer_range.stop]
     layer_index_in_block = [group_of_layer[:index].count(group) for index, group in enumerate(group_of_layer)]
@@ -36,13 +34,11 @@ def stage_kv_cache_groups(groups: KVCacheGroups, layer_range: range) -> KVCacheG
 
 
 def layers_per_block_by_stage(groups: KVCacheGroups, num_stages: int) -> list[int]:
-    """Layers of a page, by stage, of those that have layers."""
     layers_by_stage = split_layers_into_stages(len(groups.group_of_layer), num_stages)
     return [stage_kv_cache_groups(groups, each).layers_per_block for each in layers_by_stage if each]
 
 
 def pick_evenly_spaced_layers(num_layers: int, num_picked: int) -> list[int]:
-    """So many of the layers, at even distances: while those between them are computed, the next ones come."""
     return [
         layer
         for layer in range(num_layers)
@@ -51,8 +47,7 @@ def pick_evenly_spaced_layers(num_layers: int, num_picked: int) -> list[int]:
 
 
 def min_streamed_layers(layer_bytes: Sequence[int], memory_bytes: int) -> list[int]:
-    """The fewest layers that must be streamed for all others and the slots to take so many bytes; sizes: of each layer.
-    Raises ValueError where the slots alone take more."""
+    """Return the fewest layers to stream so that the rest fits. Raises ValueError if the slots alone do not fit."""
     for count in range(len(layer_bytes) + 1):
         streamed = pick_evenly_spaced_layers(len(layer_bytes), count)
         slot_bytes = STREAMED_LAYER_SLOTS * max((layer_bytes[layer] for layer in streamed), default=0)
@@ -66,7 +61,7 @@ def min_streamed_layers(layer_bytes: Sequence[int], memory_bytes: int) -> list[i
 
 
 def max_streamed_layers(layer_bytes: Sequence[int], offload_bytes: int) -> list[int]:
-    """The most layers that take at most so many bytes elsewhere. Raises ValueError where that saves no memory."""
+    """Return the most layers that fit elsewhere. Raises ValueError if that saves no memory."""
     for count in range(len(layer_bytes), STREAMED_LAYER_SLOTS, -1):
         streamed = pick_evenly_spaced_layers(len(layer_bytes), count)
         if sum(layer_bytes[layer] for layer in streamed) <= offload_bytes:

@@ -1,4 +1,4 @@
-"""Short names of models, such as qwen3:4b: where each is on the hub, and its shape, from catalog.toml."""
+"""Short model names such as qwen3:4b, from catalog.toml."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from quire.engine.checkpoint.hub_names import HubName
 from quire.engine.unsupported_options import suggest_nearest
 
 _MIN_PREFIX_LETTERS = 3
-"""Letters that may tell which family is meant."""
 _CATALOG_FILE = Path(__file__).with_name("catalog.toml")
 
 
@@ -26,11 +25,10 @@ class CatalogEntry:
     gigabytes: float | None
     """10^9 bytes of the GGUF file; None for safetensors."""
     config: Mapping[str, Any]
-    """What of config.json says the model's shape."""
 
 
 def suggest_short_name(name: str, short_names: Collection[str]) -> str:
-    """What to write instead of a short name that is none; "" where none is near."""
+    """Empty if no name is near."""
     lowercase_name = name.lower()
     names_with_size = [each for each in short_names if each.startswith(f"{lowercase_name}:")]
     if names_with_size:
@@ -46,7 +44,6 @@ def suggest_short_name(name: str, short_names: Collection[str]) -> str:
 
 
 def load_catalog() -> dict[str, CatalogEntry]:
-    """By short name, in the table's order."""
     table = tomllib.loads(_CATALOG_FILE.read_text(encoding="utf-8"))
     return {
         name: CatalogEntry(

@@ -1,7 +1,4 @@
-"""Finds a model's files, and reads config.json and generation_config.json.
-
-It imports neither torch nor transformers, because importing those takes seconds.
-"""
+"""Finds a model's files, and reads its configuration. Imports neither torch nor transformers, which takes seconds."""
 
 from __future__ import annotations
 
@@ -54,18 +51,15 @@ from quire.engine.gguf.model_files import (
 from quire.engine.text.tokenizer_files import read_eos_token_ids
 
 _MODEL_FILE_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
-"""The files of a hub repository that are downloaded."""
 DRAFT_HEAD_FILE_PATTERNS = (*_MODEL_FILE_PATTERNS, "*.bin", "*.pt")
-"""The same of a head that guesses tokens: many are published in PyTorch's own format."""
+"""Many draft heads are published in PyTorch's format."""
 _ADAPTER_FILE_NAMES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str] = _MODEL_FILE_PATTERNS) -> Path:
-    """The directory of a model, or its GGUF file.
-
-    name: a local directory or GGUF file, a model that an installed package carries, or a name on the hub, as
-    parse_hub_name reads it, which is downloaded if it is not in the hub's cache. patterns: the files that are
-    downloaded where it is no GGUF model. Raises ModelError."""
+    """Return a model's folder or GGUF file. `name` is a path, a packaged model, or a hub name; `patterns` select files
+    to download, unless it is GGUF. Raises ModelError.
+    """
     path = _local_path(name)
     if path.is_file():
         if path.suffix != GGUF_SUFFIX:
@@ -77,15 +71,14 @@ def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str
 
 
 def needs_download(name: str, revision: str | None) -> bool:
-    """Whether a model has to be downloaded. Raises ModelError for what is no model's name."""
+    """Raises ModelError for an invalid name."""
     if _local_path(name).exists() or name in PACKAGED_MODELS:
         return False
     return not has_cached_weights(resolve_hub_name(name), revision)
 
 
 def pull_model(name: str, revision: str | None) -> Path:
-    """The directory of a model, or its GGUF file, as the hub has it now. What Quire does not serve is refused before
-    anything large is downloaded. Raises ModelError."""
+    """Get the hub's current version. Unsupported models are refused before large downloads. Raises ModelError."""
     if _local_path(name).exists() or name in PACKAGED_MODELS:
         return resolve_model(name)
     hub = resolve_hub_name(name)
@@ -95,13 +88,13 @@ def pull_model(name: str, revision: str | None) -> Path:
 
 
 def resolve_adapter(name: str) -> Path:
-    """The folder of an adapter: a local one, or that of a hub id, which is downloaded. Raises ModelError."""
+    """Raises ModelError."""
     folder = locate_adapter(name)
     return folder if isinstance(folder, Path) else download_files(folder, None, _ADAPTER_FILE_NAMES)
 
 
 def locate_adapter(name: str) -> Path | HubName:
-    """The folder of an adapter on this machine, or else what it is on the hub. Raises ModelError."""
+    """Raises ModelError."""
     path = _local_path(name)
     if path.is_dir():
         return path
@@ -112,8 +105,7 @@ def locate_adapter(name: str) -> Path | HubName:
 
 
 def resolve_weights(config: EngineConfig) -> Path:
-    """The directory, or the GGUF file, of a model's weights: the model's own, or that of the setting `weights`, which
-    must be on this machine. Raises ModelError."""
+    """The setting `weights` must be local. Raises ModelError."""
     if config.weights is None:
         return resolve_model(config.model, config.revision)
     path = _local_path(config.weights)
@@ -132,8 +124,7 @@ def _local_path(name: str) -> Path:
 
 
 def resolve_hub_name(name: str) -> HubName:
-    """What the name of a model that is not on this machine means on the hub: a short one, or an id. Raises
-    ModelError."""
+    """Short names and hub ids. Raises ModelError."""
     catalog = {} if "/" in name else load_catalog()
     if name.lower() in catalog:
         return catalog[name.lower()].hub_name
@@ -149,10 +140,8 @@ def resolve_hub_name(name: str) -> HubName:
 
 
 def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, Any], Path | None]:
-    """The content of a config.json, and the directory, or the GGUF file, of the model that it belongs to.
-
-    name: as in resolve_model, or a .json file. Of a hub id only config.json is downloaded, so the directory is None; of
-    a GGUF file there only its header. Raises ModelError.
+    """Return config.json and the model's folder or GGUF file. `name` may also be a .json file. From the hub, only
+    config.json (folder None) or GGUF headers are fetched. Raises ModelError.
     """
     path, file_name = _local_path(name), "config.json"
     folder: Path | None
@@ -175,13 +164,13 @@ def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, A
 
 
 def check_config_fields(raw: dict[str, Any], label: str) -> None:
-    """Raise ModelError, naming the field, for a config.json that nothing can be planned from."""
+    """Raise ModelError naming a field that cannot be planned with."""
     with use_file_names_in_errors(file_field_names(raw)):
         convert_parsed_json(parse_text_config(raw, label), PlanConfigFields, label)
 
 
 def _make_temp_dir() -> Path:
-    """A folder for as long as the process lives: what is in it is read again and again."""
+    """Deleted at exit, since it is read repeatedly."""
     folder = tempfile.mkdtemp(prefix="quire-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
@@ -194,9 +183,7 @@ def read_model_config(
     chat_template: str | None = None,
     weights: Path | None = None,
 ) -> ModelConfig:
-    """Read the config.json, in transformers' format, of a model directory, or what a GGUF file says instead; `impl`:
-    who is to compute it, as the setting `model_impl` says it; `tokenizer`, `chat_template` and `weights` where they are
-    not the model's own. Raises ModelError, naming a wrong field."""
+    """Other arguments override the model's own files. Raises ModelError naming a wrong field."""
     files = ModelFiles(path)
     content, label = files.read_json_file("config.json"), files.file_label("config.json")
     if content is None:
@@ -220,8 +207,7 @@ def read_model_config(
 def _read_transformers_config(
     files: ModelFiles, content: dict[str, Any], label: str, eos_token_ids: Sequence[int], *, forced: bool
 ) -> ModelConfig:
-    """What Quire itself knows of a model that transformers' class computes. Raises ModelError where it is known not to;
-    forced: it is tried all the same."""
+    """Raises ModelError for a class known not to work, unless `forced`."""
     if files.folder is None:
         raise ModelError(f"model: {label}: a GGUF file of a {content['model_type']} is not served")
     if not forced and (reason := explain_unsupported_family(content)) is not None:
@@ -266,10 +252,7 @@ def _read_generation_fields(files: ModelFiles) -> GenerationConfigFields:
 
 
 def read_generation_defaults(path: Path) -> dict[str, float]:
-    """The sampling parameters that generation_config.json recommends; {} if it says that nothing is sampled.
-
-    Raises ModelError, naming the field, for a value that no request could have.
-    """
+    """{} for greedy models. Raises ModelError for values that no request could have."""
     generation = _read_generation_fields(ModelFiles(path))
     if generation.get("do_sample") is False:
         return {}

@@ -1,9 +1,8 @@
-"""The layer that a checkpoint has beside its model's, to guess tokens with (multi-token prediction; DeepSeek-V3, 2024):
-what it is called, and what config.json would say of a model that is this layer alone. No torch.
+"""Names of a checkpoint's multi-token prediction layer (DeepSeek-V3, 2024). No torch.
 
-Three layouts are published: the layer behind the model's last one, with the next number (DeepSeek, GLM, and all GGUF
-files), a layer 0 of its own below `mtp.` (Qwen), and several there that are one part each (Nemotron 3: vLLM's
-nemotron_h_mtp.py). Here they are the layers of a model of their own, with DeepSeek's names in layer 0.
+Three layouts exist: the layer after the model's last (DeepSeek, GLM, all GGUF files), a layer 0 below `mtp.` (Qwen),
+and several one-sublayer layers there (Nemotron 3: vLLM's nemotron_h_mtp.py). Here they become a separate model with
+DeepSeek's names in layer 0.
 """
 
 from __future__ import annotations
@@ -20,24 +19,20 @@ from quire.engine.families.base.moe_fields import moe_layer_mask
 from quire.engine.gguf.model_files import read_gguf_header
 
 MTP_PREFIX = "mtp."
-"""What the names of such a layer begin with, where it is not the model's next one."""
 MTP_LAYER = "model.layers.0"
 EMBEDDING_NORM, HIDDEN_NORM, EH_PROJ, OUTPUT_NORM = (
     f"{MTP_LAYER}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 )
-"""Its modules beside those of every layer: the norms of an embedding and of a hidden state, the linear that makes one
-of both, and the norm at the end."""
+"""EH_PROJ joins embedding and hidden state."""
 _QWEN_MODULE_NAMES = {
     "pre_fc_norm_embedding": EMBEDDING_NORM,
     "pre_fc_norm_hidden": HIDDEN_NORM,
     "fc": EH_PROJ,
     "norm": OUTPUT_NORM,
 }
-"""The same below `mtp.`."""
 _NEMOTRON_OUTPUT_NORM = "final_layernorm"
-"""What Nemotron 3 calls the last of these, in the last of its layers."""
 _SHARED_TENSOR_PREFIXES = ("embed_tokens.", "shared_head.head.", "nextn.embed_tokens.", "nextn.shared_head_head.")
-"""Copies of the model's own embedding and head, as DeepSeek's README_WEIGHTS says."""
+"""Copies of the model's embedding and head (DeepSeek's README_WEIGHTS)."""
 _LAYER_TENSOR_PATTERN = re.compile(r"(?P<layers>model\.layers|mtp\.layers|blk)\.(?P<number>\d+)\.(?P<inside>.+)")
 _PER_LAYER_FIELDS = (
     "text_config",
@@ -52,23 +47,18 @@ _PER_LAYER_FIELDS = (
     "hybrid_override_pattern",
     "layers_block_type",
 )
-"""Fields that say which of a model's layers is what, and where its text part is."""
+"""These assign kinds to layers, or locate the text part."""
 
 
 @dataclass(frozen=True, slots=True)
 class MTPTensorNames:
-    """Which of a checkpoint's tensors such a layer has; where there are several layers, the first."""
-
     num_main_layers: int
-    """The model's."""
     has_mtp_prefix: bool
-    """Whether it is below `mtp.`."""
     num_sublayers: int = 1
-    """How many layers there are one, each of one part."""
+    """Stored layers that form one layer."""
 
     def mtp_name_from_checkpoint(self, checkpoint_name: str) -> str | None:
-        """The name here of one of its tensors, in a GGUF file that of one of layer 0 there; None for all others, and
-        for copies of what the model has."""
+        """None for other tensors, and for copies of the model's. GGUF names refer to layer 0."""
         layer_match = _LAYER_TENSOR_PATTERN.fullmatch(checkpoint_name)
         if layer_match is None:
             module, _, parameter = checkpoint_name.removeprefix(MTP_PREFIX).rpartition(".")
@@ -85,7 +75,6 @@ class MTPTensorNames:
         return f"{'blk' if layer_match['layers'] == 'blk' else 'model.layers'}.{number - first}.{layer_match['inside']}"
 
     def checkpoint_name_from_mtp(self, module: str) -> str:
-        """What the checkpoint calls one of its modules."""
         qwen_names = {name: f"{MTP_PREFIX}{stored}" for stored, name in _QWEN_MODULE_NAMES.items()}
         if self.num_sublayers > 1:
             return module.replace("model.", MTP_PREFIX, 1)
@@ -95,8 +84,7 @@ class MTPTensorNames:
 
 
 def find_mtp_names(path: Path, num_main_layers: int) -> MTPTensorNames:
-    """How the checkpoint at `path`, a directory or a GGUF file, names it, beside so many layers of the model's. Raises
-    ModelError where it has none."""
+    """`path` is a folder or GGUF file. Raises ModelError without MTP layers."""
     names: Iterable[str] = read_tensor_headers(path, str) if path.is_dir() else read_gguf_header(path).tensors
     if mtp_tensors := [name for name in names if name.startswith(MTP_PREFIX)]:
         output_norms = [
@@ -118,7 +106,6 @@ def find_mtp_names(path: Path, num_main_layers: int) -> MTPTensorNames:
 
 
 def is_mtp_tensor(checkpoint_name: str, num_main_layers: int) -> bool:
-    """Whether a tensor is of such a layer, beside so many of the model's."""
     layer_match = _LAYER_TENSOR_PATTERN.fullmatch(checkpoint_name)
     return checkpoint_name.startswith(MTP_PREFIX) or (
         layer_match is not None and int(layer_match["number"]) >= num_main_layers
@@ -126,14 +113,11 @@ def is_mtp_tensor(checkpoint_name: str, num_main_layers: int) -> bool:
 
 
 def make_main_model_filter(num_main_layers: int) -> Callable[[str], bool]:
-    """Which tensors are the text model's own, by their stored names; it has so many layers."""
     return lambda name: is_text_tensor(name) and not is_mtp_tensor(name, num_main_layers)
 
 
 def mtp_layer_config(text_config: Mapping[str, Any], num_main_layers: int) -> dict[str, Any]:
-    """What a config.json would say of a model of such a layer alone, `text_config` being what it says of the text of
-    one with so many: the layer is like the last of these, but attends to all tokens; Nemotron 3 says what its layers
-    are."""
+    """The layer is like the last one, with full attention. Nemotron 3 lists its types."""
     is_moe = moe_layer_mask(text_config, num_main_layers)[-1:] == [True]
     fields = {name: value for name, value in text_config.items() if name not in _PER_LAYER_FIELDS}
     fields |= {"num_hidden_layers": 1, "first_k_dense_replace": 0 if is_moe else 1, "sliding_window": None}

@@ -1,5 +1,3 @@
-"""Which output head a checkpoint has: one of its own, or the embedding. No torch."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -13,18 +11,16 @@ from quire.engine.families import find_encoder_family
 
 _HEAD_MODULE_NAMES = {"lm_head", "embed_out"}
 _EMBEDDING_MODULE_NAMES = {"embed_tokens", "wte", "word_embeddings", "embed_in"}
-"""Last parts of the names that families have for the output head and for the embedding."""
 _TIE_FIELD = "tie_word_embeddings"
 _COMPARE_CHUNK_BYTES = 1 << 24
 _TensorLocation = tuple[Path, str, int, int]
-"""A tensor: its file, its type, and where in the file its bytes begin and end."""
+"""File, type, begin and end in the file."""
 
 
 def correct_tie_word_embeddings(
     config: dict[str, Any], text_config: Mapping[str, Any], weights: Path
 ) -> dict[str, Any]:
-    """A config.json that ties the output head to the embedding only if the weights do, which count more, as in
-    transformers (`tie_weights`). text: its text decoder's part."""
+    """Weights override config.json, as in transformers (`tie_weights`)."""
     if (
         text_config.get(_TIE_FIELD) is False
         or not weights.is_dir()
@@ -38,17 +34,16 @@ def correct_tie_word_embeddings(
 
 
 def _has_untied_head(model_type: str, folder: Path) -> bool:
-    """True if the weights hold a head that differs from the embedding. An equal copy is no head of its own. False for a
-    folder without weights; an error in them is reported by who loads them."""
+    """An equal copy counts as tied. False for missing or broken weights, which the loader reports."""
     if find_encoder_family(model_type) is not None:
         return False
     try:
         heads, embeddings = _find_head_and_embedding_tensors(model_type, folder)
     except (ModelError, OSError):
         return False
-    if not heads.keys() - {"bias"} or not embeddings:  # BERT's head has a bias of its own beside the embedding's matrix
+    if not heads.keys() - {"bias"} or not embeddings:  # BERT's head has only a bias of its own
         return False
-    if heads.keys() != {"weight"}:  # a bias, or the codes of a quantized head
+    if heads.keys() != {"weight"}:  # has a bias, or is quantized
         return True
     return embeddings.keys() != {"weight"} or not _have_equal_bytes(heads["weight"], embeddings["weight"])
 
@@ -56,7 +51,7 @@ def _has_untied_head(model_type: str, folder: Path) -> bool:
 def _find_head_and_embedding_tensors(
     model_type: str, folder: Path
 ) -> tuple[dict[str, _TensorLocation], dict[str, _TensorLocation]]:
-    """The tensors of the head and of the embedding, by the last part of their names. Raises ModelError."""
+    """Keys are last name parts. Raises ModelError."""
     heads, embeddings = dict[str, _TensorLocation](), dict[str, _TensorLocation]()
     weight_names = find_weight_names(model_type)
     for shard in find_weight_files(folder):
@@ -73,7 +68,7 @@ def _find_head_and_embedding_tensors(
 
 def _have_equal_bytes(one: _TensorLocation, other: _TensorLocation) -> bool:
     (file, dtype, begin, end), (other_file, other_dtype, other_begin, other_end) = one, other
-    if is_pickled(file):  # the second tensor of one storage counts no bytes there
+    if is_pickled(file):  # a storage's second tensor has size 0
         return begin == end or other_begin == other_end
     if dtype != other_dtype or end - begin != other_end - other_begin:
         return False

@@ -1,7 +1,6 @@
-"""How a model makes vectors of prompts: the layout of sentence-transformers' checkpoints, and heads of classifiers.
-
-https://sbert.net/docs/package_reference/sentence_transformer/models.html describes the modules. It does not import
-torch, so the server reads it too.
+"""How a model makes vectors: sentence-transformers' modules
+(https://sbert.net/docs/package_reference/sentence_transformer/models.html) and classifier heads. The server reads it
+too: no torch.
 """
 
 from __future__ import annotations
@@ -91,8 +90,6 @@ class _PromptFields(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class DenseModule:
-    """A linear after the pooling, with weights in a folder of its own."""
-
     folder: str
     in_features: int
     out_features: int
@@ -102,25 +99,20 @@ class DenseModule:
 
 @dataclass(frozen=True, slots=True)
 class PoolingConfig:
-    """How a prompt's hidden states become one vector: an embedding, or scores of `labels`."""
-
     pooling_type: PoolingType
     vector_size: int
-    """Numbers of the vector."""
     normalize: bool = True
     dense_modules: tuple[DenseModule, ...] = ()
     labels: tuple[str, ...] = ()
-    """Of a classifier; none: the vectors are embeddings."""
+    """Empty for embeddings."""
     activation: ClassifierActivation = "identity"
-    """What makes probabilities of scores."""
     classifier_tokens: tuple[str, str] | None = None
-    """A decoder's one score is the second token's logit less the first's: no and yes, for one."""
+    """A decoder's score is the second token's logit minus the first's."""
     max_seq_length: int | None = None
-    """The most tokens that it was trained for, if the checkpoint says so."""
+    """Tokens it was trained for; None if unknown."""
     prompts: Mapping[str, str] = field(default_factory=dict)
-    """Texts to put before an input, by name."""
+    """Texts to prepend, by name."""
     default_prompt_name: str | None = None
-    """The name of the one that is used where none is asked for."""
 
     @property
     def task(self) -> Task:
@@ -130,11 +122,8 @@ class PoolingConfig:
 def read_pooling_config(
     path: Path, config: ModelConfig, pooling_type: str = "auto", classifier_tokens: Sequence[str] = ()
 ) -> PoolingConfig:
-    """What the model's files say; `pooling_type` overrides how they pool, unless it is "auto". `classifier_tokens`: see
-    Pooling; with them a decoder scores texts instead of embedding them.
-
-    Files that say nothing mean: of a decoder its last token, of an encoder the mean, scaled to length 1. Raises
-    ModelError, naming file and field.
+    """`pooling_type` overrides the files, unless "auto". By default decoders use the last token and encoders the mean,
+    normalized. Raises ModelError naming file and field.
     """
     is_encoder = find_encoder_family(config.model_type) is not None
     if is_encoder and config.raw.get("quantization_config"):
@@ -176,7 +165,6 @@ def read_pooling_config(
 
 
 def embedding_size(config: ModelConfig) -> int:
-    """Numbers of the vectors of a model with a linear behind its pooling."""
     family = find_encoder_family(config.model_type)
     return config.hidden_size if family is None or family.embedding_size is None else family.embedding_size(config)
 
@@ -186,12 +174,12 @@ def is_classifier(config: ModelConfig) -> bool:
 
 
 def can_generate(path: Path, config: ModelConfig, *, is_dummy: bool) -> bool:
-    """Whether the model has an output head. Embedding models often leave it out. `is_dummy`: no weights are read."""
+    """Embedding models often lack an output head. `is_dummy`: no weights are read."""
     if find_encoder_family(config.model_type) is not None or is_classifier(config):
         return False
     if config.tie_embeddings or is_dummy:
         return True
-    names = read_tensor_headers(path) if path.is_dir() else {}  # what is in a GGUF file, its loader says
+    names = read_tensor_headers(path) if path.is_dir() else {}  # a GGUF file's loader checks it
     weight_names = find_weight_names(config.model_type)
     return not names or any(
         weight_names.modules_from_checkpoint(name.rpartition(".")[0]) == ("lm_head",) for name in names
@@ -199,9 +187,9 @@ def can_generate(path: Path, config: ModelConfig, *, is_dummy: bool) -> bool:
 
 
 def choose_tasks(path: Path, config: ModelConfig, pooling: PoolingConfig, settings: EngineConfig) -> tuple[Task, ...]:
-    """What requests may ask of the model. One that makes text makes vectors too where its files or the settings say
-    how: hidden states of others mean little (any two texts score 0.99). Raises ConfigError for a runner that it cannot
-    be."""
+    """A generative model embeds only if files or settings define pooling: otherwise hidden states mean little (any two
+    texts score 0.99). Raises ConfigError for an impossible runner.
+    """
     has_head, runner = can_generate(path, config, is_dummy=settings.load_format == "dummy"), settings.runner
     if runner == "generate" and not has_head:
         raise ConfigError(f"runner: a {config.model_type} without an output head cannot generate", param="runner")
@@ -214,7 +202,7 @@ def choose_tasks(path: Path, config: ModelConfig, pooling: PoolingConfig, settin
 def read_pooling_and_tasks(
     path: Path, config: ModelConfig, settings: EngineConfig
 ) -> tuple[PoolingConfig, tuple[Task, ...]]:
-    """How the model makes vectors, and what requests may ask of it. Raises ConfigError."""
+    """Raises ConfigError."""
     if config.transformers_config is not None:
         return PoolingConfig("last", config.hidden_size), ("generate",)
     pooling = read_pooling_config(path, config, settings.pooling_type, settings.classifier_from_token)
@@ -227,7 +215,6 @@ def read_pooling_and_tasks(
 
 
 def classifier_labels(config: ModelConfig) -> tuple[str, ...]:
-    """The labels of a classifier in the order of its scores."""
     label_by_index = config.raw.get("id2label") or {}
     count = len(label_by_index) or config.raw.get("num_labels") or 2
     if not 1 <= count <= MAX_LABELS:
@@ -242,7 +229,7 @@ def _classifier_pooling_type(config: ModelConfig) -> PoolingType:
 
 
 def _classifier_activation(config: ModelConfig, labels: tuple[str, ...]) -> ClassifierActivation:
-    """As sentence-transformers' CrossEncoder and vLLM choose it."""
+    """Follows sentence-transformers' CrossEncoder and vLLM."""
     sentence_transformers_name = (config.raw.get("sentence_transformers") or {}).get("activation_fn")
     name = (sentence_transformers_name or config.raw.get("sbert_ce_default_activation_function") or "").rpartition(".")[
         2
@@ -258,7 +245,6 @@ def _classifier_activation(config: ModelConfig, labels: tuple[str, ...]) -> Clas
 
 
 def _read_embedding_pooling(path: Path, config: ModelConfig, is_encoder: bool) -> PoolingConfig:
-    """What modules.json and the folders that it names say."""
     modules = _read_modules(path)
     family = find_encoder_family(config.model_type)
     if not modules and family is not None and family.embedding_size is not None:
@@ -286,7 +272,7 @@ def _read_embedding_pooling(path: Path, config: ModelConfig, is_encoder: bool) -
 
 
 def _read_modules(path: Path) -> list[_SentenceModule]:
-    if not path.is_dir():  # a GGUF file has no such module
+    if not path.is_dir():  # GGUF files have none
         return []
     content = read_bytes_if_present(path / "modules.json", MAX_JSON_BYTES)
     if content is None:

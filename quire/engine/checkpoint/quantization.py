@@ -1,8 +1,6 @@
-"""What config.json's quantization_config says of each linear: in which format its weights are stored. No torch.
-
-The formats: GPTQ (Frantar et al., 2023), AWQ (Lin et al., 2024), compressed-tensors
-(https://github.com/vllm-project/compressed-tensors), FP8 as DeepSeek-V3 (2024) and AutoFP8 store it, bitsandbytes'
-8 bits (Dettmers et al., 2022) and 4 bits (Dettmers et al., 2023), and MXFP4 (Rouhani et al., 2023) as gpt-oss has it.
+"""Weight formats of linears: GPTQ (Frantar et al., 2023), AWQ (Lin et al., 2024), compressed-tensors
+(https://github.com/vllm-project/compressed-tensors), FP8 as in DeepSeek-V3 (2024) and AutoFP8, bitsandbytes 8-bit
+(Dettmers et al., 2022) and 4-bit (Dettmers et al., 2023), MXFP4 (Rouhani et al., 2023) as in gpt-oss. No torch.
 """
 
 from __future__ import annotations
@@ -19,52 +17,47 @@ from quire.engine.text.tokenizer_safety import is_suspicious_regex
 _FIELD_PREFIX = "model: config.json: quantization_config"
 _REGEX_PREFIX = "re:"
 _ALL_LINEARS = "Linear"
-"""A target of compressed-tensors: every linear."""
 _FLOAT4_GROUP_SIZES = {"mxfp4-pack-quantized": 32, "nvfp4-pack-quantized": 16}
-"""How compressed-tensors stores 4-bit floats, and the inputs that share a scale."""
+"""Inputs per scale."""
 _UNNEEDED_SCALES = re.compile(
     r"\.(?:input_scale|input_scale_inv|input_zero_point|input_global_scale|input_scale_ub|activation_scale"
     r"|output_scale|output_zero_point|[kvq]_scale|[kv]_zero_point|prob_output_scale|weight_format|weight_g_idx_static)$"
 )
-"""Tensors for the rounding of activations and of the KV cache. Kernels take scales from each row of what they round,
-and keys and values are kept in the served type: so they are not needed."""
+"""Scales of activations and KV cache. Kernels compute activation scales per row, and the KV cache has the served dtype.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How one linear's weights are stored."""
-
     kind: str
-    """gptq, awq, packed (integers of compressed-tensors), int8, float8, float4, bnb8 or bnb4."""
+    """gptq, awq, packed (compressed-tensors' integers), int8, float8, float4, bnb8 or bnb4."""
     bits: int = 8
     group_size: int = 0
-    """Inputs that share a scale; 0: all of an output's."""
+    """Inputs per scale; 0: all of an output's."""
     zero_point_offset: int = 0
-    """What is added to a stored zero point: GPTQ's first version stores one less."""
+    """Added to stored zero points: GPTQ's first version stores one less."""
     is_symmetric: bool = True
-    """There are no zero points, where they could be."""
     scale_strategy: str = "channel"
-    """What shares a scale in 8 bits: tensor, channel (an output), group or block. Of 4-bit floats tensor_group: groups,
-    whose scales share one more."""
+    """Scope of an 8-bit scale: tensor, channel (an output), group or block. tensor_group: 4-bit groups, and one scale
+    more.
+    """
     block_shape: tuple[int, int] = (0, 0)
-    """Of strategy block: outputs and inputs."""
+    """(outputs, inputs) for strategy block."""
     scale_name: str = "weight_scale"
 
 
 FormatGroups = Sequence[tuple[tuple[str, ...], WeightFormat]]
-"""Targets and the format of what they match; the first that match count."""
+"""Targets and format; the first match counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormatRules:
-    """The formats of all linears of a checkpoint."""
-
     method: str
     format_groups: FormatGroups
     ignored_patterns: tuple[str, ...]
 
     def find_format(self, linear: str) -> WeightFormat | None:
-        """The format of a linear by its name; None: its weights are not quantized."""
+        """None: not quantized."""
         if any(_matches_pattern(linear, pattern) for pattern in self.ignored_patterns):
             return None
         for targets, weight_format in self.format_groups:
@@ -74,7 +67,6 @@ class WeightFormatRules:
 
     @property
     def format_summary(self) -> str:
-        """For people to read."""
         kinds = dict.fromkeys(
             f"{each.bits} bits" if each.kind != "float8" else "8-bit floats" for _, each in self.format_groups
         )
@@ -82,12 +74,11 @@ class WeightFormatRules:
 
 
 def is_unneeded_scale(name: str) -> bool:
-    """Whether a quantized checkpoint's tensor is one that weights do not need."""
     return _UNNEEDED_SCALES.search(name) is not None
 
 
 def parse_quantization_config(config: QuantizationConfig) -> WeightFormatRules:
-    """Raises ModelError, naming the field, for what is not served."""
+    """Raises ModelError naming an unsupported field."""
     method = config.get("quant_method") or ""
     readers: dict[str, Callable[[QuantizationConfig], FormatGroups]] = {
         "gptq": _parse_gptq,
@@ -109,7 +100,7 @@ def parse_quantization_config(config: QuantizationConfig) -> WeightFormatRules:
 
 
 def explain_unsupported_quantization(config: Mapping[str, Any]) -> str | None:
-    """What keeps Quire from serving weights of a quantization_config, for people to read; None where nothing does."""
+    """None if supported."""
     if not config or config.get("quant_method") == "gguf":
         return None
     try:
@@ -167,7 +158,7 @@ def _parse_bitsandbytes(config: QuantizationConfig) -> FormatGroups:
 
 
 def _parse_mxfp4(config: QuantizationConfig) -> FormatGroups:
-    """gpt-oss' experts alone, as engine/worker/loading/stacked_experts.py names their tensors."""
+    """Only gpt-oss' experts, named as in engine/worker/loading/stacked_experts.py."""
     return [(("mlp.experts",), WeightFormat("float4", 4, 32, scale_strategy="group"))]
 
 
@@ -180,7 +171,7 @@ def _parse_compressed_tensors(config: QuantizationConfig) -> FormatGroups:
             raise _field_error(f"{field_path}.weights", "is not there: only weights that are quantized are served")
         storage_format = group.get("format") or config.get("format") or ""
         groups.append((tuple(targets), _parse_compressed_group(field_path, storage_format, weights)))
-    if not groups and not config.get("kv_cache_scheme"):  # with one, only keys and values are quantized
+    if not groups and not config.get("kv_cache_scheme"):  # otherwise only the KV cache is quantized
         raise _field_error("config_groups", "is empty")
     return groups
 
@@ -222,7 +213,6 @@ def _parse_compressed_group(field_path: str, storage_format: str, weights: Weigh
 
 
 def _format_all_linears(weight_format: WeightFormat) -> FormatGroups:
-    """One format for every linear."""
     return [((_ALL_LINEARS,), weight_format)]
 
 
@@ -234,13 +224,13 @@ def _parse_bits(config: QuantizationConfig, supported_bits: tuple[int, ...]) -> 
 
 
 def _parse_group_size(group_size: int | None, default: int) -> int:
-    """-1 is one group for all inputs."""
+    """-1: one group of all inputs."""
     size = default if group_size is None else group_size
     return max(size, 0)
 
 
 def _check_pattern(pattern: str) -> None:
-    """Raise ModelError for a regular expression that is none, or that might take for ever."""
+    """Raise ModelError for a regular expression that is invalid or may be slow."""
     if not pattern.startswith(_REGEX_PREFIX):
         return
     expression = pattern.removeprefix(_REGEX_PREFIX)
@@ -253,8 +243,9 @@ def _check_pattern(pattern: str) -> None:
 
 
 def _matches_pattern(linear: str, pattern: str) -> bool:
-    """An expression matches the name in the checkpoint's files from the beginning; a name is the linear's, or a part of
-    it from dot to dot, with or without the part that has the text model."""
+    """A regular expression matches the checkpoint's name from its start. A plain name matches parts between dots,
+    ignoring the text model's prefix.
+    """
     if pattern.startswith(_REGEX_PREFIX):
         return re.match(pattern.removeprefix(_REGEX_PREFIX), linear) is not None
     return f".{pattern.replace('language_model.', '')}." in f".{linear.replace('language_model.', '')}."

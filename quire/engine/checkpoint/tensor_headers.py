@@ -1,7 +1,5 @@
-"""Finds the files of a model's weights and reads their headers, which say what tensors there are and where.
-
-The format: https://huggingface.co/docs/safetensors; where a model has none of it, PyTorch's own. It does not import
-torch, so `quire plan` can use it.
+"""Finds weight files and reads their headers, in safetensors' (https://huggingface.co/docs/safetensors) or PyTorch's
+format. No torch, for `quire plan`.
 """
 
 from __future__ import annotations
@@ -25,19 +23,16 @@ from quire.engine.gguf.model_files import read_gguf_header
 from quire.engine.gguf.tensor_types import FLOAT_TYPES
 
 INDEX_FILE = "model.safetensors.index.json"
-"""The file that says which shard has which tensor."""
 _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Bytes per number of the safetensors types that the loader casts to the served type."""
+"""Types that the loader casts to the served dtype."""
 _DTYPE_BYTES = _FLOAT_BYTES | {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _MAX_INDEX_BYTES = 64 * MIB
 _MAX_HEADER_BYTES = 100_000_000
-"""The longest header that the safetensors library reads."""
+"""The safetensors library's limit."""
 _MAX_TENSORS = 2**17
 _MAX_SHARDS = 4096
 _MAX_SHOWN_CHARS = 200
-"""Characters of a name in a file that an error shows."""
 _MTP_PREFIXES = ("mtp.",)
-"""Of heads that guess tokens."""
 _NON_TEXT_PREFIXES = ("model.visual.", "visual.", "model.audio_tower.", "model.embed_audio.", *_MTP_PREFIXES)
 _VISION_NAME_PARTS = (
     "vision_tower.",
@@ -48,23 +43,17 @@ _VISION_NAME_PARTS = (
     "model.connector.",
     "image_newline",
 )
-"""Of towers for images, and of what follows them."""
 ROUTED_EXPERT_PATTERN = re.compile(r"\.experts\.|_exps\.|\.block_sparse_moe\.(in|out)put_linear\.")
-"""In the names of routed experts' tensors, in GGUF files and Granite's too."""
+"""Includes GGUF's and Granite's names."""
 LAYER_PATTERN = re.compile(r"(^|\.)(layers|h|blk|blocks)\.\d+\.")
-"""In the names of layers' tensors, likewise."""
 _Size = Annotated[int, Meta(ge=0, le=2**62)]
 
 
 class _ShardIndex(msgspec.Struct):
-    """model.safetensors.index.json, or pytorch_model.bin.index.json: which shard has which tensor."""
-
     weight_map: dict[str, str]
 
 
 class _TensorEntry(msgspec.Struct):
-    """What a header says of a tensor."""
-
     dtype: str
     shape: Annotated[list[_Size], Meta(max_length=16)]
     data_offsets: tuple[_Size, _Size]
@@ -72,48 +61,39 @@ class _TensorEntry(msgspec.Struct):
 
 class TensorHeader(NamedTuple):
     dtype: str
-    """As safetensors names it."""
     shape: tuple[int, ...]
 
 
 class CheckpointSize(NamedTuple):
-    """The size of a checkpoint's weights."""
-
     num_floats: int
-    """How many numbers of 16 bits or more; they are loaded in the served type."""
+    """Elements of 16 bits or more, loaded in the served dtype."""
     packed_bytes: int
-    """Bytes of packed integers and 8-bit floats, which are loaded as they are."""
+    """Packed integers and 8-bit floats, loaded unchanged."""
     embedding_bits: float | None = None
-    """Bits of an embedding's number where it has few; it is the head as well then, if it is tied."""
+    """Bits per element if the embedding, which may be the tied head, is quantized."""
 
 
 def text_tensor_name(name: str) -> str | None:
-    """The name of a checkpoint's tensor in a text-only model; None if it belongs to the image encoder, or to a head
-    that guesses tokens (MTP)."""
+    """Name in a text-only model; None for image towers and MTP heads."""
     if name.startswith(_NON_TEXT_PREFIXES) or any(part in name for part in _VISION_NAME_PARTS):
         return None
     return name.replace("language_model.", "").replace("text_model.", "")
 
 
 def is_text_tensor(name: str) -> bool:
-    """Whether a checkpoint's tensor is of the text-only model."""
     return text_tensor_name(name) is not None
 
 
 def vision_tensor_name(name: str) -> str | None:
-    """The name of a checkpoint's tensor that is for images, without what only some savers write before it; None for
-    one that is not."""
+    """Without prefixes that only some files have. None for other tensors."""
     if text_tensor_name(name) is not None or name.startswith(_MTP_PREFIXES):
         return None
     return name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.")
 
 
 def find_weight_files(path: Path) -> list[Path]:
-    """The paths of the files of a model's weights: model.safetensors, or the shards that the index file names; where
-    neither is there, and pytorch_model.bin or its index is, these.
-
-    They need not exist. Raises ModelError when the index file is invalid or names a file outside of the model's folder:
-    it comes with a download, as a path in it does; a link does not, and may lead anywhere.
+    """They need not exist. Raises ModelError for an invalid index, or for a path outside the model's folder, because
+    the index is downloaded. Links may lead anywhere.
     """
     single, name = path / "model.safetensors", INDEX_FILE
     content = read_bytes_if_present(path / name, _MAX_INDEX_BYTES)
@@ -140,17 +120,14 @@ def find_weight_files(path: Path) -> list[Path]:
 
 
 def is_pickled(file: Path) -> bool:
-    """Whether a file of weights is of PyTorch's own format."""
     return file.suffix == pickled.SUFFIX
 
 
 def read_checkpoint_size(
     path: Path, is_counted: Callable[[str], bool] = is_text_tensor, *, excluded_pattern: re.Pattern[str] | None = None
 ) -> CheckpointSize | None:
-    """Add up the tensors in the headers, a few KB each, of the files of a model's weights; None if a file is missing.
-    counts: which of them, by their names there; without: those whose names have this are left out.
-
-    Raises ModelError, naming file and tensor, for headers that are wrong.
+    """Reads only headers, a few KB per file. Returns None if a file is missing. Raises ModelError naming file and
+    tensor.
     """
     if not path.is_dir():
         return _read_gguf_size(path, is_counted, excluded_pattern)
@@ -175,8 +152,7 @@ def read_checkpoint_size(
 def read_tensor_headers(
     path: Path, map_name: Callable[[str], str | None] = text_tensor_name
 ) -> dict[str, TensorHeader]:
-    """What the headers say of the tensors of a model directory that have a name by `map_name`: by default of all but
-    those for images and of heads. Raises ModelError."""
+    """`map_name` returns None to skip a tensor. Raises ModelError."""
     headers = {}
     for shard in find_weight_files(path):
         for stored_name, tensor in (_read_shard_header(shard) or {}).items():
@@ -186,7 +162,7 @@ def read_tensor_headers(
 
 
 def read_file_headers(file: Path) -> dict[str, TensorHeader] | None:
-    """What the header of one file says of its tensors; None if there is no such file. Raises ModelError."""
+    """None without the file. Raises ModelError."""
     tensors = _read_shard_header(file)
     if tensors is None:
         return None
@@ -194,7 +170,7 @@ def read_file_headers(file: Path) -> dict[str, TensorHeader] | None:
 
 
 def read_tensor_ranges(file: Path) -> dict[str, tuple[str, int, int]]:
-    """The type of each tensor of one file, and where in the file its bytes begin and end. Raises ModelError."""
+    """Return type, begin and end in the file. Raises ModelError."""
     tensors = _read_shard_header(file) or {}
     with file.open("rb") as stream:
         data_start = 8 + int.from_bytes(stream.read(8), "little")
@@ -205,7 +181,7 @@ def read_tensor_ranges(file: Path) -> dict[str, tuple[str, int, int]]:
 def _read_gguf_size(
     path: Path, is_counted: Callable[[str], bool], excluded_pattern: re.Pattern[str] | None
 ) -> CheckpointSize:
-    """What has few bits stays as it is stored."""
+    """Quantized tensors stay as stored."""
     floats = packed_bytes = 0
     tensors = {name: tensor for name, tensor in read_gguf_header(path).tensors.items() if is_counted(name)}
     for name, tensor in tensors.items():
@@ -224,8 +200,9 @@ def _read_gguf_size(
 
 
 def _read_shard_header(shard: Path) -> dict[str, _TensorEntry] | None:
-    """The tensors by name; None if there is no such file. A safetensors file's header is its length as eight bytes,
-    little-endian, and then JSON; the tensors' data follow."""
+    """Return None without the file. safetensors files begin with the header's length as eight little-endian bytes, then
+    JSON.
+    """
     if is_pickled(shard):
         pickled_tensors = pickled.read_pickled_tensor_headers(shard)
         if pickled_tensors is None:
@@ -265,7 +242,7 @@ def _read_shard_header(shard: Path) -> dict[str, _TensorEntry] | None:
 
 
 def _check_no_overlap(tensors: dict[str, _TensorEntry], shard: str) -> None:
-    """Raise ModelError where two tensors share bytes, which the safetensors library does not read either."""
+    """Raise ModelError for overlapping tensors, which the safetensors library also refuses."""
     ranges = sorted((tensor.data_offsets, name) for name, tensor in tensors.items())
     for ((_, end), previous_name), ((begin, _), name) in pairwise(ranges):
         if begin < end:

@@ -1,5 +1,6 @@
-"""The model families: a file each says all that Quire knows of one. Whatever reads them finds them here, by what
-config.json calls the model; a new file needs no entry anywhere. No torch."""
+"""The model families, one file each, found by config.json's model_type. A new file needs no entry elsewhere. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _Family = TypeVar("_Family", ModelFamily, MultimodalFamily)
 
 
 def find_decoder_family(model_type: object) -> DecoderFamily | None:
-    """The family of decoders of this model_type; None: no file here describes it."""
+    """None if no file here describes it."""
     family = _families_by_model_type().get(str(model_type))
     return family if isinstance(family, DecoderFamily) else None
 
@@ -34,12 +35,10 @@ def find_any_family(model_type: object) -> ModelFamily | None:
 
 
 def find_multimodal_family(model_type: object) -> MultimodalFamily | None:
-    """Of a model that takes images too."""
     return _multimodal_families_by_model_type().get(str(model_type))
 
 
 def find_gguf_families(architecture: str) -> list[DecoderFamily]:
-    """Those whose GGUF files call themselves so."""
     return _families_by_gguf_architecture().get(architecture, [])
 
 
@@ -48,7 +47,6 @@ def gguf_architectures() -> list[str]:
 
 
 def decoder_model_types() -> list[str]:
-    """All that a file here describes, in alphabetical order."""
     return sorted(kind for kind, family in _families_by_model_type().items() if isinstance(family, DecoderFamily))
 
 
@@ -62,13 +60,11 @@ def multimodal_model_types() -> list[str]:
 
 @cache
 def _families_by_model_type() -> Mapping[str, ModelFamily]:
-    """By model_type."""
     return _by_model_type(_collect_instances(__name__, __path__, ModelFamily))
 
 
 @cache
 def _multimodal_families_by_model_type() -> Mapping[str, MultimodalFamily]:
-    """By the model_type of whole models."""
     return _by_model_type(_collect_instances(vision.__name__, vision.__path__, MultimodalFamily))
 
 
@@ -82,14 +78,12 @@ def _by_model_type(families: Iterable[_Family]) -> Mapping[str, _Family]:
 
 
 def _collect_instances(package: str, path: Iterable[str], kind: type[_T]) -> list[_T]:
-    """What is of this kind in a package's modules."""
     modules = [import_module(f"{package}.{each.name}") for each in iter_modules(path) if not each.ispkg]
     return [value for module in modules for value in vars(module).values() if isinstance(value, kind)]
 
 
 @cache
 def _families_by_gguf_architecture() -> Mapping[str, list[DecoderFamily]]:
-    """By general.architecture."""
     by_architecture: dict[str, list[DecoderFamily]] = {}
     for family in {id(each): each for each in _families_by_model_type().values()}.values():
         if isinstance(family, DecoderFamily) and family.gguf is not None:

@@ -1,4 +1,4 @@
-"""Apertus (Swiss AI, 2025): an MLP without a gate but with xIELU, whose numbers each layer has learned."""
+"""Apertus (Swiss AI, 2025): an ungated MLP with xIELU, with learned parameters per layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arcee's AFM (Arcee AI, 2025): Llama, whose MLP has no gate but a squared ReLU."""
+"""Arcee's AFM (Arcee AI, 2025): Llama with an ungated squared-ReLU MLP."""
 
 from __future__ import annotations
 

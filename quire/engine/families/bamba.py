@@ -1,4 +1,4 @@
-"""Bamba (IBM, 2024): a Llama, rotated in part, with state spaces in most layers."""
+"""Bamba (IBM, 2024): Llama with partial RoPE, and Mamba-2 in most layers."""
 
 from __future__ import annotations
 

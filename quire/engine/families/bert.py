@@ -1,4 +1,4 @@
-"""BERT (Devlin et al., 2019) and the many small models of its shape, such as MiniLM."""
+"""BERT (Devlin et al., 2019) and many small models of its shape, such as MiniLM."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WEIGHT_NAMES = EncoderWeightNames(
     mlp_norm="output.LayerNorm",
 )
 BERT_UNUSED_PREFIXES = ("embeddings.position_ids", "embeddings.token_type_ids", "cls.", "pooler.", "lm_head.")
-"""What checkpoints keep of the training's own heads."""
+"""Training heads left in checkpoints."""
 BERT_CLASSIFIER = two_layer_classifier_builder("pooler.dense", "tanh", "classifier")
 
 

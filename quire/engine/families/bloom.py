@@ -1,4 +1,4 @@
-"""BLOOM (Le Scao et al., 2022): ALiBi, and a norm of the embeddings."""
+"""BLOOM (Le Scao et al., 2022): ALiBi and an embedding norm."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The text parts of CLIP (Radford et al., 2021) and SigLIP (Zhai et al., 2023): the last token's hidden state, through
-a linear, is the vector. CLIP's tokens see what is before them alone; SigLIP's texts are filled up to one length."""
+"""Text models of CLIP (Radford et al., 2021) and SigLIP (Zhai et al., 2023): the vector is a projection of the last
+token's hidden state. CLIP's attention is causal; SigLIP pads texts to a fixed length.
+"""
 
 from __future__ import annotations
 

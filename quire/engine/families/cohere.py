@@ -1,4 +1,4 @@
-"""Command R (Cohere, 2024): LayerNorms without a bias, rotations of neighbours, scaled logits."""
+"""Command R (Cohere, 2024): LayerNorms without bias, interleaved RoPE, scaled logits."""
 
 from __future__ import annotations
 

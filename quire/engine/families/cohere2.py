@@ -1,4 +1,4 @@
-"""Command R7B and A (Cohere, 2025): sliding windows in three of four layers; the others leave positions out."""
+"""Command R7B and A (Cohere, 2025): sliding windows in three of four layers, no RoPE in the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CWM (Meta FAIR, 2025): Llama, with sliding windows in three of four layers."""
+"""CWM (Meta FAIR, 2025): Llama with sliding windows in three of four layers."""
 
 from typing import Any
 

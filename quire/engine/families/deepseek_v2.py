@@ -1,5 +1,6 @@
-"""DeepSeek-V2 and V2-Lite (DeepSeek-AI, 2024): latent attention, and experts behind dense layers, whose groups are
-chosen by their best expert."""
+"""DeepSeek-V2 and V2-Lite (DeepSeek-AI, 2024): MLA, and experts after dense layers; groups are ranked by their best
+expert.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +42,8 @@ _ROUTING: SpecFields = {
 
 
 _SOFTMAX_GATING, _SIGMOID_GATING = 1, 2
-"""How routers weigh experts, by llama.cpp's numbers."""
 _DEEPSEEK_V3_NUM_EXPERTS = 256
-"""Experts of DeepSeek-V3, whose older files do not say that it has 8 groups of them, of which 4 are chosen from."""
+"""Older files of DeepSeek-V3 do not say that 4 of 8 groups are chosen."""
 MLA_GGUF_MODULES = {
     **LAYER_MODULES,
     **expert_modules(),
@@ -60,7 +60,7 @@ MLA_GGUF_MODULES = {
 
 
 def gguf_uses_sigmoid_gating(metadata: GGUFMetadata) -> bool:
-    """Raises ModelError for what no family weighs experts by."""
+    """Raises ModelError for other gating functions."""
     gating = metadata.integer("expert_gating_func") or _SOFTMAX_GATING
     if gating not in (_SOFTMAX_GATING, _SIGMOID_GATING):
         raise metadata.field_error("expert_gating_func", f"{gating} is not served (1: softmax, 2: sigmoid)")
@@ -70,8 +70,7 @@ def gguf_uses_sigmoid_gating(metadata: GGUFMetadata) -> bool:
 
 
 def read_mla_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Of all families with latent attention. Newer files have the sizes of keys and values as they are cached, and
-    those of heads under names of their own."""
+    """Newer files separate the cached sizes of keys and values from those of heads."""
     rotated = metadata.integer("rope.dimension_count")
     key = metadata.integer("attention.key_length_mla") or metadata.integer("attention.key_length")
     value = metadata.integer("attention.value_length_mla") or metadata.integer("attention.value_length")
@@ -88,8 +87,7 @@ def read_mla_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> d
 
 
 def _with_yarn_mscale(metadata: GGUFMetadata, rope: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Files say by how much scores grow with YaRN, and that of mscale_all_dim alone, which all published models' mscale
-    equals."""
+    """Files give mscale_all_dim's score growth; published models have an equal mscale."""
     growth = metadata.float("rope.scaling.yarn_log_multiplier")
     if rope["rope_type"] != "yarn" or not growth:
         return rope

@@ -1,5 +1,4 @@
-"""DeepSeek-V3 and R1 (DeepSeek-AI, 2024), and Kimi K2 (Moonshot AI, 2025): experts that are chosen by sigmoids with a
-correction."""
+"""DeepSeek-V3 and R1 (DeepSeek-AI, 2024), and Kimi K2 (Moonshot AI, 2025): sigmoid routing with a correction bias."""
 
 from __future__ import annotations
 
@@ -20,7 +19,6 @@ _COMMON_DEFAULTS = {
     "norm_topk_prob": True,
     "first_k_dense_replace": 3,
 }
-"""Of both families."""
 DEEPSEEK_V3 = YOUTU.derive(
     "deepseek_v3",
     field_names={"n_routed_experts": "num_local_experts", "num_mtp_layers": "num_nextn_predict_layers"},

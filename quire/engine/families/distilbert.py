@@ -1,4 +1,4 @@
-"""DistilBERT (Sanh et al., 2019): a BERT without segments and under other names."""
+"""DistilBERT (Sanh et al., 2019): BERT without segments."""
 
 from __future__ import annotations
 

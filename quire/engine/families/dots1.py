@@ -1,4 +1,4 @@
-"""dots.llm1 (Huo et al., 2025): Qwen3's attention, and DeepSeek-V3's experts behind dense layers."""
+"""dots.llm1 (Huo et al., 2025): Qwen3's attention, and DeepSeek-V3's experts after dense layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ERNIE 4.5, dense (Baidu, 2025): rotations of neighbours, and biases everywhere or nowhere."""
+"""ERNIE 4.5, dense (Baidu, 2025): interleaved RoPE, biases everywhere or nowhere."""
 
 from __future__ import annotations
 

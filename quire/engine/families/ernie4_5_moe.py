@@ -1,4 +1,4 @@
-"""ERNIE 4.5's mixtures (Baidu, 2025): experts behind dense layers, chosen by weights that a bias corrects."""
+"""ERNIE 4.5 MoE (Baidu, 2025): experts after dense layers, routing with a correction bias."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.engine.families.ernie4_5 import ERNIE4_5
 
 
 def _normalizer_eps(config: ModelConfig) -> float:
-    """Of chosen weights, by which they are divided: what is as small as published models' may be added to it."""
+    """Added to the sum of weights, which is harmless for values as small as published models'."""
     least = config.raw.get("moe_norm_min") or 0.0
     if least > 1e-6:
         raise ModelError(f"model: config.json: moe_norm_min: at most 1e-06 is served, got {least}")

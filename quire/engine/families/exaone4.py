@@ -1,5 +1,6 @@
-"""EXAONE 4 (LG AI Research, 2025): norms behind attention and the MLP instead of before them; in models with windows,
-layers without one leave positions out."""
+"""EXAONE 4 (LG AI Research, 2025): post-norms instead of pre-norms; in models with windows, full-attention layers have
+no RoPE.
+"""
 
 from __future__ import annotations
 

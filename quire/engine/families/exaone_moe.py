@@ -1,4 +1,4 @@
-"""K-EXAONE (LG AI Research, 2025): EXAONE 4's attention behind norms, and DeepSeek-V3's experts."""
+"""K-EXAONE (LG AI Research, 2025): EXAONE 4's attention with pre-norms, and DeepSeek-V3's experts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Falcon (Almazrouei et al., 2023): attention and the MLP side by side, on one norm or on two; some models have ALiBi
-instead of rotations, which is added to the scores before these are scaled."""
+"""Falcon (Almazrouei et al., 2023): parallel attention and MLP with one norm or two. Some models replace RoPE by ALiBi,
+added before scores are scaled.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Falcon Mamba (TII, 2024): Mamba, which norms what steps, b and c are made of."""
+"""Falcon Mamba (TII, 2024): Mamba with norms of the inputs of dt, b and c."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gemma (Gemma Team, 2024): a GELU gate, scaled embeddings, a tied head, norms whose weights are offsets from 1."""
+"""Gemma (Gemma Team, 2024): GELU gate, scaled embeddings, tied head, norm weights stored as offsets from 1."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Gemma 2 (Gemma Team, 2024): norms behind attention and the MLP too, capped scores and logits, and a sliding window in
-every other layer."""
+"""Gemma 2 (Gemma Team, 2024): additional post-norms, softcapped scores and logits, a sliding window in every other
+layer.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from quire.engine.families.base import LAYER_MODULES, POST_NORM_MODULES, GGUFFor
 from quire.engine.families.gemma import GEMMA
 
 _LARGEST_MODEL_LAYERS = 46
-"""By its number of layers, the model that scales attention by hidden_size / heads, which the format does not say."""
+"""The model with this many layers scales attention by hidden_size / heads, which GGUF does not record."""
 
 
 def read_gemma_gguf_fields(

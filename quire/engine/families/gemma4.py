@@ -1,6 +1,7 @@
-"""Gemma 4's text models (Google, 2026): every sixth layer has no window but larger heads, a rotation that turns a
-quarter of their numbers and, in large models, values that are keys; the last layers of small models read others' keys
-and values, and all layers embeddings of their own; one model has experts beside its MLPs."""
+"""Gemma 4's text models (Google, 2026): every sixth layer has full attention, larger heads, RoPE on a quarter of them
+and, in large models, keys used as values. In small models the last layers reuse others' KV cache, and each layer has
+its own embeddings. One model has experts parallel to its MLPs.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +39,12 @@ _DEFAULT_ROPES = {
     True: {"rope_type": "default", "rope_theta": 10_000.0},
     False: {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
 }
-"""By whether a layer has a window, where config.json says nothing."""
+"""Keyed by whether the layer has a window."""
 _MAX_LAYER_DIGITS = 8
 
 
 def _fill_gemma4_fields(fields: dict[str, Any]) -> None:
-    """The last layer always attends to all tokens."""
+    """The last layer always has full attention."""
     fill_layer_types(fields, lambda layer: "sliding_attention" if (layer + 1) % 6 else "full_attention")
     layers, kinds = fields.get("num_hidden_layers"), fields.get("layer_types")
     if isinstance(layers, int) and 1 <= layers <= MAX_LAYERS and isinstance(kinds, list):
@@ -77,8 +78,7 @@ def _per_layer_inputs_spec(config: ModelConfig) -> PerLayerInputsSpec | None:
 
 
 def _kv_source_layers(config: ModelConfig) -> list[int | None]:
-    """By layer, whose keys and values it reads: of the last ones, the last of the same kind that has some. None: its
-    own."""
+    """None: its own. The last layers share with the last earlier one of the same type."""
     kinds, shared = list(config.raw.get("layer_types") or ()), config.raw.get("num_kv_shared_layers") or 0
     if shared >= len(kinds):
         raise ModelError(
@@ -131,7 +131,7 @@ def _layer_spec(
 def _kv_heads(
     config: ModelConfig, layer: int, overrides: Mapping[int, LayerOverrides] | None, *, has_window: bool
 ) -> tuple[int, int]:
-    """Key-value heads of a layer, and the size of its heads. Raises ModelError."""
+    """Raises ModelError."""
     raw = config.raw
     num_kv_heads, head_dim = config.num_kv_heads, config.head_dim
     if overrides is not None:
@@ -151,8 +151,7 @@ def _kv_heads(
 
 
 def _layer_overrides(config: ModelConfig) -> Mapping[int, LayerOverrides] | None:
-    """By layer, what per_layer_config says of it; its keys are layers' numbers, which may begin with zeros. None:
-    config.json has none. Raises ModelError."""
+    """None without per_layer_config, whose keys may have leading zeros. Raises ModelError."""
     if (by_layer := config.raw.get("per_layer_config")) is None:
         return None
     overrides: dict[int, LayerOverrides] = {}

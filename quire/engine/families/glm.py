@@ -1,4 +1,4 @@
-"""GLM-4 as transformers has it (GLM Team, 2024): rotations of neighbours in half of each head."""
+"""GLM-4 in transformers' format (GLM Team, 2024): interleaved RoPE on half of each head."""
 
 from __future__ import annotations
 

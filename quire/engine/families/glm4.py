@@ -1,4 +1,4 @@
-"""GLM-4-0414 (GLM Team, 2025): norms behind attention and the MLP too."""
+"""GLM-4-0414 (GLM Team, 2025): additional post-norms."""
 
 from __future__ import annotations
 

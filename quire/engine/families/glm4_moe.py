@@ -1,4 +1,4 @@
-"""GLM-4.5 to 4.7 (GLM Team, 2025): a partial rotation, and DeepSeek-V3's experts."""
+"""GLM-4.5 to 4.7 (GLM Team, 2025): partial RoPE, DeepSeek-V3's experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StarCoder and SantaCoder (Li et al., 2023): GPT-2 with one key and value for all heads."""
+"""StarCoder and SantaCoder (Li et al., 2023): GPT-2 with multi-query attention."""
 
 from __future__ import annotations
 

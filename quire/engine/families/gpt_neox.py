@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia (Black et al., 2022): attention and the MLP side by side, each on a norm of its own."""
+"""GPT-NeoX and Pythia (Black et al., 2022): parallel attention and MLP with separate norms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gpt-oss (OpenAI, 2025): a sink in every head, and in every second layer a sliding window."""
+"""gpt-oss (OpenAI, 2025): attention sinks, and a sliding window in every other layer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _read_gpt_oss_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any])
         "sliding_window": metadata.integer("attention.sliding_window"),
     }
     if fields["rope_parameters"]["rope_type"] == "yarn":
-        # The format does not say that the bounds are not rounded, the models' own config.json does.
+        # Only the models' config.json says that bounds are not rounded.
         own["rope_parameters"] = fields["rope_parameters"] | {"truncate": False}
     return own
 

@@ -1,4 +1,4 @@
-"""GPT-J (Wang and Komatsuzaki, 2021): rotations of neighbours in a part of each head, and a head with a bias."""
+"""GPT-J (Wang and Komatsuzaki, 2021): partial interleaved RoPE, a head with bias."""
 
 from __future__ import annotations
 

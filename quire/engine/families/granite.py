@@ -1,7 +1,6 @@
-"""Granite 3 and 4 (IBM, 2024): multipliers of embeddings, residuals, scores and logits.
-
-The residual stream is held divided by what is multiplied to all that joins it: norms take no notice of a factor, but
-for their eps, which is divided by its square."""
+"""Granite 3 and 4 (IBM, 2024): multipliers of embeddings, residuals, scores and logits. The residual stream is kept
+divided by the residual multiplier: norms ignore a factor, except in their eps, which is divided by its square.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +29,6 @@ _GGUF_MULTIPLIERS = {
 
 
 def read_gguf_multipliers(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of all Granites, as a GGUFFormat's `read_fields`."""
     return {name: metadata.float(key) for name, key in _GGUF_MULTIPLIERS.items()}
 
 

@@ -1,5 +1,4 @@
-"""Granite with sliding windows (IBM, 2026): each layer may have a rotation of its own, or none, and every head has a
-sink."""
+"""Granite with sliding windows (IBM, 2026): RoPE per layer or none, and attention sinks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Granite's mixtures (IBM, 2024 and later): experts in every layer, and a shared MLP in some models."""
+"""Granite MoE (IBM, 2024 and later): experts in every layer, a shared MLP in some models."""
 
 from __future__ import annotations
 

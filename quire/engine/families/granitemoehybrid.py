@@ -1,5 +1,6 @@
-"""Granite 4 (IBM, 2025): Granite with state spaces in most layers; experts beside an MLP, or an MLP alone; with or
-without positions."""
+"""Granite 4 (IBM, 2025): Granite with Mamba-2 in most layers; experts with a shared MLP, or only an MLP; with or
+without RoPE.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,6 @@ def _fill_granitemoehybrid_fields(fields: dict[str, Any]) -> None:
 
 
 def _build_granitemoehybrid_spec(config: ModelConfig) -> DecoderSpec:
-    """Granite's decoder, with its multipliers, before state spaces stand in attention's place."""
     if config.raw.get("num_local_experts"):
         return GRANITEMOE.decoder_spec(config)
     dense_mlp = {"name": "shared_mlp", "intermediate_size": shared_expert_width(config.raw)}

@@ -1,5 +1,6 @@
-"""GTE's second architecture (Zhang et al., 2024, mGTE): a BERT with rotated positions, stretched for longer texts than
-it was trained on, and a gated MLP. gte-*-en-v1.5, gte-multilingual-* and Snowflake's arctic-embed-m-v2.0 are of it."""
+"""GTE's second architecture (Zhang et al., 2024, mGTE): BERT with scaled RoPE for long texts and a gated MLP. Used by
+gte-*-en-v1.5, gte-multilingual-* and Snowflake's arctic-embed-m-v2.0.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ _SUPPORTED_VALUES = {
     "layer_norm_type": "layer_norm",
     "logn_attention_scale": False,
 }
-"""Fields of config.json with the only value, also where they lack, that is computed here."""
+"""The only supported values, also used as defaults."""
 
 
 def _build_gte_spec(config: ModelConfig) -> EncoderSpec:

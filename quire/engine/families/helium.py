@@ -1,4 +1,4 @@
-"""Helium 1 (Kyutai, 2025): Llama, with rotations of neighbours."""
+"""Helium 1 (Kyutai, 2025): Llama with interleaved RoPE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hunyuan's dense models (Tencent, 2025): norms of queries and keys behind their rotation."""
+"""Hunyuan, dense (Tencent, 2025): QK norms after RoPE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hunyuan's mixtures (Tencent, 2025): experts in every layer, and a shared one."""
+"""Hunyuan MoE (Tencent, 2025): experts in every layer, and a shared one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PER_LAYER_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_siz
 
 
 def _fill_hunyuan_v1_moe_fields(fields: dict[str, Any]) -> None:
-    """Some fields are lists, by layer, of equal numbers."""
+    """Some fields are per-layer lists of equal numbers."""
     for name in _PER_LAYER_FIELDS:
         value = fields.get(name)
         if isinstance(value, list) and value and all(each == value[0] for each in value):

@@ -1,5 +1,6 @@
-"""Jamba (AI21 Labs, 2024): selective scans in most layers, attention without positions in the others, and experts in
-some MLPs' place, whose weights are not divided by their sum."""
+"""Jamba (AI21 Labs, 2024): Mamba in most layers, attention without RoPE in the others, and in some layers experts with
+unnormalized weights.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,6 @@ def _fill_jamba_fields(fields: dict[str, Any]) -> None:
 
 
 def _periodic_layer_test(fields: dict[str, Any], field_prefix: str) -> Callable[[int], bool]:
-    """Whether a layer has something: one of so many, and which of them."""
     period, offset = fields.get(f"{field_prefix}_period"), fields.get(f"{field_prefix}_offset")
     return lambda layer: isinstance(period, int) and period > 0 and layer % period == offset
 

@@ -36,7 +36,6 @@ def fill_lfm2_layer_types(fields: dict[str, Any]) -> None:
 
 
 def _fill_lfm2_fields(fields: dict[str, Any]) -> None:
-    """What the fields say of layers and of MLPs, by the names of other families."""
     fill_lfm2_layer_types(fields)
     width, unit = fields.get("intermediate_size"), fields.get("block_multiple_of") or 256
     factor = fields.get("block_ffn_dim_multiplier") or 1.0
@@ -54,11 +53,10 @@ LFM2_GGUF_MODULES = {
     **{f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")},
 }
 LFM2_GGUF_MODEL_MODULES = {"token_embd_norm": "model.norm"}
-"""Named wrongly there: it is behind all layers."""
+"""Misnamed in GGUF files: it follows all layers."""
 
 
 def read_short_conv_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """As a GGUFFormat's `read_fields`."""
     own: dict[str, Any] = {"conv_L_cache": metadata.integer("shortconv.l_cache"), "block_auto_adjust_ff_dim": False}
     if metadata.is_list("attention.head_count_kv"):
         own["layer_types"] = read_hybrid_layer_types(metadata, "conv")

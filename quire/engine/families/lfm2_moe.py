@@ -1,4 +1,4 @@
-"""LFM2's mixtures (Liquid AI, 2025): experts behind dense layers, weighed by sigmoids."""
+"""LFM2 MoE (Liquid AI, 2025): experts after dense layers, sigmoid routing."""
 
 from __future__ import annotations
 

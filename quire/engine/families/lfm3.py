@@ -1,5 +1,6 @@
-"""LFM3 (Liquid AI, 2026): wider convolutions, attention within windows in some layers, norms behind each sublayer too,
-a gate for each head, and rotations of their own in layers with a window."""
+"""LFM3 (Liquid AI, 2026): wider convolutions, sliding windows in some layers with their own RoPE, additional
+post-norms, and per-head gates.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,6 @@ _DEFAULT_LAYER_TYPES = ("sliding_attention", "conv", "full_attention", "conv")
 
 
 def _fill_lfm3_fields(fields: dict[str, Any]) -> None:
-    """Where config.json does not say what layers are, of four one attends to all tokens, one to the last ones."""
     fill_layer_types(fields, lambda layer: _DEFAULT_LAYER_TYPES[layer % 4] if layer else "conv")
 
 

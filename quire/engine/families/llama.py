@@ -1,4 +1,4 @@
-"""Llama 2 and 3 (Touvron et al., 2023; Dubey et al., 2024), and the many models of that shape."""
+"""Llama 2 and 3 (Touvron et al., 2023; Dubey et al., 2024), and many models of that shape."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Llama 4 (Meta, 2025): experts that are weighed where they read, beside one of every token; attention within chunks
-and norms without weights, but for layers that leave positions out."""
+"""Llama 4 (Meta, 2025): experts that scale their inputs by the routing weights, a shared expert, and chunked attention
+with weightless QK norms, except in layers without RoPE.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from quire.engine.families.base import (
 
 
 def _fill_llama4_fields(fields: dict[str, Any]) -> None:
-    """Where config.json does not say what layers are, those attend within chunks whose positions are rotated."""
+    """Layers with RoPE use chunked attention by default."""
     every, rotates = fields.get("no_rope_layer_interval") or 4, fields.get("no_rope_layers")
     if isinstance(every, int) and every >= 1:
         fill_layer_types(fields, lambda layer: _layer_type(layer, every, rotates))
@@ -37,7 +38,7 @@ def _layer_type(layer: int, every: int, rotates: Any) -> str:
 
 
 def _chunk_sizes(config: ModelConfig) -> tuple[int | None, ...]:
-    """By layer, where contexts are longer than a chunk."""
+    """None if the longest context fits in a chunk."""
     longest = config.max_model_len or config.max_position
     sizes = layer_windows({**config.raw, "sliding_window": config.raw.get("attention_chunk_size")}, config.num_layers)
     return tuple(None if size is None or size >= longest else size for size in sizes)
@@ -49,7 +50,6 @@ def _qk_norms(config: ModelConfig) -> list[str | None]:
 
 
 def _query_scalings(config: ModelConfig) -> list[QueryScaling | None]:
-    """Of queries whose positions are left out."""
     raw = config.raw
     scale = raw.get("attn_scale")
     scaling = None

@@ -1,4 +1,4 @@
-"""Mamba (Gu and Dao, 2023): selective scans alone."""
+"""Mamba (Gu and Dao, 2023): only selective scans."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from quire.engine.families.base import (
 
 
 def fill_attention_free_mamba_fields(fields: dict[str, Any]) -> None:
-    """There are neither attention nor MLPs, whose sizes other code wants to know all the same."""
+    """Other code reads sizes of attention and MLPs, which the model lacks."""
     fill_mamba_sizes(fields, inner_size=fields.get("mamba_d_ssm"))
     if isinstance(inner := fields.get("mamba_d_ssm"), int):
         heads, head_size = fields["mamba_n_heads"], fields["mamba_d_head"]
@@ -37,7 +37,6 @@ def fill_attention_free_mamba_fields(fields: dict[str, Any]) -> None:
 
 
 def read_attention_free_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """As a GGUFFormat's `read_fields`."""
     return read_mamba_fields(metadata) | {"intermediate_size": metadata.integer("ssm.inner_size")}
 
 

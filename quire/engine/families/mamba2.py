@@ -1,4 +1,4 @@
-"""Mamba 2 (Dao and Gu, 2024): selective state spaces alone."""
+"""Mamba 2 (Dao and Gu, 2024): only selective state spaces."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAMBA2_MIXER_MODULES: LayerModules = {
 
 
 def _fill_mamba2_fields(fields: dict[str, Any]) -> None:
-    """There are neither attention nor MLPs, whose sizes other code wants to know all the same."""
+    """Other code reads sizes of attention and MLPs, which the model lacks."""
     fill_hybrid_layer_types(fields, lambda layer: "linear_attention")
     fill_mamba2_head_dim(fields)
     heads, hidden = fields.get("mamba_n_heads"), fields.get("hidden_size")

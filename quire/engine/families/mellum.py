@@ -1,4 +1,4 @@
-"""Mellum 2 (JetBrains, 2026): Qwen3's experts, windows, and rotations of layers without one that are their own."""
+"""Mellum 2 (JetBrains, 2026): Qwen3's experts, sliding windows, and separate RoPE of full-attention layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from quire.engine.families.qwen3_moe import QWEN3_MOE
 
 
 def _fill_mellum_fields(fields: dict[str, Any]) -> None:
-    """Where config.json does not say what layers are, all attend to all tokens."""
     fill_layer_types(fields, lambda layer: "full_attention")
 
 

@@ -1,4 +1,4 @@
-"""MiniCPM 3 (OpenBMB, 2024): rotations of halves, and multipliers of embeddings, residuals and logits."""
+"""MiniCPM 3 (OpenBMB, 2024): non-interleaved RoPE, and multipliers of embeddings, residuals and logits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from quire.engine.families.base import DecoderFamily, ModelConfig, mla_mixers_re
 
 
 def _residual_multiplier(config: ModelConfig) -> float:
-    """By which what joins the residual stream is multiplied; the stream is held divided by it, as Granite's."""
+    """The residual stream is kept divided by it, as in Granite."""
     return (config.raw.get("scale_depth") or config.num_layers**0.5) / config.num_layers**0.5
 
 

@@ -1,5 +1,4 @@
-"""MiniMax-M2 (MiniMax, 2025): experts weighed by sigmoids; norms of whole queries and keys, which are rotated in
-part."""
+"""MiniMax-M2 (MiniMax, 2025): sigmoid routing, norms of whole queries and keys, partial RoPE."""
 
 from __future__ import annotations
 

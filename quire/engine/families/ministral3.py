@@ -1,4 +1,4 @@
-"""Ministral 3 and its kin (Mistral AI, 2025): YaRN, and queries that grow with their position."""
+"""Ministral 3 and related models (Mistral AI, 2025): YaRN, and queries scaled by position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistral 7B and its kin (Jiang et al., 2023): every layer may have a sliding window."""
+"""Mistral 7B and related models (Jiang et al., 2023): an optional sliding window in every layer."""
 
 from __future__ import annotations
 

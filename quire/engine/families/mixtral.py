@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al., 2024): Mistral, with no sliding window but config.json's own, and experts in every layer."""
+"""Mixtral (Jiang et al., 2024): Mistral with experts in every layer, and a window only if config.json has one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""ModernBERT (Warner et al., 2024): norms before its parts, rotated positions, a gated MLP, and a window in two of
-three layers."""
+"""ModernBERT (Warner et al., 2024): pre-norms, RoPE, a gated MLP, and windows in two of three layers."""
 
 from __future__ import annotations
 

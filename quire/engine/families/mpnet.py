@@ -1,4 +1,4 @@
-"""MPNet (Song et al., 2020): a BERT without segments, whose layers share biases of relative positions."""
+"""MPNet (Song et al., 2020): BERT without segments, with relative position biases shared by all layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MPT (MosaicML, 2023): ALiBi, and no biases at all."""
+"""MPT (MosaicML, 2023): ALiBi and no biases."""
 
 from __future__ import annotations
 

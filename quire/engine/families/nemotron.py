@@ -1,4 +1,4 @@
-"""Nemotron-4 and Minitron (Nvidia, 2024): the norms' weights are offsets from 1; squared ReLUs."""
+"""Nemotron-4 and Minitron (Nvidia, 2024): norm weights stored as offsets from 1, squared ReLU."""
 
 from __future__ import annotations
 

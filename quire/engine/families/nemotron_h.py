@@ -1,6 +1,6 @@
-"""Nemotron-H (NVIDIA, 2025) and Nemotron 3: layers that are one sublayer each, a state space, attention without
-positions, an MLP, or experts, these also of smaller vectors; all without gates. Of limits of steps it has time_step_min
-alone, as transformers reads it."""
+"""Nemotron-H (NVIDIA, 2025) and Nemotron 3: each layer is one ungated sublayer: Mamba-2, attention without RoPE, an
+MLP, or experts, possibly in a latent space. Only time_step_min limits time steps, as in transformers.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +37,8 @@ from quire.engine.families.base import (
 from quire.engine.families.mamba2 import MAMBA2_MIXER_MODULES
 
 _PATTERN_LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-"""Of hybrid_override_pattern, as Nemotron-H was published."""
 LATENT_MOE_PROJECTIONS = ("mixer.fc1_latent_proj", "mixer.fc2_latent_proj")
-"""In a layer whose experts read and give smaller vectors (moe_latent_size): what makes these of the layer's, and the
-layer's of them."""
+"""From the layer's hidden states to the experts' latent ones (moe_latent_size), and back."""
 
 
 def _fill_nemotron_h_fields(fields: dict[str, Any]) -> None:
@@ -51,9 +49,9 @@ def _fill_nemotron_h_fields(fields: dict[str, Any]) -> None:
         fields["layer_types"] = ["linear_attention", "moe", "full_attention", "mlp"]
     kinds = fields["layer_types"]
     if isinstance(kinds, list) and 1 <= len(kinds) <= MAX_LAYERS:
-        fields["num_hidden_layers"] = len(kinds)  # whatever config.json says
+        fields["num_hidden_layers"] = len(kinds)  # config.json's number is ignored
     if isinstance(kinds, list) and "mlp" not in kinds and "moe" not in kinds:
-        fields["hidden_act"] = None  # of MLPs alone, and there is none
+        fields["hidden_act"] = None  # only MLPs use it
     fill_hybrid_layer_types(fields, lambda layer: "linear_attention")
     _fill_mtp_layer_types(fields)
     fill_mamba2_head_dim(fields)
@@ -64,7 +62,6 @@ def _parse_layer_pattern(pattern: str) -> list[str]:
 
 
 def _fill_mtp_layer_types(fields: dict[str, Any]) -> None:
-    """What the layers that draft tokens are, in the same words."""
     kinds, pattern = fields.get("mtp_layers_block_type"), fields.get("mtp_hybrid_override_pattern")
     if not kinds and isinstance(pattern, str):
         kinds = _parse_layer_pattern(pattern)

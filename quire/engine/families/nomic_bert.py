@@ -1,4 +1,4 @@
-"""Nomic Embed (Nussbaum et al., 2024): a BERT with rotated positions and a gated MLP."""
+"""Nomic Embed (Nussbaum et al., 2024): BERT with RoPE and a gated MLP."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""OLMo 2 (OLMo Team, 2024): norms of whole queries and keys; norms behind attention and the MLP instead of before
-them."""
+"""OLMo 2 (OLMo Team, 2024): norms of whole queries and keys; post-norms instead of pre-norms."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from quire.engine.families.base import (
 
 
 def _read_olmo2_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Nothing of its own: OLMo 3's files call themselves alike."""
+    """Refuse OLMo 3's files, which have the same architecture name."""
     if window := metadata.integer("attention.sliding_window"):
         raise metadata.field_error("attention.sliding_window", f"{window}: OLMo 3 is served from safetensors alone")
     return {}

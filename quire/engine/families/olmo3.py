@@ -1,4 +1,4 @@
-"""OLMo 3 (OLMo Team, 2025): sliding windows in three of four layers, whose rotations are not stretched."""
+"""OLMo 3 (OLMo Team, 2025): sliding windows with unscaled RoPE in three of four layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OPT (Zhang et al., 2022): GPT-2 with ReLUs."""
+"""OPT (Zhang et al., 2022): GPT-2 with ReLU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phi-1 to Phi-2 (Gunasekar et al., 2023): attention and the MLP side by side, on one norm."""
+"""Phi-1 to Phi-2 (Gunasekar et al., 2023): parallel attention and MLP with one norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4 (Abdin et al., 2024): LongRoPE for long contexts, in a part of each head."""
+"""Phi-3 and Phi-4 (Abdin et al., 2024): LongRoPE for long contexts, partial RoPE."""
 
 from __future__ import annotations
 

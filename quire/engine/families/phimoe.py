@@ -1,4 +1,4 @@
-"""Phi-3.5-MoE (Abdin et al., 2024): LayerNorms, and two experts by SparseMixer in every layer."""
+"""Phi-3.5-MoE (Abdin et al., 2024): LayerNorms, and two experts chosen by SparseMixer in every layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quire.engine.families.phi3 import PHI3
 
 
 def _read_rope(config: ModelConfig) -> dict[str, Any]:
-    """What is rotated is multiplied by a number that config.json gives, for short contexts and for long ones."""
+    """Short and long contexts have attention factors, which must be equal."""
     rope = dict(config.rope)
     short, long = (rope.pop(f"{name}_mscale", None) for name in ("short", "long"))
     if short != long:

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (Yang et al., 2024): some models slide a window in upper layers."""
+"""Qwen2 and Qwen2.5 (Yang et al., 2024): some models have sliding windows in upper layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen1.5's and Qwen2's mixtures (Qwen Team, 2024): experts in most layers, and a shared one with a gate of its own."""
+"""Qwen1.5 and Qwen2 MoE (Qwen Team, 2024): experts in most layers, and a gated shared expert."""
 
 from __future__ import annotations
 

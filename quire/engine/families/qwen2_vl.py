@@ -1,5 +1,4 @@
-"""The text models of Qwen2-VL and Qwen2.5-VL (Wang et al., 2024; Bai et al., 2025): Qwen2's, whose rotations tell rows
-and columns of an image apart."""
+"""Text models of Qwen2-VL and Qwen2.5-VL (Wang et al., 2024; Bai et al., 2025): Qwen2 with mRoPE."""
 
 from __future__ import annotations
 

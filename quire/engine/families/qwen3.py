@@ -1,4 +1,4 @@
-"""Qwen3, dense (Yang et al., 2025): norms of every query and key head, no biases by default."""
+"""Qwen3, dense (Yang et al., 2025): per-head QK norms, no biases by default."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Qwen3.5's text models (Qwen Team, 2026), dense and with experts: gated delta nets in most layers, attention with
-gates in the others; norms whose weights are offsets from 1."""
+"""Qwen3.5's text models (Qwen Team, 2026), dense and MoE: gated delta nets in most layers, gated attention in the
+others; norm weights stored as offsets from 1.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,6 @@ def delta_net_spec(config: ModelConfig, norm: NormSpec) -> SublayerSpec:
 
 
 def _fill_qwen3_5_fields(fields: dict[str, Any]) -> None:
-    """Where config.json does not list the layers with attention, every full_attention_interval-th has it."""
     every = fields.get("full_attention_interval") or 4
     if isinstance(every, int):
         fill_layer_types(fields, lambda layer: "linear_attention" if (layer + 1) % every else "full_attention")

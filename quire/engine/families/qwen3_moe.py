@@ -1,4 +1,4 @@
-"""Qwen3's mixtures of experts (Yang et al., 2025)."""
+"""Qwen3 MoE (Yang et al., 2025)."""
 
 from __future__ import annotations
 

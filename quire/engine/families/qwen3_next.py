@@ -1,4 +1,4 @@
-"""Qwen3-Next (Qwen Team, 2025): Qwen3.5's layers, whose delta nets project key head by key head, without images."""
+"""Qwen3-Next (Qwen Team, 2025): Qwen3.5's layers with delta net projections fused per key head, text only."""
 
 from __future__ import annotations
 

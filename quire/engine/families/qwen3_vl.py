@@ -1,5 +1,4 @@
-"""The text models of Qwen3-VL, dense and with experts (Qwen Team, 2025): Qwen3's, whose rotations tell rows and columns
-of an image apart."""
+"""Text models of Qwen3-VL, dense and MoE (Qwen Team, 2025): Qwen3 with mRoPE."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ QWEN3_VL = QWEN3.derive(
     defaults={"tie_word_embeddings": True, "rope_theta": 500_000.0, "max_position_embeddings": 128_000},
     attention={"mrope_axes": MROPE_AXES},
 )
-# Their config.json does not say that experts' weights are divided by their sum.
+# config.json does not mention that expert weights are normalized.
 QWEN3_VL_MOE = QWEN3_VL.derive(
     "qwen3_vl_moe_text",
     experts=moe_reader(size=expert_intermediate_size),

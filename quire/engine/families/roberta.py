@@ -1,5 +1,6 @@
-"""RoBERTa (Liu et al., 2019), XLM-RoBERTa (Conneau et al., 2020) and CamemBERT: a BERT whose positions begin behind the
-id of padding."""
+"""RoBERTa (Liu et al., 2019), XLM-RoBERTa (Conneau et al., 2020) and CamemBERT: BERT with positions that start after
+the padding id.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seed-OSS (ByteDance Seed, 2025): Llama, with biases of queries, keys and values."""
+"""Seed-OSS (ByteDance Seed, 2025): Llama with QKV biases."""
 
 from __future__ import annotations
 

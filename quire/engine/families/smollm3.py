@@ -1,4 +1,4 @@
-"""SmolLM3 (Bakouch et al., 2025): Llama, but that one of every few layers leaves positions out."""
+"""SmolLM3 (Bakouch et al., 2025): Llama without RoPE in one of every few layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StableLM (Stability AI, 2023): a Llama with LayerNorms, and rotations in a quarter of each head."""
+"""StableLM (Stability AI, 2023): Llama with LayerNorms, and RoPE on a quarter of each head."""
 
 from __future__ import annotations
 

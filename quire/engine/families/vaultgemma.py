@@ -1,4 +1,4 @@
-"""VaultGemma (Google, 2025): Gemma 2 without norms behind attention and the MLP."""
+"""VaultGemma (Google, 2025): Gemma 2 without post-norms."""
 
 from quire.engine.families.base import WeightNames
 from quire.engine.families.gemma2 import GEMMA2

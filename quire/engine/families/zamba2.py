@@ -1,5 +1,6 @@
-"""Zamba 2 (Zyphra, 2024): state spaces in all layers, and in some of them, before that, one of a few blocks of
-attention and MLP whose weights these layers share."""
+"""Zamba 2 (Zyphra, 2024): Mamba-2 in all layers, in some preceded by one of a few attention and MLP blocks with shared
+weights.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,6 @@ from quire.engine.families.base import (
 from quire.kernels.parameters.activation import GELU, Activation
 
 _MAX_SHARED_USES = 64
-"""Layers with a shared block: the checkpoint's names of their own linears are listed below."""
 _SHARED_MODULE = "shared_transformer"
 _SHARED_GATE_UP = (f"{_SHARED_MODULE}.feed_forward.gate_proj", f"{_SHARED_MODULE}.feed_forward.up_proj")
 _GATE_ACTIVATIONS: dict[str, Activation] = {
@@ -32,8 +32,7 @@ _GATE_ACTIVATIONS: dict[str, Activation] = {
 
 
 def _fill_zamba2_fields(fields: dict[str, Any]) -> None:
-    """What follows from the size of hidden states, of which attention reads twice as much. config.json may have another
-    size of attention's heads, which transformers takes."""
+    """Attention reads twice the hidden size. transformers allows another head size."""
     hybrid = [*range(6, 48, 6), 47, 51]
     fill_hybrid_layer_types(fields, lambda layer: "hybrid" if layer in hybrid else "linear_attention")
     fill_mamba2_head_dim(fields)
@@ -72,7 +71,7 @@ def _build_zamba2_spec(config: ModelConfig) -> DecoderSpec:
 
 
 def _shared_transformer_spec(config: ModelConfig, *, weights_layer: int, use_index: int) -> SharedTransformerSpec:
-    """Blocks take turns; `weights_layer` has the block's weights, the first layer that uses it."""
+    """`weights_layer` is the first layer that uses the block, and holds its weights."""
     raw, norm = config.raw, NormSpec(config.norm_eps)
     if (activation := _GATE_ACTIVATIONS.get(hidden_activation(config) or "gelu")) is None:
         raise ModelError(f"model: hidden_act {raw.get('hidden_act')!r} is not supported in blocks that layers share")

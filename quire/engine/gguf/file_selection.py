@@ -1,4 +1,4 @@
-"""Which of a repository's GGUF files is meant: by its tag, the kind of quantization that stands in a file's name."""
+"""Selects a GGUF model by tag, the quantization in a file's name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from quire.engine.gguf.model_files import GGUF_SUFFIX, PART_PATTERN
 _QUANT_PATTERN = r"(?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|BF16|F16|F32|FP16|FP32|MXFP4(?:_MOE)?)"
 _TAG_PATTERN = re.compile(rf"(?:^|[-_. ])({_QUANT_PATTERN})$", re.IGNORECASE)
 _NON_MODEL_PREFIXES = ("mmproj", "imatrix")
-"""How the names of files begin that hold no language model: an image encoder, what a quantization was made with."""
 PREFERRED_TAG = "Q4_K_M"
 _TAG_PREFERENCE = (
     PREFERRED_TAG,
@@ -53,11 +52,11 @@ _TAG_PREFERENCE = (
     "F32",
     "FP32",
 )
-"""What is taken where no tag is given: four bits, else a little more, else less, else more."""
+"""Without a tag: four bits, then slightly more, then fewer, then more."""
 
 
 def file_tag(path: str) -> str:
-    """What tells a file from others of the same model: Q4_K_M of model-q4_k_m-00001-of-00002.gguf."""
+    """Q4_K_M for model-q4_k_m-00001-of-00002.gguf."""
     stem = PART_PATTERN.sub("", PurePosixPath(path).name)
     stem = stem[: -len(GGUF_SUFFIX)] if stem.lower().endswith(GGUF_SUFFIX) else stem
     match = _TAG_PATTERN.search(stem)
@@ -65,8 +64,7 @@ def file_tag(path: str) -> str:
 
 
 def group_models_by_tag(paths: Iterable[str]) -> dict[str, list[list[str]]]:
-    """By tag the GGUF models of a repository, each with its files in order: more than one for split ones. A model of
-    which a part is not there is left out."""
+    """Files of a split model are in order. Incomplete models are left out."""
     models: dict[str, list[str]] = {}
     for path in sorted(paths):
         name = PurePosixPath(path).name
@@ -81,7 +79,7 @@ def group_models_by_tag(paths: Iterable[str]) -> dict[str, list[list[str]]]:
 
 
 def select_files(models: Mapping[str, list[list[str]]], tag: str | None, repo: str) -> list[str]:
-    """The files of the model with this tag, or of the nearest to Q4_K_M. Raises ModelError, naming the tags."""
+    """Without a tag, take the nearest to Q4_K_M. Raises ModelError naming the tags."""
     if not models:
         raise ModelError(f"model: {repo} has no GGUF files")
     key = _match_available_tag(models, tag) if tag is not None else _preferred_tag(models)
@@ -94,7 +92,7 @@ def select_files(models: Mapping[str, list[list[str]]], tag: str | None, repo: s
 
 
 def _match_available_tag(models: Mapping[str, list[list[str]]], tag: str) -> str | None:
-    """The key of a tag: whatever its case, and without Unsloth's UD- where only such a file is there."""
+    """Ignores case, and Unsloth's UD- prefix if only such a file exists."""
     wanted = tag.upper()
     return next((key for form in (wanted, f"UD-{wanted}") for key in models if key.upper() == form), None)
 

@@ -1,7 +1,5 @@
-"""Reads the header of a GGUF file: metadata by key, and which tensor is where. No torch.
-
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3. Files come from anywhere, so
-every count and offset is checked against the file's size before anything of that size is made.
+"""Reads GGUF headers (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3). Files are
+untrusted: every count and offset is checked against the file's size before anything is allocated.
 """
 
 from __future__ import annotations
@@ -23,15 +21,13 @@ _VERSIONS = (2, 3)
 _MAX_KEYS = 2**16
 _MAX_TENSORS = 2**17
 _MAX_ITEMS = 2**24
-"""Of an array; vocabularies have some 2**18."""
+"""Per array; vocabularies have about 2**18."""
 _MAX_HEADER_BYTES = 512 * MIB
 _MAX_DIMENSIONS = 4
 _MAX_ELEMENTS = 2**40
 _MAX_NAME_BYTES = 2**16 - 1
 _MAX_SHOWN_CHARACTERS = 100
-"""Characters of a name that an error shows."""
 _STRUCT_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""struct's letter for each type of a single value."""
 _STRING_TYPE, _ARRAY_TYPE = 8, 9
 _READ_BYTES = MIB
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
@@ -43,14 +39,12 @@ MetadataValue = MetadataScalar | list[str] | list[int] | list[float]
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """One tensor of a file."""
-
     shape: tuple[int, ...]
-    """The axis along which numbers lie side by side comes last, as in PyTorch; a file has them the other way round."""
+    """Contiguous axis last, as in PyTorch; files have the reverse order."""
     type: GGMLType
     file: Path
     offset: int
-    """Of its first byte in the file."""
+    """Byte offset within the file."""
 
     @property
     def num_elements(self) -> int:
@@ -64,12 +58,11 @@ class GGUFTensor:
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
     name: str
-    """The file's."""
     metadata: Mapping[str, MetadataValue]
     tensors: Mapping[str, GGUFTensor]
 
     def get_string(self, key: str) -> str | None:
-        """A text of the metadata; None if it is not there. Raises ModelError, as the others, for another type."""
+        """None if the key is missing. Like the other getters, raises ModelError for another type."""
         return self._get_typed(key, str, "a text")
 
     def get_integer(self, key: str) -> int | None:
@@ -88,7 +81,7 @@ class GGUFHeader:
         return self._get_typed(key, bool, "true or false")
 
     def get_strings(self, key: str) -> list[str]:
-        """[] if it is not there."""
+        """[] if the key is missing."""
         return self._get_list(key, str, "texts")
 
     def get_integers(self, key: str) -> list[int]:
@@ -107,35 +100,32 @@ class GGUFHeader:
         value = self.metadata.get(key)
         if value is None:
             return []
-        if not isinstance(value, list) or (value and not isinstance(value[0], kind)):  # all are of one type
+        if not isinstance(value, list) or (value and not isinstance(value[0], kind)):
             raise ModelError(f"model: {self.name}: {key}: expected a list of {what}")
         return value  # type: ignore[return-value]
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """The header of one file. Raises ModelError, naming the file and the key or tensor that is wrong."""
+    """Raises ModelError naming the file and the wrong key or tensor."""
     with open_required(path) as file:
         return _HeaderReader(file, path, os.fstat(file.fileno()).st_size).parse_header()
 
 
 class ByteSource(Protocol):
-    """A file that is read from its beginning on."""
+    """Read sequentially."""
 
     def read(self, length: int, /) -> bytes:
-        """The next so many bytes, or more; fewer at the end."""
+        """May return more than `length` bytes; fewer only at the end."""
 
 
 def read_header_bytes(file: ByteSource, path: Path, size: int) -> bytes:
-    """The header of a file of `size` bytes, and maybe a little of what follows it. path: what errors call it. Raises
-    ModelError as read_header does."""
+    """Return the header, possibly with bytes after it. Raises ModelError."""
     reader = _HeaderReader(file, path, size)
     reader.parse_header()
     return bytes(reader.data)
 
 
 class _HeaderReader:
-    """Takes values one after another from a file of which it holds what it has read: the header."""
-
     def __init__(self, file: ByteSource, path: Path, size: int) -> None:
         self._file = file
         self._path = path
@@ -177,7 +167,6 @@ class _HeaderReader:
         return GGUFHeader(self._path.name, metadata, tensors)
 
     def _read_tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
-        """The name, shape, type and offset of a tensor."""
         name = self._read_name("a tensor's name")
         dimensions = self._read_u32()
         if dimensions > _MAX_DIMENSIONS:
@@ -236,7 +225,6 @@ class _HeaderReader:
             raise self._header_error(f"{what}: is not UTF-8") from None
 
     def _read_name(self, what: str) -> str:
-        """A text that errors can show."""
         name = self._read_string(what, _MAX_NAME_BYTES)
         if not name.isprintable():
             raise self._header_error(f"{what}: {name[:_MAX_SHOWN_CHARACTERS]!a} cannot be printed")
@@ -251,7 +239,7 @@ class _HeaderReader:
         return number
 
     def _read_exactly(self, length: int) -> bytearray:
-        """The next so many bytes. Raises ModelError where the file has fewer."""
+        """Raises ModelError at the end of the file."""
         end = self._position + length
         if end > len(self.data):
             if end > self._file_size:

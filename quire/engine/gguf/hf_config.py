@@ -1,5 +1,3 @@
-"""What the header of a GGUF file says of its model, as a config.json would: families, sizes, rotary positions."""
-
 from __future__ import annotations
 
 import os
@@ -22,7 +20,7 @@ _SAMPLING_KEYS = {
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
 _NULLABLE_FIELDS = ("num_key_value_heads", "q_lora_rank")
-"""Fields where null is not what it is to leave them out."""
+"""null differs from a missing field."""
 EMBEDDING_TENSOR = "token_embd.weight"
 _LM_HEAD_TENSOR = "output.weight"
 _ROPE_FACTORS_TENSOR = "rope_freqs.weight"
@@ -30,7 +28,7 @@ _MAX_ROPE_FACTORS = 2**16
 
 
 def config_json(header: GGUFHeader) -> dict[str, Any]:
-    """The content of a config.json. Raises ModelError, naming the key that is wrong, or what is not served."""
+    """Raises ModelError naming the key that is wrong or unsupported."""
     metadata = GGUFMetadata(header, header.get_string("general.architecture") or "")
     family, gguf = _find_family(metadata)
     heads, hidden = _uniform_integer(metadata, "attention.head_count"), metadata.integer("embedding_length")
@@ -67,7 +65,7 @@ def config_json(header: GGUFHeader) -> dict[str, Any]:
 
 
 def _find_family(metadata: GGUFMetadata) -> tuple[DecoderFamily, GGUFFormat]:
-    """The family that a file is of, and its format. Raises ModelError where there is none."""
+    """Raises ModelError."""
     arch = metadata.architecture
     if not (families := find_gguf_families(arch)):
         known = ", ".join(gguf_architectures())
@@ -84,17 +82,17 @@ def _find_family(metadata: GGUFMetadata) -> tuple[DecoderFamily, GGUFFormat]:
 
 
 def generation_config_json(header: GGUFHeader) -> dict[str, Any]:
-    """What a generation_config.json would say: what ends an answer, and how to sample. Raises ModelError."""
+    """Raises ModelError."""
     ends = {"eos_token_id": eos_token_ids(header)} if tokenizer_vocab_size(header) else {}
     sampling: dict[str, float | None] = {name: header.get_float(key) for name, key in _SAMPLING_KEYS.items()}
-    # The file has 32 bits of them, in which 0.2 is not quite 0.2.
+    # Values are float32, which cannot represent 0.2 exactly.
     sampling = {name: float(f"{value:.6g}") for name, value in sampling.items() if value is not None}
     top_k = header.get_integer("general.sampling.top_k")
     return ends | sampling | ({} if top_k is None else {"top_k": top_k})
 
 
 def bytes_by_weight_type(header: GGUFHeader) -> dict[str, int]:
-    """Bytes of the matrices by their type, the most first."""
+    """Matrices only, in decreasing order."""
     bytes_by_type: dict[str, int] = {}
     for tensor in header.tensors.values():
         if len(tensor.shape) > 1:
@@ -103,8 +101,7 @@ def bytes_by_weight_type(header: GGUFHeader) -> dict[str, int]:
 
 
 def _check_head_dims(metadata: GGUFMetadata, family: DecoderFamily, head_dim: int | None) -> None:
-    """Raise ModelError for what no family here computes: values of another size than keys, positions that are rotated
-    into a part of a head."""
+    """Raise ModelError if values differ in size from keys, or for unexpected partial RoPE."""
     for key in ("attention.value_length", *(() if family.has_partial_rotary else ("rope.dimension_count",))):
         size = metadata.integer(key)
         if size is not None and size != head_dim:
@@ -112,7 +109,7 @@ def _check_head_dims(metadata: GGUFMetadata, family: DecoderFamily, head_dim: in
 
 
 def _uniform_integer(metadata: GGUFMetadata, key: str, *, ignore_zeros: bool = False) -> int | None:
-    """One number, or one per layer that are all the same; `ignore_zeros`: but for 0, of layers that have none."""
+    """One number, or equal ones per layer. `ignore_zeros` skips layers that have none."""
     if not metadata.is_list(key):
         return metadata.integer(key)
     values = set(metadata.integers(key)) - ({0} if ignore_zeros else set())
@@ -122,7 +119,6 @@ def _uniform_integer(metadata: GGUFMetadata, key: str, *, ignore_zeros: bool = F
 
 
 def _num_layers(metadata: GGUFMetadata) -> int | None:
-    """Without those that draft tokens."""
     layers, more = metadata.integer("block_count"), metadata.integer("nextn_predict_layers") or 0
     return None if layers is None else layers - more
 
@@ -135,17 +131,17 @@ def _vocab_size(header: GGUFHeader) -> int:
 
 
 _MAX_FLOAT_FRACTION = 0.02
-"""Of the numbers of all matrices: routers and convolutions are floats in files of few bits too."""
+"""Routers and convolutions stay floats in quantized files."""
 
 
 def _dtype(header: GGUFHeader) -> str:
-    """Of most matrices; bfloat16 where they have few bits, for that is what models are made in."""
+    """The most common matrix type; bfloat16 for quantized models, as they were trained in it."""
     most = next(iter(bytes_by_weight_type(header)), "")
     return {"F32": "float32", "F16": "float16"}.get(most, "bfloat16")
 
 
 def _quantization_config(header: GGUFHeader) -> dict[str, Any] | None:
-    """As quantization_config, for people and plans: which types, and the bits of a linear's number on average."""
+    """Types and average bits per weight of linears, for users and `quire plan`."""
     linears = [
         tensor
         for name, tensor in header.tensors.items()
@@ -166,7 +162,7 @@ def _rope_parameters(header: GGUFHeader, metadata: GGUFMetadata, family: Decoder
     kind = header.get_string(f"{metadata.architecture}.rope.scaling.type")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": metadata.float("rope.freq_base") or 10000.0}
     factor = metadata.float("rope.scaling.factor")
-    if kind is None:  # old files scale positions without naming a kind
+    if kind is None:  # old files do not name a kind
         factor = factor or metadata.float("rope.scale_linear")
         kind = "none" if factor in (None, 1.0) else "linear"
     if kind not in ("none", "linear", "yarn"):
@@ -187,7 +183,6 @@ def _rope_parameters(header: GGUFHeader, metadata: GGUFMetadata, family: Decoder
 def _longrope_parameters(
     header: GGUFHeader, metadata: GGUFMetadata, rope: dict[str, Any], long: GGUFTensor
 ) -> dict[str, Any]:
-    """LongRoPE's, whose factors are tensors."""
     name = "rope_factors_short.weight"
     if (short := header.tensors.get(name)) is None:
         raise ModelError(f"model: {header.name} lacks {name}")
@@ -202,7 +197,6 @@ def _longrope_parameters(
 
 
 def _yarn_parameters(metadata: GGUFMetadata) -> dict[str, Any]:
-    """What rope_parameters say of YaRN beside its factor."""
     for part in ("yarn_ext_factor", "yarn_attn_factor", "attn_factor"):
         if (value := metadata.float(f"rope.scaling.{part}")) not in (None, 1.0):
             raise metadata.field_error(f"rope.scaling.{part}", f"{value:g} is not computed (1)")
@@ -213,7 +207,6 @@ def _yarn_parameters(metadata: GGUFMetadata) -> dict[str, Any]:
 
 
 def _bias_fields(header: GGUFHeader) -> dict[str, bool]:
-    """Which linears have biases, as the families' config.json say it."""
     keys = any(f"blk.0.attn_{name}.bias" in header.tensors for name in ("q", "qkv"))
     out, mlp = (f"blk.0.{name}.bias" in header.tensors for name in ("attn_output", "ffn_up"))
     biases = {"attention_bias": keys, "use_qkv_bias": keys, "attention_out_bias": out, "mlp_bias": mlp}
@@ -221,7 +214,6 @@ def _bias_fields(header: GGUFHeader) -> dict[str, bool]:
 
 
 def _sliding_window_fields(metadata: GGUFMetadata) -> dict[str, Any]:
-    """Sliding windows of the families whose files may have none."""
     key, kinds = "attention.sliding_window", ("full_attention", "sliding_attention")
     types: dict[str, Any] = {}
     if isinstance(slides := metadata.header.metadata.get(f"{metadata.architecture}.{key}_pattern"), list):
@@ -230,7 +222,7 @@ def _sliding_window_fields(metadata: GGUFMetadata) -> dict[str, Any]:
 
 
 def _read_floats(header: GGUFHeader, name: str, tensor: GGUFTensor) -> list[float]:
-    """The numbers of a small float32 tensor."""
+    """Raises ModelError unless the tensor is a small float32 one."""
     if tensor.type.name != "F32" or tensor.num_elements > _MAX_ROPE_FACTORS:
         raise ModelError(f"model: {header.name}: {name}: expected up to {_MAX_ROPE_FACTORS} numbers of type F32")
     file = open_if_present(tensor.file)

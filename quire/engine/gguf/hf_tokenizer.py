@@ -1,6 +1,5 @@
-"""What a GGUF file says of its tokenizer, as tokenizer.json and tokenizer_config.json would.
-
-Two kinds are read: "gpt2", byte-level BPE with merges, and "llama", SentencePiece's BPE with a score per token.
+"""Converts GGUF metadata to tokenizer files: "gpt2" is byte-level BPE with merges, "llama" SentencePiece BPE with
+scores.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from quire.engine.gguf.header import GGUFHeader
 from quire.engine.gguf.pre_tokenizers import PRE_TOKENIZERS
 
 _PREFIX = "tokenizer.ggml."
-# Values of token_type; 6 is a byte.
+# token_type; 6 is a byte
 _NORMAL = 1
 _UNKNOWN = 2
 _CONTROL = 3
@@ -23,9 +22,9 @@ _ADDED_TYPES = (_UNKNOWN, _CONTROL, _USER_DEFINED)
 _SPACE_MARK = "\u2581"
 _SPECIAL_ROLES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
 _ROLE_KEYS = {"unk": "unknown_token_id", "sep": "seperator_token_id", "pad": "padding_token_id"}
-"""Of the roles whose key is not just their name; the misspelling is the format's."""
+"""The misspelling is GGUF's."""
 HARMONY_END_TOKENS = {"<|return|>", "<|call|>"}
-"""Where both are, <|end|> ends one message of an answer, after which the next begins (OpenAI's harmony format)."""
+"""If both exist, <|end|> ends only a message within an answer (OpenAI's harmony format)."""
 _END_TOKENS = {
     "<|eot_id|>",
     "<|eom_id|>",
@@ -41,15 +40,14 @@ _END_TOKENS = {
     "<end_of_utterance>",
     *HARMONY_END_TOKENS,
 }
-"""Tokens that end an answer by their names: files name one or two of those that their model writes, and some give the
-others the type of usual text."""
+"""Known by name: files list only one or two, and may give the others the normal type."""
 _CHAT_TEMPLATE_KEY = "tokenizer.chat_template"
 _MAX_SPLIT_CHARACTERS = 2**28
-"""Characters that all ways to cut SentencePiece's tokens in two have together; Gemma's have some 2**25."""
+"""Total characters over all splits of SentencePiece tokens; Gemma has about 2**25."""
 
 
 def tokenizer_json(header: GGUFHeader) -> dict[str, Any]:
-    """The content of a tokenizer.json. Raises ModelError, naming the key that is wrong."""
+    """Raises ModelError naming the wrong key."""
     tokens, types = _tokens_and_types(header)
     vocabulary = {token: index for index, token in enumerate(tokens) if types[index] != _UNUSED}
     if len(vocabulary) + types.count(_UNUSED) != len(tokens):
@@ -79,7 +77,6 @@ def tokenizer_json(header: GGUFHeader) -> dict[str, Any]:
 
 
 def tokenizer_config_json(header: GGUFHeader) -> dict[str, Any]:
-    """The content of a tokenizer_config.json: the tokens with a role, and the chat templates."""
     tokens, _ = _tokens_and_types(header)
     special_tokens: dict[str, Any] = {
         f"{role}_token": tokens[index]
@@ -97,7 +94,6 @@ def tokenizer_config_json(header: GGUFHeader) -> dict[str, Any]:
 
 
 def eos_token_ids(header: GGUFHeader) -> list[int]:
-    """The ids that end an answer: those that the file names, and those that are known to."""
     tokens, _ = _tokens_and_types(header)
     named = [_role_token_id(header, role, len(tokens)) for role in ("eos", "eot", "eom")]
     return list(dict.fromkeys([*(index for index in named if index is not None), *_known_end_token_ids(tokens)]))
@@ -109,19 +105,19 @@ def _known_end_token_ids(tokens: Sequence[str]) -> list[int]:
 
 
 def added_tokens_json(header: GGUFHeader) -> dict[str, int]:
-    """The content of an added_tokens.json: the ids of special tokens, and of those that users defined."""
     tokens, types = _tokens_and_types(header)
     return {token: index for index, token in enumerate(tokens) if types[index] in _ADDED_TYPES}
 
 
 def tokenizer_vocab_size(header: GGUFHeader) -> int | None:
-    """None for a file without a tokenizer."""
+    """None without a tokenizer."""
     return len(header.get_strings(f"{_PREFIX}tokens")) or None
 
 
 def _tokens_and_types(header: GGUFHeader) -> tuple[list[str], Sequence[int]]:
-    """All tokens, and the type of each. What ends an answer is a control token whatever type the file gives it, as in
-    llama.cpp: a prompt's mark of the end is then this token, and an answer's is not shown."""
+    """End tokens are control tokens whatever their type in the file, as in llama.cpp: prompts then encode them as one
+    token, and answers hide them.
+    """
     tokens = header.get_strings(f"{_PREFIX}tokens")
     if not tokens:
         raise ModelError(f"model: {header.name} has no tokenizer ({_PREFIX}tokens)")
@@ -136,7 +132,6 @@ def _tokens_and_types(header: GGUFHeader) -> tuple[list[str], Sequence[int]]:
 
 
 def _role_token_id(header: GGUFHeader, role: str, count: int) -> int | None:
-    """The id of the token with this role; None if there is none."""
     key = _ROLE_KEYS.get(role, f"{role}_token_id")
     index = header.get_integer(f"{_PREFIX}{key}")
     return index if index is not None and 0 <= index < count else None
@@ -149,7 +144,7 @@ def _byte_level_fields_and_bos_flag(header: GGUFHeader, vocabulary: dict[str, in
     split = PRE_TOKENIZERS[name]
     merges = []
     for merge in header.get_strings(f"{_PREFIX}merges"):
-        at = merge.find(" ", 1)  # a token may begin with a space, or be one
+        at = merge.find(" ", 1)  # a token may begin with a space
         if at < 0:
             raise _key_error(header, "merges", f"{merge[:40]!r} is not two tokens")
         merges.append([merge[:at], merge[at + 1 :]])
@@ -193,8 +188,7 @@ def _sentence_piece_fields(header: GGUFHeader, vocabulary: dict[str, int], types
 def _derive_merges(
     header: GGUFHeader, vocabulary: dict[str, int], types: Sequence[int], scores: Sequence[float]
 ) -> Iterator[list[str]]:
-    """Two tokens that are a third when joined, those with the highest score of it first: SentencePiece joins by the
-    scores, and says no merges."""
+    """SentencePiece has scores instead of merges: yield all pairs that form a token, highest score first."""
     usual = {token for token, index in vocabulary.items() if types[index] not in (_UNKNOWN, _CONTROL)}
     if sum(len(token) ** 2 for token in usual) > _MAX_SPLIT_CHARACTERS:
         raise _key_error(header, "tokens", "are too long, all together, to be cut in two in all ways")
@@ -212,7 +206,6 @@ def _bpe_model(vocabulary: dict[str, int], merges: list[list[str]], **options: A
 
 
 def _post_processor(header: GGUFHeader, tokens: Sequence[str], adds_bos: bool) -> dict[str, Any]:
-    """What stands around a text: BOS before it, EOS behind it, where the file or its kind says so."""
     adds_bos_in_file = header.get_bool(f"{_PREFIX}add_bos_token")
     before = (
         _role_token_id(header, "bos", len(tokens))

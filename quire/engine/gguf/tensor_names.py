@@ -1,5 +1,3 @@
-"""The names of a GGUF file's tensors, and what they are called in a checkpoint of the same family."""
-
 from __future__ import annotations
 
 import re
@@ -16,20 +14,17 @@ _LAYER_TENSORS = {
     "attn_sinks.weight": "self_attn.sinks",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
 }
-"""Whole names of a layer's tensors, in the families that have them."""
 _WITHOUT_WEIGHTS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 _MTP_MODULES = {f"nextn.{name}": name for name in ("eh_proj", "enorm", "hnorm")} | {
     "nextn.shared_head_norm": "shared_head.norm"
 }
-"""Of a layer that guesses tokens, in all families."""
 _LAYER_PATTERN = re.compile(r"blk\.(\d+)\.(.+)")
 
 
 def checkpoint_names(name: str, gguf: GGUFFormat, num_experts: int) -> str | list[str] | None:
-    """The name of the same tensor in a safetensors checkpoint: blk.0.attn_q.weight is
-    model.layers.0.self_attn.q_proj.weight. What all experts of a layer have in one tensor, `num_experts` of them along
-    its first axis, has a name for each expert. None for a tensor that holds no weights; a name that is not known
-    stays."""
+    """blk.0.attn_q.weight becomes model.layers.0.self_attn.q_proj.weight. A tensor of all experts (first axis) gets one
+    name per expert. None if it holds no weights. Unknown names are kept.
+    """
     stem, _, suffix = name.rpartition(".")
     if stem in _WITHOUT_WEIGHTS:
         return None

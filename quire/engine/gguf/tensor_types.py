@@ -1,7 +1,4 @@
-"""The types that tensors of a GGUF file can have: their names, and how many numbers are in how many bytes.
-
-Source: the tables of ggml.h and its quants, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
-"""
+"""Source: tables of ggml.h and its quants, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from typing import NamedTuple
 
 
 class GGMLType(NamedTuple):
-    """Rows are made of blocks of so many numbers, each in so many bytes."""
+    """Rows consist of blocks of `block_size` numbers in `type_size` bytes."""
 
     name: str
     block_size: int
@@ -17,7 +14,7 @@ class GGMLType(NamedTuple):
 
     @property
     def bits_per_weight(self) -> float:
-        """Per number, scales included."""
+        """Includes scales."""
         return 8 * self.type_size / self.block_size
 
 
@@ -39,7 +36,6 @@ SUPPORTED_TYPES = {
     30: GGMLType("BF16", 1, 2),
     39: GGMLType("MXFP4", 32, 17),
 }
-"""By their number in a file."""
 UNSUPPORTED_TYPES = {
     4: "Q4_2",
     5: "Q4_3",
@@ -65,5 +61,4 @@ UNSUPPORTED_TYPES = {
     40: "NVFP4",
     41: "Q1_0",
 }
-"""The names of others, so that an error can say them."""
 FLOAT_TYPES = ("F32", "F16", "BF16")

@@ -1,1 +1,1 @@
-"""JSON schemas as data: what they say, before a grammar is made of them."""
+"""Transforms JSON schemas before grammars are made of them."""

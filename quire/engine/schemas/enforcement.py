@@ -1,5 +1,4 @@
-"""A JSON schema as a grammar can hold an answer to it: what is only an annotation is left out, numbers that the grammar
-would round are refused, and where nobody asked that answers follow a schema exactly, there are weaker ones."""
+"""Adapts JSON schemas to what grammars can enforce."""
 
 from __future__ import annotations
 
@@ -22,7 +21,6 @@ from quire.engine.schemas.keywords import map_subschemas as with_own_children
 ENFORCED_FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
 )
-"""Values of `format` that a grammar holds texts to; any other says something to people alone."""
 _BOUND_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _MAX_INTEGER = 2**63 - 1
 _TYPE_NAMES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
@@ -53,7 +51,6 @@ _ENFORCED_KEYWORDS = frozenset(
         "$anchor",
     }
 )
-"""Keywords that a grammar enforces."""
 _TYPE_KEYWORDS = _ENFORCED_KEYWORDS - {
     "pattern",
     "patternProperties",
@@ -65,15 +62,11 @@ _TYPE_KEYWORDS = _ENFORCED_KEYWORDS - {
     "allOf",
     *_BOUND_KEYWORDS,
 }
-"""Those that say of which types a value is made."""
 _COUNT_KEYWORDS = ("minItems", "maxItems", "minLength", "maxLength")
 WEAKEST_LEVEL = 3
-"""The level at which `weaken_schema` says no more than that there is an object."""
 
 
 def without_unenforced_formats(schema: Schema) -> Schema:
-    """The schema without values of `format` that are annotations."""
-
     def drop_annotation(one: dict[str, Any]) -> dict[str, Any]:
         if "format" not in one or (isinstance(one["format"], str) and one["format"] in ENFORCED_FORMATS):
             return one
@@ -83,7 +76,7 @@ def without_unenforced_formats(schema: Schema) -> Schema:
 
 
 def map_schemas_bottom_up(schema: Schema, change: Callable[[dict[str, Any]], Any]) -> Schema:
-    """A copy, every schema in it that is an object replaced by what `change` makes of it, inner ones first."""
+    """Replace every object schema by `change` of it, inner ones first."""
     if not isinstance(schema, dict):
         return schema
     copy = with_own_children(schema, lambda _, one: map_schemas_bottom_up(one, change))
@@ -94,8 +87,7 @@ def map_schemas_bottom_up(schema: Schema, change: Callable[[dict[str, Any]], Any
 
 
 def check_exact_numbers(schema: Schema) -> None:
-    """Refuse numbers that a grammar would round, as it computes with doubles. Raises InvalidRequest naming the place
-    and the number."""
+    """Raise InvalidRequest naming a number that a grammar, which uses doubles, would round."""
     for place, one in walk_schemas(schema):
         for keyword in _BOUND_KEYWORDS:
             if not _is_exact_bound(one.get(keyword)):
@@ -113,7 +105,7 @@ def _inexact_error(place: str, number: int) -> InvalidRequest:
 
 
 def _find_inexact_integer(value: Any) -> int | None:
-    """An integer in a JSON value that no double is equal to."""
+    """Return an integer that no double equals."""
     pending = [value]
     while pending:
         one = pending.pop()
@@ -134,16 +126,14 @@ def _is_exact(number: int) -> bool:
 
 
 def _is_exact_bound(number: Any) -> bool:
-    """Whether a grammar has this bound: integers are limited to 64 bits, whose largest is no double but exact."""
+    """Integers are limited to 64 bits. The largest is exact, although no double equals it."""
     return not isinstance(number, int) or number == _MAX_INTEGER or (abs(number) <= _MAX_INTEGER and _is_exact(number))
 
 
 def weaken_schema(schema: Schema, level: int) -> dict[str, Any]:
-    """A schema of arguments that allows all that the given one allows, and that a grammar more probably has.
-
-    Level 0 leaves out what no grammar enforces, and what is no JSON Schema. Level 1 keeps types, properties, constants
-    and alternatives, level 2 the names and plain types of arguments, and level 3, the last, says that there is an
-    object.
+    """Allow at least as much, with a better chance that a grammar supports it. Level 0 drops unenforced keywords and
+    invalid values. Level 1 keeps types, properties, constants and alternatives; level 2 argument names and simple
+    types; level 3 only requires an object.
     """
     if level >= WEAKEST_LEVEL or not isinstance(schema, dict):
         return {"type": "object"}
@@ -162,7 +152,7 @@ def weaken_schema(schema: Schema, level: int) -> dict[str, Any]:
 def _keep_enforceable(
     schema: dict[str, Any], keywords: frozenset[str], references: SchemaReferences | None
 ) -> dict[str, Any]:
-    """What of a schema's own keywords a grammar enforces. Its inner schemas have been through this."""
+    """Inner schemas must be processed already."""
     if isinstance(schema.get("oneOf"), list) and "anyOf" not in schema:
         schema = {**schema, "anyOf": schema["oneOf"]}
     enforceable = {
@@ -182,7 +172,6 @@ def _keep_enforceable(
 
 
 def _is_enforceable(keyword: str, value: Any, schema: Mapping[str, Any], references: SchemaReferences | None) -> bool:
-    """Whether a keyword has a value that JSON Schema allows, and that a grammar holds exactly."""
     if keyword == "$ref":
         return references is not None and _is_resolvable(value, references)
     if keyword == "format" and "pattern" in schema:
@@ -255,7 +244,7 @@ _VALUE_CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "pattern": _is_text,
     "format": _is_enforced_format,
 }
-"""By keyword: whether a grammar holds a value of it exactly. Any value of other keywords is enforceable."""
+"""Keywords not listed are always enforceable."""
 
 
 def _is_resolvable(reference: Any, references: SchemaReferences) -> bool:
@@ -267,7 +256,6 @@ def _is_resolvable(reference: Any, references: SchemaReferences) -> bool:
 
 
 def _argument_types_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """The names of arguments, the types of those that are plain, and which are required."""
     named, required = schema.get("properties"), schema.get("required")
     if not isinstance(named, dict):
         return {"type": "object"}
@@ -281,8 +269,7 @@ def _argument_types_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def repair_argument_schema(schema: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The schema of arguments without what is wrong with its first level, on which parsers rely: an object, whose
-    properties have schemas."""
+    """Fix the first level, on which parsers rely: an object with schemas as properties."""
     if not schema:
         return schema
     repaired = {name: value for name, value in schema.items() if name not in ("type", "properties", "required")}

@@ -1,5 +1,3 @@
-"""The keywords of JSON Schema that hold schemas, and references among schemas of one document."""
-
 from __future__ import annotations
 
 import re
@@ -8,7 +6,7 @@ from typing import Any
 from urllib.parse import unquote
 
 Schema = Any
-"""A schema of JSON Schema: an object or a boolean. What callers send may be anything else."""
+"""An object or boolean. Callers may send anything else."""
 
 SCHEMA_KEYWORDS = frozenset(
     {
@@ -26,7 +24,7 @@ SCHEMA_KEYWORDS = frozenset(
         "contentSchema",
     }
 )
-"""Keywords whose value is a schema; `items` may also be a list of them."""
+"""`items` may also be a list."""
 SCHEMA_LIST_KEYWORDS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
 SCHEMA_MAP_KEYWORDS = frozenset({"properties", "patternProperties", "dependentSchemas", "dependencies"})
 DEFINITION_KEYWORDS = ("$defs", "definitions")
@@ -34,11 +32,10 @@ _NON_NAME_CHARACTERS = re.compile(r"[^A-Za-z0-9_.-]")
 
 
 class UnresolvableReference(Exception):
-    """A reference, or an identifier that moves references, which is not followed here."""
+    """A reference that is not followed here, or an $id that moves references."""
 
 
 def map_subschemas(schema: Mapping[str, Any], change: Callable[[str, Schema], Schema]) -> dict[str, Any]:
-    """A copy of the schema, each schema in it replaced by `change(keyword, schema)`; definitions stay as they are."""
     copy: dict[str, Any] = {}
     for keyword, value in schema.items():
         if keyword in SCHEMA_MAP_KEYWORDS and isinstance(value, dict):
@@ -52,7 +49,7 @@ def map_subschemas(schema: Mapping[str, Any], change: Callable[[str, Schema], Sc
 
 
 def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Schema]]:
-    """Each schema directly in this one, definitions included, with its JSON pointer from here."""
+    """Yield each direct subschema, definitions included, with its relative JSON pointer."""
     for keyword, value in schema.items():
         if (keyword in SCHEMA_MAP_KEYWORDS or keyword in DEFINITION_KEYWORDS) and isinstance(value, dict):
             for name, one in value.items():
@@ -65,7 +62,7 @@ def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Schema]]:
 
 
 def walk_schemas(schema: Schema) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every schema of a document that is an object, with its JSON pointer."""
+    """Yield every object schema with its JSON pointer."""
     pending = [("", schema)]
     while pending:
         place, one = pending.pop()
@@ -79,16 +76,13 @@ def _escape_pointer(name: str) -> str:
 
 
 class SchemaReferences:
-    """The schemas of one document, by the references to them."""
-
     def __init__(self, root: dict[str, Any]) -> None:
-        """Raises Unresolvable for identifiers inside the document, relative to which references would be read."""
+        """Raises UnresolvableReference for an inner $id."""
         self._root = root
         self._base_id = root.get("$id")
         self._anchors: dict[str, Schema] = {}
         self._pointers: dict[int, str] = {}
         self.num_schemas = 0
-        """How many schemas the document has."""
         for place, one in walk_schemas(root):
             self.num_schemas += 1
             self._pointers.setdefault(id(one), place)
@@ -100,11 +94,10 @@ class SchemaReferences:
                 self._anchors[anchor] = one
 
     def pointer_of_schema(self, schema: Schema) -> str:
-        """The JSON pointer of a schema of the document."""
         return self._pointers.get(id(schema), "")
 
     def resolve(self, reference: Any) -> Schema:
-        """Raises Unresolvable."""
+        """Raises UnresolvableReference."""
         if not isinstance(reference, str):
             raise UnresolvableReference
         base, mark, fragment = reference.partition("#")
@@ -133,6 +126,5 @@ class SchemaReferences:
         return self._anchors[name]
 
     def suggest_definition_name(self, schema: Schema) -> str:
-        """A plain name for a definition of this schema: the last part of its pointer."""
         last = self.pointer_of_schema(schema).rpartition("/")[2]
         return _NON_NAME_CHARACTERS.sub("_", last)[:64] or "root"

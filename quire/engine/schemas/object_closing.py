@@ -1,12 +1,9 @@
-"""Closes objects of a JSON schema: one that names properties and says nothing of others has no others.
+"""Closes objects: a schema that names properties without mentioning others forbids others. OpenAI's strict mode, other
+servers and Pydantic users expect that, although JSON Schema allows others.
 
-That is what models' makers, OpenAI's strict mode and other servers mean by such a schema, and what Pydantic's users
-expect; by the letter of JSON Schema any other property would be allowed.
-
-An object is closed over all that is said of one place: what `$ref` and `allOf` lead to, one branch of each `anyOf` and
-`oneOf`, and what `then`, `else` and `dependentSchemas` add. Each of these members alone would forbid the properties of
-the others. So the schemas of one place are merged first, properties of the same name too, and alternatives are
-multiplied out. What is said under `not` and `if` stays as it is.
+An object is closed over everything that applies to it: targets of `$ref` and `allOf`, one branch of each `anyOf` and
+`oneOf`, additions of `then`, `else` and `dependentSchemas`. Each alone would forbid the others' properties, so they are
+merged first, and alternatives multiplied out. `not` and `if` stay.
 """
 
 from __future__ import annotations
@@ -44,33 +41,28 @@ _COUPLED_KEYWORDS = (
     frozenset({"contains", "minContains", "maxContains"}),
     frozenset({"if", "then", "else"}),
 )
-"""Keywords that mean something else beside each other, so that they move together."""
+"""Their meaning depends on each other, so they move together."""
 _STEPS_PER_SCHEMA, _MIN_STEPS = 16, 256
-"""Merged schemas, and properties in them, that are written for each schema of the document. More come from alternatives
-that multiply."""
+"""Merged schemas and properties per schema of the document. Alternatives multiply."""
 
 
 class ClosedSchema(NamedTuple):
     schema: Schema
     open_objects: tuple[str, ...]
-    """JSON pointers of objects that stay open, as it could not be decided what they are merged of."""
+    """JSON pointers of objects that could not be closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ApplicableSchemas:
-    """The schemas of one place."""
-
     plain_schemas: list[dict[str, Any]] = field(default_factory=list)
-    """Schemas without `$ref`, `allOf`, `anyOf` and `oneOf`, which all hold."""
+    """Without `$ref`, `allOf`, `anyOf` and `oneOf`. All apply."""
     choices: list[tuple[str, list[Schema]]] = field(default_factory=list)
-    """`anyOf` or `oneOf`, and its branches."""
     markers: set[str] = field(default_factory=set)
-    """"ref": a reference was followed, "again": a schema was met twice, "never": `false` is among the schemas."""
+    """"ref": a reference was followed. "again": a schema was met twice. "never": one is `false`."""
 
 
 def close_objects(schema: Schema, *, by_name: bool = False) -> ClosedSchema:
-    """The schema with its objects closed. `by_name`: the first level has all its properties in `properties`, also those
-    that stand beside alternatives."""
+    """`by_name`: the first level lists all properties, even next to alternatives."""
     if not isinstance(schema, dict):
         return ClosedSchema(schema, ())
     try:
@@ -80,8 +72,6 @@ def close_objects(schema: Schema, *, by_name: bool = False) -> ClosedSchema:
 
 
 class _SchemaCloser:
-    """Closes one document."""
-
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
         self._references = SchemaReferences(root)
@@ -90,11 +80,10 @@ class _SchemaCloser:
         self._names_by_key: dict[tuple[object, ...], str] = {}
         self._used_names: set[str] = set()
         self._pending_definitions: list[tuple[str, Callable[[], Schema]]] = []
-        """Definitions to be written: what refers to them is written already."""
         self._own_keywords: dict[int, tuple[dict[str, Any], Schema]] = {}
-        """By a schema's id: the schema without what it leads to, and the schema of the document."""
+        """Keyed by id: the schema without applicators, and the original."""
         self._choice_schemas: dict[int, dict[str, Any]] = {}
-        """By the id of its branches: a schema that is one choice."""
+        """Single-choice schemas, by id of the branches."""
         self._open_pointers: dict[str, None] = {}
 
     def close_root(self, *, by_name: bool) -> ClosedSchema:
@@ -113,7 +102,6 @@ class _SchemaCloser:
         return ClosedSchema(result, tuple(self._open_pointers))
 
     def _merge_and_close(self, schemas: tuple[Schema, ...]) -> Schema:
-        """All that holds at one place, as one schema."""
         if len(schemas) == 1 and is_bare_reference(schemas[0]):
             target = self._references.resolve(schemas[0]["$ref"])
             if isinstance(target, bool):
@@ -129,7 +117,7 @@ class _SchemaCloser:
         return self._definition_reference(key, first, lambda: self._merge_applicable(parts))
 
     def _definition_reference(self, key: tuple[object, ...], schema: Schema, write: Callable[[], Schema]) -> Schema:
-        """A reference to a definition, which is written once, so that recursion ends."""
+        """Each definition is written once, so recursion ends."""
         if key not in self._names_by_key:
             hint = self._references.suggest_definition_name(schema)
             name, number = hint, 2
@@ -158,7 +146,7 @@ class _SchemaCloser:
         seen.add(id(schema))
         self._spend_steps(1)
         own_keywords = self._without_applicators(schema)
-        if "properties" not in own_keywords:  # properties come in the order in which the text names them
+        if "properties" not in own_keywords:  # properties keep the document's order
             self._add_plain_schema(own_keywords, parts)
         for keyword, value in schema.items():
             if keyword == "properties":
@@ -167,7 +155,6 @@ class _SchemaCloser:
                 self._add_applicator(keyword, value, parts, seen)
 
     def _add_applicator(self, keyword: str, value: Any, parts: _ApplicableSchemas, seen: set[int]) -> None:
-        """Add the schemas that a keyword leads to, if it applies them to the same place."""
         if keyword == "$ref":
             parts.markers.add("ref")
             self._add_schema(self._references.resolve(value), parts, seen)
@@ -185,7 +172,7 @@ class _SchemaCloser:
             parts.plain_schemas.append(own_keywords)
 
     def _without_applicators(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """The same object each time, and of itself itself: places are known by the ids of what holds there."""
+        """Idempotent, and returns the same object each time: schemas are identified by id."""
         if id(schema) not in self._own_keywords:
             left_out = {
                 "$ref",
@@ -214,7 +201,7 @@ class _SchemaCloser:
         if "never" in parts.markers:
             return False
         if "again" in parts.markers and not parts.plain_schemas and not parts.choices:
-            raise UndecidableSchema  # a schema that is nothing but itself
+            raise UndecidableSchema  # refers only to itself
         if not parts.choices:
             return self._merge_object(parts.plain_schemas)
         (keyword, branches), *others = parts.choices
@@ -223,7 +210,7 @@ class _SchemaCloser:
         return {keyword: [one for one in written if one is not False] or [False]}
 
     def _merge_object(self, schemas: list[dict[str, Any]]) -> Schema:
-        """The merged schema of a place without alternatives; False where no value has all their types."""
+        """Without alternatives. False if the types are disjoint."""
         if not common_types(schemas):
             return False
         conditional = ConditionalKeywords(schemas, self._references)
@@ -252,12 +239,11 @@ class _SchemaCloser:
         return {**result, "properties": properties, "additionalProperties": False}
 
     def _property_schemas(self, schemas: Sequence[dict[str, Any]]) -> dict[str, tuple[Schema, ...]]:
-        """Of each named property: all schemas that hold for its value."""
         schemas_by_name: dict[str, list[Schema]] = {}
         for one in schemas:
             for name, value in require_schema_map(one, "properties").items():
                 schemas_by_name.setdefault(name, []).append(value)
-        for one in schemas:  # what a member says of all its other properties holds for those that another member names
+        for one in schemas:  # additionalProperties applies to properties that other members name
             more, own = one.get("additionalProperties"), require_schema_map(one, "properties")
             if isinstance(more, dict) and "patternProperties" not in one:
                 others = schemas_by_name.keys() - own.keys()
@@ -267,7 +253,7 @@ class _SchemaCloser:
         return {name: tuple(values) for name, values in schemas_by_name.items()}
 
     def _merge_keywords(self, schemas: Sequence[dict[str, Any]], written: dict[str, Schema]) -> dict[str, Any]:
-        """One schema of several: keywords side by side, and under `allOf` what several of them say otherwise."""
+        """Conflicting keywords go under `allOf`."""
         if len(schemas) == 1:
             return self._close_children(schemas[0], written)
         result: dict[str, Any] = {}
@@ -301,7 +287,6 @@ class _SchemaCloser:
         return {**result, "allOf": members} if members else result
 
     def _merge_items(self, schemas: Sequence[dict[str, Any]]) -> Schema | None:
-        """The schema of a list's items where several schemas have one."""
         item_schemas = [one["items"] for one in schemas if "items" in one]
         return (
             self._merge_and_close(tuple(item_schemas))
@@ -312,8 +297,9 @@ class _SchemaCloser:
     def _close_children(
         self, schema: dict[str, Any], written: dict[str, Schema], *, rest: bool = True, lists: bool = True
     ) -> dict[str, Any]:
-        """A schema with what it holds closed; its properties are `written`. `rest`: no other schema names properties
-        that are the rest for this one. `lists`: no other schema speaks of the same items."""
+        """`rest`: no other schema names properties that are additional here. `lists`: no other schema describes the
+        same items.
+        """
         patterns = require_schema_map(schema, "patternProperties")
         clear = not patterns or (rest and len(patterns) == 1 and not require_schema_map(schema, "properties"))
 
@@ -336,7 +322,6 @@ class _SchemaCloser:
         return inside
 
     def _copy_unclosed(self, schema: Schema) -> Schema:
-        """The schema by its letter, its references leading to definitions by their letter."""
         if not isinstance(schema, dict):
             return schema
         self._spend_steps(1)
@@ -351,8 +336,7 @@ class _SchemaCloser:
         return copy
 
     def _top_level_object_schema(self, parts: _ApplicableSchemas) -> dict[str, Any]:
-        """The first level of what stands beside alternatives: its properties, of any value, as the alternatives hold
-        them, and which are required."""
+        """Properties that may hold objects get `true`: alternatives describe them."""
         values = self._property_schemas(parts.plain_schemas)
         needed = [name for name in required_names(parts.plain_schemas) if name in values]
         alone = {name: schemas for name, schemas in values.items() if not any(map(may_hold_objects, schemas))}
@@ -360,7 +344,6 @@ class _SchemaCloser:
         return {"type": "object", "properties": properties, "required": needed} if values else {}
 
     def _record_open_object(self, schemas: Sequence[Schema]) -> None:
-        """Note the place of an object that stays open."""
         known = [self._own_keywords[id(one)][1] if id(one) in self._own_keywords else one for one in schemas]
         self._open_pointers[
             next((place for one in known if (place := self._references.pointer_of_schema(one))), "")

@@ -1,5 +1,3 @@
-"""What the schemas of one place say of an object, as far as closing it needs to know."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -8,9 +6,8 @@ from typing import Any
 from quire.engine.schemas.keywords import Schema, SchemaReferences
 
 CLOSING_KEYWORDS = frozenset({"additionalProperties", "unevaluatedProperties", "patternProperties"})
-"""Keywords that say which other properties an object may have."""
 _COUNTING_KEYWORDS = CLOSING_KEYWORDS | {"minProperties", "maxProperties", "propertyNames"}
-"""Keywords that may turn from true to false, or back, where an object loses properties."""
+"""May change their result if an object loses properties."""
 ANNOTATION_KEYWORDS = frozenset({"title", "description", "default", "examples", "$comment", "deprecated", "readOnly"})
 SCALAR_TYPES = frozenset({"string", "integer", "number", "boolean", "null"})
 
@@ -20,30 +17,27 @@ class UndecidableSchema(Exception):
 
 
 class ConditionalKeywords:
-    """What `if`, `then`, `else`, `not` and `dependentSchemas` of a place say of the object."""
+    """Effects of `if`, `then`, `else`, `not` and `dependentSchemas` on an object."""
 
     def __init__(self, schemas: Sequence[dict[str, Any]], references: SchemaReferences) -> None:
-        """Raises Unresolvable and Undecided."""
+        """Raises UnresolvableReference and UndecidableSchema."""
         self._references = references
         self._seen_ids: set[int] = set()
         self.property_names: dict[str, None] = {}
-        """Properties that they speak of."""
         self.has_properties = False
-        """Some of them have `has_properties`."""
+        """Asserted schemas declare properties."""
         self.has_closers = False
-        """Some of them say which other properties there may be."""
         self.is_undecidable = False
-        """Fewer properties may make a condition true or false."""
+        """Removing properties may change a condition."""
         for one in schemas:
             self._collect_from_conditional_keywords(one, asserted=True)
 
     @property
     def num_schemas(self) -> int:
-        """How many schemas they are made of."""
         return len(self._seen_ids)
 
     def _collect_from_conditional_keywords(self, schema: dict[str, Any], *, asserted: bool) -> None:
-        """`asserted`: the object must be as the members say, and not only be compared with them."""
+        """`asserted`: schemas must hold, and are not only tested."""
         for keyword in ("if", "not"):
             self._collect_names_and_flags(schema.get(keyword), asserted=False)
         for keyword in ("then", "else"):
@@ -54,7 +48,7 @@ class ConditionalKeywords:
                 self._collect_names_and_flags(member, asserted=asserted)
 
     def _collect_names_and_flags(self, schema: Any, *, asserted: bool) -> None:
-        if isinstance(schema, list):  # of `dependencies`: names
+        if isinstance(schema, list):  # names in `dependencies`
             self.property_names |= dict.fromkeys(name for name in schema if isinstance(name, str))
         if not isinstance(schema, dict) or id(schema) in self._seen_ids:
             return
@@ -89,7 +83,6 @@ def require_schema_map(schema: dict[str, Any], keyword: str) -> dict[str, Any]:
 
 
 def is_bare_reference(schema: Schema) -> bool:
-    """Whether it says nothing but where its content is."""
     return isinstance(schema, dict) and "$ref" in schema and schema.keys() <= {"$ref", *ANNOTATION_KEYWORDS}
 
 
@@ -103,7 +96,6 @@ def required_names(schemas: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def names_in_required_and_constants(schemas: Sequence[dict[str, Any]]) -> list[str]:
-    """Names of properties that the schemas ask for without describing them."""
     names = required_names(schemas)
     for one in schemas:
         for name, others in require_schema_map(one, "dependentRequired").items():
@@ -115,7 +107,7 @@ def names_in_required_and_constants(schemas: Sequence[dict[str, Any]]) -> list[s
 
 
 def named_properties_reach_minimum(schemas: Sequence[dict[str, Any]], written: dict[str, Schema]) -> bool:
-    """Whether the named properties suffice for `minProperties`, as far as that is plain."""
+    """Conservative check of `minProperties`."""
     counts = [one["minProperties"] for one in schemas if isinstance(one.get("minProperties"), int | float)]
     surely = {
         name
@@ -126,7 +118,6 @@ def named_properties_reach_minimum(schemas: Sequence[dict[str, Any]], written: d
 
 
 def common_types(schemas: Sequence[dict[str, Any]]) -> set[str]:
-    """The types that a value of all these schemas may have."""
     known = {*SCALAR_TYPES, "object", "array"}
     types = set(known)
     for one in schemas:
@@ -138,7 +129,7 @@ def common_types(schemas: Sequence[dict[str, Any]]) -> set[str]:
 
 
 def named_types(schema: dict[str, Any]) -> list[str]:
-    """The types that a schema names; [] if it has no `type`. Raises Undecided for what is no type."""
+    """[] without `type`. Raises UndecidableSchema for invalid types."""
     value = schema.get("type")
     if value is None:
         return []
@@ -149,14 +140,13 @@ def named_types(schema: dict[str, Any]) -> list[str]:
 
 
 def has_positional_items(schemas: Sequence[dict[str, Any]]) -> bool:
-    """Whether some speak of single items of a list, so that an item's place in the list decides what holds for it."""
     return any(name in one for one in schemas for name in ("prefixItems", "additionalItems")) or any(
         isinstance(one.get("items"), list) for one in schemas
     )
 
 
 def may_hold_objects(schema: Schema) -> bool:
-    """False for schemas of which it is plain that their values are neither objects nor lists."""
+    """False only if values are certainly neither objects nor lists."""
     if not isinstance(schema, dict):
         return False
     names = named_types(schema)

@@ -1,5 +1,3 @@
-"""The token sequences of words that an answer must not contain, and whether constraints leave any token."""
-
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
@@ -10,10 +8,8 @@ from quire.engine.text.tokenizer import Tokenizer
 
 
 def bad_words_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Token sequences of each word at the beginning of a text, and behind a space. Raises InvalidRequest.
-
-    This is vLLM's rule with one exception: vLLM leaves out the second form when it has another number of tokens than
-    the first, and lets the word through.
+    """vLLM drops the form after a space if its length differs from the first's, and so lets the word through. Raises
+    InvalidRequest for an empty word.
     """
     if not all(word.strip() for word in words):
         raise InvalidRequest("bad_words must not contain an empty word", param="bad_words")
@@ -22,7 +18,7 @@ def bad_words_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int
 
 
 def check_allowed_tokens_remain(params: SamplingParams, eos_token_ids: Collection[int]) -> None:
-    """Raise InvalidRequest if allowed_token_ids, together with what forbids tokens, leaves none to begin with."""
+    """Raise InvalidRequest if no token may come first."""
     if params.allowed_token_ids is None:
         return
     left = set(params.allowed_token_ids) - {word[0] for word in params.bad_words_ids if len(word) == 1}

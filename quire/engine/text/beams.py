@@ -1,8 +1,5 @@
-"""Beam search's rule: hypotheses, their scores, and which of them go on.
-
-It is vLLM's: the 2 * width most likely tokens of every beam are candidates; those that end a sequence complete it, the
-width best of the others go on. A hypothesis scores its summed log probability over length ** length_penalty (Wu et al.,
-2016); the length is what was generated, as in transformers.
+"""Beam search as in vLLM: of each beam, the 2 * width most likely tokens are candidates. A score is the summed log
+probability over length ** length_penalty (Wu et al., 2016); length counts generated tokens, as in transformers.
 """
 
 from __future__ import annotations
@@ -18,12 +15,9 @@ from quire.engine.common.types import EngineCoreOutput, TokenLogprob
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beam:
-    """A hypothesis: its tokens behind the prompt."""
-
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     cumulative_logprob: float = 0.0
-    """The sum of the log probabilities."""
     is_finished: bool = False
 
     def extend(self, logprob: TokenLogprob, is_finished: bool) -> Beam:
@@ -35,16 +29,13 @@ class Beam:
 class BeamSearchState:
     beam_width: int
     num_logprobs: int
-    """Alternatives that a beam keeps."""
     stop_token_ids: Collection[int]
-    """Tokens that end a sequence."""
     length_penalty: float
     max_tokens: int
     running_beams: list[Beam] = field(default_factory=lambda: [Beam()])
     completed_beams: list[Beam] = field(default_factory=list)
 
     def advance_and_check_running(self, outputs: Sequence[EngineCoreOutput]) -> bool:
-        """Whether the search goes on behind these, one more token of each beam that was running."""
         self.running_beams, ended = expand_to_best_and_ended(
             self.running_beams, outputs, self.beam_width, self.num_logprobs, self.stop_token_ids
         )
@@ -56,14 +47,13 @@ class BeamSearchState:
 
     @property
     def best_beams_so_far(self) -> list[Beam]:
-        """The `beam_width` best hypotheses so far, best first."""
         return sorted(self.completed_beams + self.running_beams, key=self._score, reverse=True)[: self.beam_width]
 
     def _score(self, beam: Beam) -> float:
         return beam.cumulative_logprob / max(1, len(beam.token_ids)) ** self.length_penalty
 
     def _score_bound(self, beam: Beam) -> float:
-        """A score that no continuation of the beam can exceed: each token adds a log probability, at most 0."""
+        """Upper bound over all continuations: further log probabilities are at most 0."""
         return max(
             beam.cumulative_logprob / length**self.length_penalty
             for length in (len(beam.token_ids) + 1, self.max_tokens)
@@ -77,10 +67,8 @@ def expand_to_best_and_ended(
     num_logprobs: int,
     stop_token_ids: Collection[int],
 ) -> tuple[list[Beam], list[Beam]]:
-    """The `beam_width` best continuations that go on, best first, and all that end.
-
-    outputs: one more token of each beam, with its 2 * width most likely alternatives at least. shown: alternatives that
-    a beam keeps of them. Of the candidates, 2 * width**2, only those that are returned become beams.
+    """Return the `beam_width` best continuations, best first, and all that end. Each output needs 2 * width
+    alternatives.
     """
     candidates = [
         (beam.cumulative_logprob + value, beam, token, value, rank)
@@ -93,7 +81,6 @@ def expand_to_best_and_ended(
         _, beam, token, value, rank = candidate
         return beam.extend(TokenLogprob(token, value, rank, logprobs_by_beam[beam]), ended)
 
-    # All candidates are equally long: the length penalty does not change their order.
     unfinished = [candidate for candidate in candidates if candidate[2] not in stop_token_ids]
     best = heapq.nlargest(beam_width, unfinished, key=itemgetter(0))
     ended = [candidate for candidate in candidates if candidate[2] in stop_token_ids]
@@ -101,6 +88,5 @@ def expand_to_best_and_ended(
 
 
 def top_logprobs(output: EngineCoreOutput) -> list[tuple[int, float]]:
-    """The most likely next tokens with their log probabilities."""
     assert output.logprobs is not None, "beams ask for them"
     return output.logprobs[0].top

@@ -1,5 +1,3 @@
-"""Messages as chat templates expect them, and their content: a text, or parts of which some are images."""
-
 from __future__ import annotations
 
 import json
@@ -8,16 +6,12 @@ from typing import Any
 
 Content = str | list[dict[str, Any]]
 IMAGE_PART_TYPES = ("image", "image_pil", "image_url")
-"""What the types of parts that are images are called."""
 RESERVED_VARIABLES = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
-"""Template variables that chat_template_kwargs may not set."""
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Names under which clients send a message's reasoning, and templates read it."""
 
 
 def to_template_content(parts: Sequence[dict[str, Any]] | None) -> Content:
-    """Parts as templates expect them: joined to one string where all are text; null becomes "", as templates
-    concatenate content without a check."""
+    """None becomes an empty string: templates concatenate content unchecked."""
     if not any(part.get("type") in IMAGE_PART_TYPES for part in parts or ()):
         return "\n".join(map(part_text, parts or ()))
     return [
@@ -27,19 +21,16 @@ def to_template_content(parts: Sequence[dict[str, Any]] | None) -> Content:
 
 
 def part_text(part: dict[str, Any]) -> str:
-    """The text of a part that is no image; a refusal has it under a name of its own."""
     text: str = part["refusal"] if part.get("text") is None and "refusal" in part else part["text"]
     return text
 
 
 def with_content_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose content is parts."""
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def join_contents(separator: str, *contents: Content) -> Content:
-    """Contents behind one another, those that are not empty."""
     nonempty_contents = [each for each in contents if each]
     if all(isinstance(each, str) for each in nonempty_contents):
         return separator.join(str(each) for each in nonempty_contents)
@@ -51,8 +42,7 @@ def join_contents(separator: str, *contents: Content) -> Content:
 
 
 def normalize_message(message: dict[str, Any], *, text_arguments: bool = False) -> dict[str, Any]:
-    """A message as templates expect it: content as a string, or as parts where some are images, tool arguments as
-    objects, or as JSON in a string, and reasoning under all names."""
+    """Fill all reasoning fields, and convert tool arguments to objects, or to JSON strings with `text_arguments`."""
     content = message.get("content")
     result = {**message, "content": content if isinstance(content, str) else to_template_content(content)}
     if not result.get("tool_calls"):
@@ -66,10 +56,7 @@ def normalize_message(message: dict[str, Any], *, text_arguments: bool = False) 
 
 
 def _convert_arguments(call: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
-    """Replace the arguments, which OpenAI's API has as JSON in a string, with the object that templates expect.
-
-    Where the template expects text, an object is written as JSON. Text that is no JSON stays as it is.
-    """
+    """A string that is not JSON is kept."""
     function = call.get("function")
     if not isinstance(function, dict) or isinstance(function.get("arguments"), str) is as_text:
         return call

@@ -1,8 +1,4 @@
-"""Renders chat messages to one prompt text with a model's chat template, as transformers does but without importing it.
-
-The Jinja environment is that of transformers' chat_template_utils, with bounds: the immutable sandbox with loop
-controls, a `tojson` that does not escape HTML, `raise_exception`, `strftime_now` and the `{% generation %}` block.
-"""
+"""Renders messages like transformers' chat_template_utils, without importing it, in a bounded sandbox."""
 
 from __future__ import annotations
 
@@ -38,18 +34,14 @@ from quire.engine.text.template_sandbox import MAX_STEPS, BoundedEnvironment, Te
 from quire.engine.text.tool_prompt import HERMES_CALL_FORMAT, fill_missing_descriptions, put_tools_in_system_message
 
 _TOKEN_VARIABLES = ("bos_token", "eos_token")
-"""Variables that templates add to texts, though some tokenizers have no such token."""
+"""Default to "": templates concatenate them, but some tokenizers lack them."""
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Appended to the final message before rendering, to find where it ends in the rendered text; as in transformers."""
+"""Appended to the final message to find its end, as in transformers."""
 MAX_PROBE_STEPS = 100_000
-"""Of a rendering of a few made-up messages."""
 MAX_PROBE_OVERRUNS = 8
-"""Such renderings that take more steps; then no more are tried with this template."""
 
 
 class ChatRenderer:
-    """Compiles a model's chat templates once and renders conversations with them."""
-
     def __init__(
         self,
         templates: Mapping[str, str],
@@ -60,10 +52,9 @@ class ChatRenderer:
         content_format: Literal["auto", "string", "openai"] = "auto",
         adapt_conversations: bool = True,
     ) -> None:
-        """`allow_unknown_roles`: messages may have roles that nobody knows. `variables`: of the template, for calls of
-        `render` that do not say them. `content_format`: how it gets texts, as --chat-template-content-format says it.
-        `adapt_conversations`: a conversation that a template does not take as it is, is written as it takes it;
-        otherwise it is refused. Raises ModelError for a template that is not valid Jinja, or that loops for ever."""
+        """`variables` are defaults for `render`. Raises ModelError for a template that is not valid Jinja or never
+        ends.
+        """
         self._variables, self._content_format = dict(variables or {}), content_format
         self._environment = _make_environment()
         self._allow_unknown_roles = allow_unknown_roles
@@ -84,7 +75,6 @@ class ChatRenderer:
 
     @property
     def has_template(self) -> bool:
-        """Whether there is one for conversations without tools."""
         return "default" in self._templates
 
     def render(
@@ -97,7 +87,6 @@ class ChatRenderer:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt's text, special tokens included; parameters and errors as of `render_conversation`."""
         return self.render_conversation(
             messages,
             tools=tools,
@@ -117,11 +106,8 @@ class ChatRenderer:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> RenderedConversation:
-        """The prompt, adapted to what the template takes: see docs/templates.md.
-
-        variables: the request's chat_template_kwargs. With continue_final_message the text ends where the last
-        message's content ends. Raises InvalidRequest for a role that nobody knows, and when there is no template or the
-        template refuses the messages.
+        """See docs/templates.md. With continue_final_message the prompt ends where the last message's content ends.
+        Raises InvalidRequest for an unknown role, a missing template, or messages that the template refuses.
         """
         variables = {**self._variables, **(variables or {})}
         for name in sorted(RESERVED_VARIABLES):
@@ -164,14 +150,13 @@ class ChatRenderer:
         tools: Sequence[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """What the template makes of messages as they are, with the tools if it shows any. Raises InvalidRequest where
-        it refuses them."""
+        """Raises InvalidRequest if the template refuses."""
         turns = [normalize_message(message, text_arguments=self.capabilities.text_arguments) for message in messages]
         tools = tools if self.capabilities.shows_tools else None
         return self._render_template(turns, tools, {"documents": None, "add_generation_prompt": add_generation_prompt})
 
     def with_template(self, source: str) -> ChatRenderer:
-        """A renderer with a caller's template instead of the model's. Raises InvalidRequest for invalid Jinja."""
+        """Raises InvalidRequest for invalid Jinja."""
         try:
             renderer = ChatRenderer(
                 {"default": source},
@@ -184,13 +169,12 @@ class ChatRenderer:
         except ModelError as error:
             raise InvalidRequest(error.message, param="chat_template") from error
         renderer._call_format = self._call_format
-        renderer._allow_missing_texts = True  # what a caller's own template leaves out, it may leave out on purpose
+        renderer._allow_missing_texts = True  # a caller's template may omit texts on purpose
         return renderer
 
     def renderer_with_described_tools(self, call_format: str, *, always: bool) -> ChatRenderer:
-        """A renderer that describes tools in the system message where the template does not show them, or `always`.
-
-        `call_format`: how a call is to be written.
+        """Describe tools in the system message if the template does not show them, or `always`. `call_format` is an
+        example of a call.
         """
         renderer = copy(self)
         renderer.__dict__.pop("_planner", None)
@@ -221,7 +205,7 @@ class ChatRenderer:
         variables: Mapping[str, Any],
         input_format: TemplateInputFormat | None = None,
     ) -> str | None:
-        """What the template makes of a short made-up conversation; None where it refuses it."""
+        """None: the template refuses."""
         if self._num_overruns >= MAX_PROBE_OVERRUNS:
             return None
         try:
@@ -233,8 +217,6 @@ class ChatRenderer:
     def _normalize_with_tools(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None
     ) -> tuple[list[Message], bool, Sequence[dict[str, Any]] | None]:
-        """The messages with the tools that the template does not show described in them, whether that is a message of
-        its own before them, and the tools that it is to show."""
         calls = bool(tools) or any(has_calls(message) or message.get("role") in RESULT_ROLES for message in messages)
         turns = [
             normalize_message(each, text_arguments=calls and self.capabilities.text_arguments) for each in messages
@@ -283,24 +265,23 @@ class ChatRenderer:
             )
         except jinja2.TemplateError as error:
             raise InvalidRequest(f"The chat template refused the messages: {error}", param="messages") from error
-        except Exception as error:  # a template can raise any exception on messages that it was not written for
+        except Exception as error:
             raise InvalidRequest(
                 f"The chat template failed on these messages: {type(error).__name__}: {error}", param="messages"
             ) from error
 
     def _check_step_budget(self, name: str, template: jinja2.Template) -> None:
-        """Raise ModelError for a template that exceeds its bounds with a short conversation; it may refuse that."""
+        """Raise ModelError if one short message exceeds the limit."""
         turns = [{"role": "user", "content": "Hi"}]
         others = {"messages": turns, "tools": None, "documents": None, "add_generation_prompt": True}
         try:
             self._environment.render_template(template, {**self._special_tokens, **others})
         except TemplateStepLimitExceeded as error:
             raise ModelError(f"model: the chat template {name!r} cannot be rendered: {error}") from None
-        except Exception:  # what it refuses now, it may take from a request
+        except Exception:
             return
 
     def _select_template(self, tools: Sequence[dict[str, Any]] | None) -> jinja2.Template:
-        """The template to use: "tool_use" for a request with tools, if the model has one, else "default"."""
         template = self._templates.get("tool_use") if tools else None
         template = template or self._templates.get("default")
         if template is None:
@@ -312,9 +293,8 @@ class ChatRenderer:
 
 
 def cut_at_continue_mark(text: str, final: str) -> str:
-    """The rendered text up to the end of its final message `final`, cut as by transformers' apply_chat_template.
-
-    Raises InvalidRequest when the text does not contain the message unchanged.
+    """Cut after the final message, like transformers' apply_chat_template. Raises InvalidRequest if the text lacks the
+    unchanged message.
     """
     mark_start = text.rfind(CONTINUE_MARK.strip())
     if mark_start < 0 or final.strip() not in text:
@@ -322,13 +302,12 @@ def cut_at_continue_mark(text: str, final: str) -> str:
             "continue_final_message: the chat template does not show the final message as it is",
             param="continue_final_message",
         )
-    # If the template removed the space at the end of the mark, it trims messages: then the message's own trailing
-    # whitespace must go too, as it would have without the mark.
+    # Without the mark's trailing space, the template trims messages.
     return text[:mark_start] if text.startswith(CONTINUE_MARK, mark_start) else text[:mark_start].rstrip()
 
 
 class GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's text for training. When a prompt is rendered, it is just its body."""
+    """Marks text for training; a prompt contains just the body."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own interface)
 
@@ -339,11 +318,11 @@ class GenerationBlock(jinja2.ext.Extension):
 
 
 class ReadOnlyList(list[Any]):
-    """A list that a template may read and not change, as in transformers."""
+    """A list that templates cannot change, as in transformers."""
 
 
 class ChatTemplateSandbox(BoundedEnvironment):
-    """transformers' environment, but a template may change lists of its own: Kimi K2's keeps calls' ids in one."""
+    """Unlike in transformers, templates may change their own lists: Kimi K2's collects call ids."""
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         own = type(obj) is list and attr in ("append", "extend", "insert", "pop")
@@ -353,16 +332,15 @@ class ChatTemplateSandbox(BoundedEnvironment):
 def _compile_template_and_find_roles(
     environment: ChatTemplateSandbox, name: str, source: str
 ) -> tuple[jinja2.Template, Set[str]]:
-    """The template, and the roles that it names."""
     try:
         tree = environment.parse(source)
-        roles = find_string_literals(tree)  # before the compiler folds lists of literals into one
+        roles = find_string_literals(tree)  # the compiler would fold lists of literals
         return environment.from_string(tree), roles
     except jinja2.TemplateSyntaxError as error:
         raise ModelError(
             f"model: the chat template {name!r} is not valid, line {error.lineno}: {error.message}"
         ) from error
-    except (RecursionError, MemoryError, SyntaxError):  # Python's compiler raises all three for what is nested deeply
+    except (RecursionError, MemoryError, SyntaxError):  # deep nesting
         raise ModelError(f"model: the chat template {name!r} is nested too deeply") from None
 
 

@@ -1,7 +1,5 @@
-"""Turns token ids into text while they arrive, and ends the text at stop strings.
-
-A character whose bytes are spread over several tokens is given out when its last token has arrived. A step costs time
-in proportion to its new tokens. The server and the offline `LLM` both use this module.
+"""Turns arriving token ids into text, in time proportional to the new tokens. A character is emitted with its last
+token.
 """
 
 from __future__ import annotations
@@ -20,34 +18,29 @@ REPLACEMENT_CHARACTER = "\ufffd"
 
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
-    """The text that a call of `IncrementalDetokenizer.push_tokens` completed."""
-
     text: str
     offsets: tuple[int, ...]
-    """One entry per token that is given out with this text: where it begins, in characters of the whole generated text.
-
-    Tokens are given out in order, each with the delta that contains its first character, or else with the last delta.
-    Tokens that begin after a stop string are never given out."""
+    """Start of each emitted token, in characters of the whole text. A token comes with its first character or the last
+    delta; never if it begins after a stop string.
+    """
     num_used_ids: int
-    """How many of the pushed ids belong to the answer: fewer than all only when a stop string was completed earlier."""
+    """Fewer than the pushed ids only after a stop string."""
     stop_string: str | None = None
-    """The stop string that ended the text. No more ids may be pushed then."""
+    """If set, no more ids may be pushed."""
 
 
 class StopStringMatcher:
-    """The first stop string that is completed, reading character by character, ends the text before it, or after it
-    with `include`. If one character completes two of them, the longer one counts. Text that may turn out to be the
-    beginning of one is held back until that is decided."""
+    """The stop string completed first ends the text; of two completed by one character, the longer. Possible beginnings
+    are held back.
+    """
 
     def __init__(self, stop: Sequence[str], *, include: bool) -> None:
         self._stop_strings = sorted(stop)
         self._max_stop_length = max(map(len, stop), default=0)
         self._include_stop = include
         self.held_back = ""
-        """Text that may be the beginning of a stop string."""
 
     def feed_text(self, new_text: str) -> tuple[str, str | None]:
-        """The text that can be given out, and the stop string that ended it, if any."""
         text = self.held_back + new_text
         earliest: tuple[int, int, str] | None = None
         for stop in self._stop_strings:
@@ -63,28 +56,23 @@ class StopStringMatcher:
         return text[:ready], None
 
     def take_held_back(self) -> str:
-        """The text that was held back: no more will come."""
         rest, self.held_back = self.held_back, ""
         return rest
 
     def _stop_prefix_start(self, text: str) -> int:
-        """Where the longest suffix of `text` begins that is the beginning of a stop string; its length if none is."""
+        """Start of the longest suffix that begins a stop string, otherwise the text's length."""
         for start in range(max(0, len(text) - self._max_stop_length + 1), len(text)):
             suffix = text[start:]
-            at = bisect_left(self._stop_strings, suffix)  # What begins with the suffix sorts right after it.
+            at = bisect_left(self._stop_strings, suffix)
             if at < len(self._stop_strings) and self._stop_strings[at].startswith(suffix):
                 return start
         return len(text)
 
 
 class IncrementalDetokenizer:
-    """Turns the ids of one answer into text deltas.
-
-    For ids that encode valid text, the concatenated deltas equal `tokenizer.decode(prompt_ids + ids)` without the
-    prompt's part; without prompt ids they equal `tokenizer.decode(ids)`. A character that is unfinished when the answer
-    ends is shown as U+FFFD.
-
-    Stop strings end the text as StopStringMatcher says. The text of the first `min_tokens` tokens is not searched.
+    """Deltas of valid text join to `tokenizer.decode(prompt_ids + ids)` without the prompt's part, or without prompt
+    ids to `tokenizer.decode(ids)`. A character unfinished at the end becomes U+FFFD. Stop strings are not searched in
+    the first `min_tokens` tokens.
     """
 
     def __init__(
@@ -99,22 +87,18 @@ class IncrementalDetokenizer:
         min_tokens: int = 0,
         offsets: bool = True,
     ) -> None:
-        """`shown_ids` are special tokens that are shown even with `skip_special_tokens`. offsets=False: they are not
-        needed, and deltas have none."""
+        """`shown_ids` are never skipped. With offsets=False deltas have none."""
         self._decoder = make_decoder(tokenizer, prompt_ids, skip_special_tokens, shown_ids)
         self._stop_matcher = StopStringMatcher(stop, include=include_stop) if stop else None
         self._include_stop = include_stop
         self._unsearched_tokens = min_tokens
-        """Tokens still to come whose text is not searched for stop strings."""
         self._num_emitted = 0
-        """Characters given out."""
         self._num_decoded = 0
-        """Characters decoded: those given out and those held back."""
         self._pending_starts: deque[int] | None = deque() if offsets else None
-        """Where the tokens begin that have not been given out, in characters of the whole text."""
+        """Characters of the whole text before each token not yet emitted."""
 
     def push_tokens(self, ids: Sequence[int], final: bool = False) -> TextDelta:
-        """Add ids; `final` gives out what was held back. Do not call it again after `final` or after a stop string."""
+        """`final` emits held-back text. Do not call again after `final` or a stop string."""
         text = ""
         for used, token_id in enumerate(ids, 1):
             new_text = self._decoder.feed_token(token_id)
@@ -141,10 +125,8 @@ class IncrementalDetokenizer:
         return self._make_delta(text, len(ids), final=final)
 
     def push_output(self, output: EngineCoreOutput) -> TextDelta:
-        """Add an engine's output.
-
-        The token that ended the answer (end of sequence, or one of stop_token_ids) counts as used, but it has no text
-        and is not given out, unless `include_stop` is set.
+        """The token that ended the answer (EOS or a stop token) counts as used, but is only emitted with
+        `include_stop`.
         """
         if output.finish_reason is None:
             return self.push_tokens(output.new_ids)
@@ -170,7 +152,6 @@ class IncrementalDetokenizer:
 def make_decoder(
     tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool, shown_ids: frozenset[int] = frozenset()
 ) -> TokenDecoder:
-    """The decoder for the tokenizer's scheme, for ids that follow `prompt_ids`."""
     skip = tokenizer.special_token_ids - shown_ids if skip_special_tokens else frozenset()
     if tokenizer.decoder_type is DecoderType.BYTE_LEVEL:
         return ByteLevelDecoder(tokenizer, skip, partial_character(tokenizer, prompt_ids))
@@ -182,7 +163,6 @@ def make_decoder(
 
 
 def partial_character(tokenizer: Tokenizer, ids: Sequence[int]) -> bytes:
-    """The bytes at the end of a prompt that begin a character whose other bytes the answer may bring."""
     sentence_piece, tail = tokenizer.decoder_type is DecoderType.SENTENCE_PIECE, b""
     for token_id in reversed(ids[-_MAX_PARTIAL_BYTES:]):
         if sentence_piece and fallback_byte(tokenizer.id_to_token(token_id) or "") is None:
@@ -198,7 +178,7 @@ def partial_character(tokenizer: Tokenizer, ids: Sequence[int]) -> bytes:
 
 
 def without_partial_character(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> str:
-    """A prompt's text that an answer goes on with, which brings the whole of a character that the prompt begins."""
+    """Drop a partial character's U+FFFD: the answer brings the whole character."""
     partial = partial_character(tokenizer, ids)
     for count in range(len(partial), 0, -1):
         if text.endswith(REPLACEMENT_CHARACTER * count):
@@ -207,14 +187,11 @@ def without_partial_character(tokenizer: Tokenizer, ids: Sequence[int], text: st
 
 
 _MAX_PARTIAL_BYTES = 3
-"""Bytes of a character that lacks some."""
 
 
 class ByteLevelDecoder:
-    """For tokens that are byte strings: joined, they are UTF-8 text."""
-
     def __init__(self, tokenizer: Tokenizer, skip: frozenset[int], partial: bytes = b"") -> None:
-        """begun: as partial_character has it. Where the answer does not complete it, it has no part in the answer."""
+        """`partial` is dropped if the answer does not complete it."""
         self._token_bytes = tokenizer.token_bytes
         self._skip_ids = skip
         self._utf8_decoder = utf_8.IncrementalDecoder("replace")
@@ -227,7 +204,7 @@ class ByteLevelDecoder:
         if self._partial and new_bytes:
             new_bytes = self._partial + new_bytes if _continues_character(self._partial, new_bytes) else new_bytes
             self._partial = b""
-        # The codec takes several times as long, and has nothing to remember here.
+        # The codec is several times slower.
         return (
             new_bytes.decode()
             if new_bytes.isascii() and not self._utf8_decoder.buffer
@@ -239,7 +216,6 @@ class ByteLevelDecoder:
 
 
 def _continues_character(partial: bytes, new_bytes: bytes) -> bool:
-    """True if the next byte may belong to the character."""
     try:
         (partial + new_bytes[:1]).decode()
     except UnicodeDecodeError as error:
@@ -248,22 +224,17 @@ def _continues_character(partial: bytes, new_bytes: bytes) -> bool:
 
 
 class SentencePieceDecoder:
-    """For tokens that are text, or single bytes several of which make a character.
-
-    The tokenizers library decodes a run of byte tokens that is not valid UTF-8 to one U+FFFD per byte. Here characters
-    are given out as soon as they are complete, so only the part of a run from its first wrong byte on becomes U+FFFD.
+    """Tokens are text, or single bytes of a character. The tokenizers library decodes an invalid run of bytes to one
+    U+FFFD each; here characters are emitted once complete, so only the rest from the first wrong byte becomes U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip: frozenset[int], strip_space: bool, partial: bytes = b"") -> None:
-        """begun: as in ByteLevelDecoder."""
         self._tokenizer = tokenizer
         self._skip_ids = skip
         self._strip_space = strip_space
         self._partial = partial
         self._byte_run = b""
-        """Bytes of a character whose other bytes have not arrived."""
         self._run_is_invalid = False
-        """Whether the current run of byte tokens has had a byte that is not valid UTF-8."""
 
     def feed_token(self, token_id: int) -> str:
         if token_id in self._skip_ids:
@@ -307,26 +278,21 @@ class SentencePieceDecoder:
 
 
 class WindowDecoder:
-    """For any other decoder of the tokenizers library, of which nothing is known.
-
-    It decodes a window of the last ids twice, without and with the new ones; the difference is the new text. The window
-    starts where a character starts, so no decoding begins in the middle of one.
+    """Fallback for any other decoder: the difference between decodings of a window with and without the new ids. The
+    window starts at a character boundary.
     """
 
     PROMPT_CONTEXT_TOKENS = 6
-    """Prompt ids that the first window contains, because a token's text can depend on the tokens before it."""
+    """A token's text can depend on those before it."""
     MAX_PENDING_TOKENS = 8
-    """Ids that may be held back for the rest of a character; no character takes more."""
+    """No character takes more."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._skip_ids = skip
         self._window_ids = [token_id for token_id in prompt_ids[-self.PROMPT_CONTEXT_TOKENS :] if token_id not in skip]
-        """The window."""
         self._num_shown = len(self._window_ids)
-        """How many of them have been given out as text."""
         self._partial = self._rewind_and_get_partial_text()
-        """What the prompt shows of a character that it only begins, which has no part in the answer."""
 
     def feed_token(self, token_id: int) -> str:
         if token_id in self._skip_ids:
@@ -368,4 +334,3 @@ class WindowDecoder:
 
 
 TokenDecoder = ByteLevelDecoder | SentencePieceDecoder | WindowDecoder
-"""Decodes ids one by one: `feed` returns the text that one more id completes, `flush` what is left at the end."""

@@ -1,4 +1,4 @@
-"""What stands for a tokenizer where there is none: token ids in and out, and no text."""
+"""Token ids without text, for skip_tokenizer_init."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ _NO_TOKENIZER_MESSAGE = "the model is served without a tokenizer (skip_tokenizer
 
 
 class NullTokenizer(Tokenizer):
-    """Knows no token: every id decodes to nothing, and every text is refused."""
-
     def __init__(self, eos_token_ids: Sequence[int] = ()) -> None:
         backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({}, unk_token=""))
         super().__init__(backend, special_tokens={}, chat_templates={}, eos_token_ids=eos_token_ids)
@@ -32,15 +30,14 @@ class NullTokenizer(Tokenizer):
         raise InvalidRequest(_NO_TOKENIZER_MESSAGE, param="tokenizer")
 
     def token_display_text(self, token_id: int) -> str:
-        """As vLLM's return_tokens_as_token_ids names tokens."""
+        """The format of vLLM's return_tokens_as_token_ids."""
         return f"token_id:{token_id}"
 
 
 def load_tokenizer(
     folder: Path, chat_template: str | None, vocab_size: int, eos_token_ids: Sequence[int], *, skip: bool
 ) -> Tokenizer:
-    """The tokenizer of a model with so many ids, which these end; with `skip` what stands for one. Raises what
-    Tokenizer.from_pretrained raises."""
+    """Raises like Tokenizer.from_pretrained."""
     return (
         NullTokenizer(eos_token_ids)
         if skip
@@ -49,7 +46,7 @@ def load_tokenizer(
 
 
 def check_text_params(tokenizer: Tokenizer, *, stop: Sequence[str], structured_outputs: object) -> None:
-    """Raises InvalidRequest for parameters that need the text of tokens, where there is no tokenizer."""
+    """Raise InvalidRequest for parameters that need tokens' text if there is no tokenizer."""
     if not isinstance(tokenizer, NullTokenizer):
         return
     for name, value in (("stop", stop), ("structured_outputs", structured_outputs)):

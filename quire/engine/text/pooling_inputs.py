@@ -1,5 +1,3 @@
-"""Token ids of texts for encoders: cut inside of what the tokenizer puts around them, and two texts as one prompt."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -17,15 +15,15 @@ RERANKER_PROMPT_START = (
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
 RERANKER_PROMPT_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-"""What Qwen3-Reranker was trained to read around a pair (Zhang et al., 2025, "Qwen3 Embedding")."""
+"""From Qwen3-Reranker's training (Zhang et al., 2025, "Qwen3 Embedding")."""
 TruncationSide = Literal["left", "right"]
-"""Which tokens are cut off: left keeps the last ones, right the first ones."""
+"""The side that is cut off."""
 
 
 def encode_truncated(
     tokenizer: Tokenizer, texts: Sequence[str], limit: int, side: TruncationSide, *, add_special_tokens: bool = True
 ) -> list[list[int]]:
-    """Token ids of each text, at most `limit`, the special tokens around it included. Raises InvalidRequest."""
+    """`limit` includes special tokens. Raises InvalidRequest."""
     num_special_tokens = tokenizer.backend.num_special_tokens_to_add(False) if add_special_tokens else 0
     max_text_tokens = _max_text_tokens(limit, num_special_tokens)
     truncated = []
@@ -40,14 +38,12 @@ def encode_truncated(
 def encode_pairs_with_second_start(
     tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], limit: int | None, max_second_tokens: int | None = None
 ) -> list[tuple[list[int], int | None]]:
-    """Of each pair the token ids, and where the second text begins if the tokenizer tells segments apart.
-
-    limit: most tokens of a pair; the longer of its texts is cut first, at its end. max_second_tokens: most tokens of a
-    second text, without special ones. Raises InvalidRequest.
+    """Return ids, and the second text's start if the tokenizer distinguishes segments. `limit` bounds a pair; the
+    longer text is cut first, at its end. `max_second_tokens` excludes special tokens. Raises InvalidRequest.
     """
     num_special_tokens = tokenizer.backend.num_special_tokens_to_add(True)
     max_text_tokens = None if limit is None else _max_text_tokens(limit, num_special_tokens)
-    # Each text once: a query is compared with thousands of documents. No text keeps more tokens than there is room for.
+    # Each text once: a query is compared with thousands of documents.
     firsts = _encodings_by_text(tokenizer, [first for first, _ in pairs], max_text_tokens, None)
     seconds = _encodings_by_text(tokenizer, [second for _, second in pairs], max_text_tokens, max_second_tokens)
     encoded = []
@@ -67,8 +63,7 @@ def encode_pairs_with_second_start(
 def encode_reranker_prompts(
     tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], instruction: str | None, limit: int | None
 ) -> list[list[int]]:
-    """Prompts of Qwen3-Reranker for pairs of a query and a document. What is longer than `limit` tokens loses the end
-    of its document. Raises InvalidRequest."""
+    """Above `limit` tokens the document's end is cut. Raises InvalidRequest."""
     start, end = (
         tokenizer.encode(text, add_special_tokens=False) for text in (RERANKER_PROMPT_START, RERANKER_PROMPT_END)
     )
@@ -88,7 +83,7 @@ def _max_text_tokens(limit: int, num_special_tokens: int) -> int:
 
 
 def _truncated_lengths(first: int, second: int, max_total_tokens: int) -> tuple[int, int]:
-    """The tokens that two texts of so many keep: the longer loses first, until both have half of the room."""
+    """The longer text loses tokens first."""
     if first + second <= max_total_tokens:
         return first, second
     shorter = min(first, second, max_total_tokens // 2)
@@ -98,7 +93,6 @@ def _truncated_lengths(first: int, second: int, max_total_tokens: int) -> tuple[
 def _encodings_by_text(
     tokenizer: Tokenizer, texts: Sequence[str], max_text_tokens: int | None, max_tokens: int | None
 ) -> dict[str, tuple[tokenizers.Encoding, int]]:
-    """By text, its first `max_tokens` tokens and their number; of these, no more than there is room for."""
     unique = list(dict.fromkeys(texts))
     encodings = {}
     for text, encoding in zip(unique, tokenizer.encodings(unique, add_special_tokens=False), strict=True):

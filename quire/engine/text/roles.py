@@ -1,5 +1,3 @@
-"""Whose a chat's messages may be: the roles of the APIs, and those that the model's template names itself."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
@@ -14,9 +12,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def check_roles(messages: Sequence[Mapping[str, Any]], template_roles: Set[str]) -> None:
-    """Raises InvalidRequest for a role that is neither one of the APIs' nor `template_roles` by the template.
-
-    Most templates write any role into the prompt as it is, so that a misspelt one would only make the answer worse.
+    """Raise InvalidRequest for an unknown role. Most templates would write it into the prompt, and the answer would
+    only be worse.
     """
     for number, message in enumerate(messages):
         role = message["role"]
@@ -30,6 +27,6 @@ def check_roles(messages: Sequence[Mapping[str, Any]], template_roles: Set[str])
 
 
 def find_string_literals(template: nodes.Template) -> frozenset[str]:
-    """The strings that stand in a template as literals: a role that it treats in its own way is one of them."""
+    """These include roles that the template treats specially."""
     texts = [each.value for each in template.find_all(nodes.Const)]
     return frozenset(text for text in texts if isinstance(text, str) and text.strip())

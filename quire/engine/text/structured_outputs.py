@@ -1,4 +1,4 @@
-"""Structured outputs as vLLM's requests and its `StructuredOutputsParams` ask for them, as grammars."""
+"""Converts vLLM's structured outputs to grammars."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from quire.engine.schemas.object_closing import ClosedSchema, close_objects
 from quire.engine.text.grammar_compiler import MAX_GRAMMAR_BYTES, choice_grammar, json_grammar
 
 CLOSE_OBJECTS_KEY = "disable_additional_properties"
-"""vLLM's name of the key of structured_outputs, and of the setting, by which objects are closed."""
+"""vLLM's key and setting that closes objects."""
 CONSTRAINT_KINDS = ("json", "json_object", "regex", "choice", "grammar")
 _IGNORED_KEYS = {"disable_fallback", "disable_any_whitespace", "backend", CLOSE_OBJECTS_KEY}
-"""Keys of structured_outputs that ask for no way: there is one backend, and it allows one space at most."""
+"""There is one backend, with at most one space."""
 
 
 class GrammarWithOpenObjects(NamedTuple):
     grammar: Grammar
     open_objects: tuple[str, ...] = ()
-    """JSON pointers of objects of its schema that stay open, as it could not be decided what they are merged of."""
+    """JSON pointers of objects left open because what they merge is undecidable."""
 
 
 def requested_constraints(options: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The ways that structured_outputs asks for, each with its value. Raises InvalidRequest where there is none."""
+    """Raises InvalidRequest if there is none."""
     options = {name: value for name, value in options.items() if value is not None and value is not False}
     for name in options:
         if name not in CONSTRAINT_KINDS and name not in _IGNORED_KEYS:
@@ -40,8 +40,7 @@ def requested_constraints(options: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def constraint_grammar(kind: str, value: Any, *, close: bool) -> GrammarWithOpenObjects:
-    """The grammar of one of WAYS: for json a schema, as an object or JSON text. `close`: objects that name properties,
-    and say nothing of others, have no others. Raises InvalidRequest."""
+    """json's `value` is an object or JSON text. `close` forbids undeclared properties. Raises InvalidRequest."""
     if kind == "json_object":
         if value is not True:
             raise InvalidRequest("json_object must be true or false")
@@ -59,8 +58,7 @@ def constraint_grammar(kind: str, value: Any, *, close: bool) -> GrammarWithOpen
 
 
 def prepare_and_close_schema(schema: Any, *, close: bool, by_name: bool = False) -> ClosedSchema:
-    """The schema as a grammar holds answers to it; `by_name` is closed's. One that would be too long where it is closed
-    stays open. Raises InvalidRequest for numbers that a grammar would round."""
+    """A schema too long when closed stays open. Raises InvalidRequest for numbers that a grammar would round."""
     try:
         check_exact_numbers(schema)
         schema = without_unenforced_formats(schema)

@@ -1,7 +1,5 @@
-"""A Jinja sandbox that ends templates which loop for ever or fill the memory: it counts what a rendering does.
-
-The count is the same on every machine, unlike a time: rounds of loops, calls, and what texts and lists grow by. What
-one operation can make much larger is looked at before.
+"""A Jinja sandbox against templates that never end or fill the memory. Counting steps makes the limit the same on every
+machine. Large results are checked beforehand.
 """
 
 from __future__ import annotations
@@ -19,21 +17,20 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_STEPS = 2_000_000
-"""Of one rendering; they take a second or so. A round of a loop is one. Real templates need some 10 per message."""
+"""Per rendering, about a second. Real templates need some 10 per message."""
 _STEPS_PER_CALL = 10
 MAX_RESULT_SIZE = 1_000_000
-"""The largest result of a repetition such as `'=' * 80` or of a format, in characters, and of a product, in bits."""
+"""In characters for a repetition such as `'=' * 80` or a format, in bits for a product."""
 _SIZE_PER_STEP = 64
-"""Characters, or entries of a list, that texts and lists grow by in a step: 128 million in one rendering."""
+"""Characters or list entries per step: 128 million in a rendering."""
 _MAX_TOTAL_SIZE = MAX_STEPS * _SIZE_PER_STEP
 _EXPANDING_METHODS = {"center", "ljust", "rjust", "zfill", "expandtabs", "replace", "translate", "join", "to_bytes"}
-"""Of texts, bytes and integers, whose result can be as large as the product of two of their arguments."""
+"""The result can be as large as the product of two arguments."""
 _EXPANDING_FILTERS = {"center", "replace", "join", "indent", "wordwrap", "urlize", "batch", "slice", "round"}
-"""The same."""
 _NESTED_SIZE_FILTERS = {"string", "pprint", "format", "tojson", "e", "escape", "forceescape", "sum"}
-"""Filters whose result is as large as all that is in what they are given: a list can hold another one twice."""
+"""The result is as large as all nested values; a list can hold another twice."""
 _CHARACTERS_PER_EXTRA_STEP, _NODES_PER_EXTRA_STEP = 256, 256
-"""Characters, and nodes of the syntax tree, in the body of a loop or macro for which each run of it is a step more."""
+"""A body's run costs one more step per this many characters or syntax nodes."""
 
 
 class TemplateStepLimitExceeded(jinja2.TemplateRuntimeError):
@@ -41,8 +38,6 @@ class TemplateStepLimitExceeded(jinja2.TemplateRuntimeError):
 
 
 class _StepBudget:
-    """What is left of one rendering's steps."""
-
     def __init__(self, max_steps: int) -> None:
         self._steps_left = self._max_steps = max_steps
 
@@ -52,24 +47,20 @@ class _StepBudget:
             raise TemplateStepLimitExceeded(f"it takes more than {self._max_steps:,} steps")
 
     def charge_value(self, value: Any) -> Any:
-        """Count a value that becomes a part of a text. Returns it."""
         self.spend_steps(self._value_size(value) // _SIZE_PER_STEP)
         return value
 
     def charge_growth(self, before: Any, after: Any) -> Any:
-        """Count what a text or list has grown by; returns `after`."""
         if isinstance(after, str | bytes | list):
             size_before = len(before) if isinstance(before, str | bytes | list) else 0
             self.spend_steps(max(len(after) - size_before, 0) // _SIZE_PER_STEP)
         return after
 
     def concat_operands(self, *parts: Any) -> str:
-        """What ~ does."""
         return "".join(str(self.charge_value(part)) for part in parts)
 
     def _value_size(self, value: Any) -> int:
-        """Characters and entries in a value, as often as they stand there; not counted to the end where they are more
-        than may be spent."""
+        """Characters and entries; stops above the budget."""
         size, rest = 0, [value]
         while rest and size <= self._steps_left * _SIZE_PER_STEP:
             one = rest.pop()
@@ -83,14 +74,13 @@ class _StepBudget:
 
 
 _CURRENT_BUDGET: ContextVar[_StepBudget] = ContextVar("budget")
-"""Of the rendering under way. No variable of the template leads to it: a template could give itself more."""
+"""No template variable leads to it: a template could raise its own budget."""
 
 
 class _BoundedIterable:
-    """What a loop goes over; each round is a step. It has a length where the original has one, for `loop.length`."""
+    """Counts rounds. Has a length if the original has one, for `loop.length`."""
 
     def __init__(self, values: Iterable[Any], budget: _StepBudget, steps_per_round: int) -> None:
-        """`steps_per_round`: of a round."""
         self._values = values
         self._budget = budget
         self._steps_per_round = steps_per_round
@@ -105,23 +95,20 @@ class _BoundedIterable:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Templates of this environment must be rendered by `render_template`."""
-
     intercepted_binops = frozenset({"*", "**", "%", "+"})
 
     def __init__(self, filters: Mapping[str, Callable[..., Any]], **options: Any) -> None:
-        """`filters`: in place of Jinja's own of the same names."""
         super().__init__(finalize=_finalize, **options)
         self._unbounded_environment = ImmutableSandboxedEnvironment()
         self._unbounded_environment.filters |= filters
         self.filters |= filters
         for name in _EXPANDING_FILTERS | _NESTED_SIZE_FILTERS:
             self.filters[name] = jinja2.pass_context(partial(self._call_bounded_filter, name))
-        del self.globals["lipsum"]  # as many paragraphs as it is asked for
+        del self.globals["lipsum"]  # unbounded
 
     @staticmethod
     def render_template(template: jinja2.Template, variables: Mapping[str, Any], max_steps: int = MAX_STEPS) -> str:
-        """In at most so many steps. Raises TemplateStepLimitExceeded, and whatever the template raises."""
+        """Raises TemplateStepLimitExceeded, and whatever the template raises."""
         token = _CURRENT_BUDGET.set(_StepBudget(max_steps))
         try:
             return template.render(variables)
@@ -130,17 +117,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def bounded_loop(values: Iterable[Any], steps: int) -> _BoundedIterable:
-        """What templates call for the values of each loop."""
         return _BoundedIterable(values, _CURRENT_BUDGET.get(), steps)
 
     @staticmethod
     def spend_steps(steps: int) -> None:
-        """What templates call where a long macro or block begins."""
         _CURRENT_BUDGET.get().spend_steps(steps)
 
     @staticmethod
     def bounded_concat(*parts: Any) -> str:
-        """What templates call for ~."""
         return _CURRENT_BUDGET.get().concat_operands(*parts)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -161,10 +145,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return template
 
     def call(__self, __context: Context, __obj: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """As the sandbox's, whose names of arguments leave all others to the template's own calls."""
+        """Mangled names leave all keywords to the template's calls."""
         budget = _CURRENT_BUDGET.get()
         budget.spend_steps(_STEPS_PER_CALL)
-        method = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps str.format
+        method = getattr(__obj, "__wrapped__", __obj)
         owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if not isinstance(owner, str | bytes | int):
             return super().call(__context, __obj, *args, **kwargs)
@@ -205,18 +189,17 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 @jinja2.pass_context
 def _finalize(context: Context, value: Any) -> Any:
-    """What Jinja calls for the value of every {{ }}. It wants the context so that no value is written ahead."""
+    """Called for every {{ }}. With a context, Jinja does not fold constants."""
     return _CURRENT_BUDGET.get().charge_value(value)
 
 
 def _environment_call_node(method: str, arguments: Sequence[nodes.Node], line: int) -> nodes.Call:
-    """A call of the environment's method, which templates can neither replace nor call by a name."""
+    """Templates cannot replace or name this call."""
     passed = cast(list[nodes.Expr], list(arguments))
     return nodes.Call(nodes.EnvironmentAttribute(method), passed, [], None, None, lineno=line)
 
 
 def _extra_steps_of_body(body: list[nodes.Node]) -> int:
-    """Of each time that a body is run, which may be as long as the template; loops in it count their own."""
     text = num_nodes = 0
     rest: list[nodes.Node] = [*body]
     while rest:
@@ -237,7 +220,7 @@ def _check_result_size(name: str, size: int, max_size: int = MAX_RESULT_SIZE) ->
 
 
 def _binop_result_size(operator: str, left: Any, right: Any) -> int:
-    """About how large the result of *, ** or % becomes, in elements or bits; 0 where it cannot become large."""
+    """Elements or bits; 0 if it cannot be large."""
     if operator == "%":
         return _total_format_width(left)
     if isinstance(left, int) and isinstance(right, int):
@@ -247,7 +230,7 @@ def _binop_result_size(operator: str, left: Any, right: Any) -> int:
 
 
 def _total_format_width(text: Any) -> int:
-    """The widths that a format gives, and more than MAX_RESULT_SIZE where one is taken from what is formatted."""
+    """Above MAX_RESULT_SIZE if a width comes from an argument."""
     if not isinstance(text, str):
         return 0
     taken = re.search(r"%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{", text)
@@ -255,7 +238,7 @@ def _total_format_width(text: Any) -> int:
 
 
 def _result_size_upper_bound(name: str, *values: Any) -> int:
-    """The most that such a method or filter can make of these values: of numbers and lengths, the two largest ones."""
+    """Product of the two largest numbers or lengths."""
     if name == "replace" and len(values) > 2 and all(isinstance(value, str) for value in values[:3]):
         text, old, new = values[:3]
         return (len(text) // max(len(old), 1) + 1) * len(new)

@@ -1,5 +1,3 @@
-"""Where the tokens of a prompt begin in the text that stands for it: what `echo` shows beside log probabilities."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -12,23 +10,20 @@ from quire.engine.text.tokenizer import Tokenizer
 
 
 def decode_with_offsets(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[int]]:
-    """The text of token ids, special tokens shown, and where each of them begins in it, in characters."""
+    """Special tokens are shown. Offsets are in characters."""
     delta = IncrementalDetokenizer(tokenizer, skip_special_tokens=False).push_tokens(ids, final=True)
     return delta.text, list(delta.offsets)
 
 
 def find_token_offsets(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Where each token of `tokenizer.encode(text, …)` begins in `text`, in characters; they never decrease.
-
-    A token that the tokenizer adds of itself, such as BOS, has no characters there: it begins where the next one does.
-    """
+    """Starts in characters, never decreasing. Added tokens such as BOS begin where the next one does."""
     encoding = tokenizer.backend.encode(text, add_special_tokens=add_special_tokens)
     added = [bool(flag) for flag in encoding.special_tokens_mask]
     written = [token_id for token_id, flag in zip(encoding.ids, added, strict=True) if not flag]
     decoded, starts = decode_with_offsets(tokenizer, written)
-    if decoded != text:  # the tokenizer changes texts, for example to Unicode's form NFC
+    if decoded != text:  # the tokenizer normalizes texts, for example to NFC
         starts = _token_starts_from_library(tokenizer.backend, text)
-        if len(starts) != len(written):  # then the spans as they are, which may leave a word's space out
+        if len(starts) != len(written):  # the library's spans may omit a word's space
             spans = zip(encoding.offsets, added, strict=True)
             starts = list(accumulate((start for (start, _), flag in spans if not flag), max))
     rest = iter(reversed(starts))
@@ -40,10 +35,8 @@ def find_token_offsets(tokenizer: Tokenizer, text: str, *, add_special_tokens: b
 
 
 def _token_starts_from_library(backend: tokenizers.Tokenizer, text: str) -> list[int]:
-    """The starts that the tokenizers library knows, which are places in the text as it was given.
-
-    They are asked for without the post-processor, which adds special tokens and may leave the space before a word out
-    of the word. The copy shares the vocabulary.
+    """Starts in the original text. Leaves out the post-processor, which adds special tokens and may exclude a word's
+    space.
     """
     bare = tokenizers.Tokenizer(backend.model)
     if backend.normalizer is not None:

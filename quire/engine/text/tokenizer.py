@@ -1,7 +1,4 @@
-"""Turns text into token ids and back, with the tokenizers library and the files of a model directory.
-
-Only a directory without a tokenizer.json needs transformers, which is imported only then because that takes seconds.
-"""
+"""Uses the tokenizers library. Transformers is imported only without a tokenizer.json: that takes seconds."""
 
 from __future__ import annotations
 
@@ -36,34 +33,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 SPACE_MARK = "\u2581"
-"""The character that SentencePiece writes for a space."""
 log = logging.getLogger("quire.engine")
 ADDED_TOKENS_WARNING_THRESHOLD = 200_000
 _SECONDS_PER_ADDED_TOKEN = 13e-6
 """Measured: three million took 40 s."""
 _MAX_UNUSED_IDS = 65_536
-"""How many ids a vocabulary may leave out, beside as many as it has."""
 _CONVERTIBLE_FILES = ("*.model", "tokenizer.*", "vocab.*", "*.tiktoken", "tekken.json")
-"""What transformers makes tokenizers from."""
 _PROBE_TEXT = "A text, with 1 number\n\tand é."
 _MAX_ERROR_CHARACTERS = 300
-"""Characters of the library's message that an error shows."""
 
 
 class DecoderType(Enum):
-    """How a vocabulary's token strings become text. The tokenizer's decoder settings tell which scheme it uses."""
-
     BYTE_LEVEL = "byte_level"
-    """As in GPT-2: every character of a token string stands for one byte."""
+    """GPT-2: each character stands for one byte."""
     SENTENCE_PIECE = "sentence_piece"
-    """As in Llama 2: U+2581 stands for a space, `<0xE2>` for one byte, all other characters for themselves."""
+    """Llama 2: U+2581 stands for a space, `<0xE2>` for one byte."""
     OTHER = "other"
-    """Anything else; only the tokenizers library can decode it."""
 
 
 class Tokenizer:
-    """Encodes and decodes texts, and gives the text and bytes of single tokens, which logprobs show."""
-
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
@@ -74,17 +62,14 @@ class Tokenizer:
         config: Mapping[str, Any] | None = None,
         model_vocab_size: int | None = None,
     ) -> None:
-        """eos_token_ids: None: the `eos_token` alone. model_vocab_size: texts with tokens that a model of this size
-        lacks are refused; None: none are."""
+        """`eos_token_ids`: None means `eos_token`. Texts with tokens beyond `model_vocab_size` are refused."""
         self.backend = backend
         self.config = dict(config or {})
-        """The content of tokenizer_config.json."""
         self._first_missing_id = (
             None if model_vocab_size is None or self.max_token_id < model_vocab_size else model_vocab_size
         )
-        """Ids from this one on are the tokenizer's alone; None where the model has all of them, as is usual."""
+        """None if the model has all ids, as usual."""
         self.special_tokens = dict(special_tokens)
-        """By role (bos_token, eos_token, …): the variables that chat templates can use."""
         self.chat_templates = dict(chat_templates)
         """Jinja sources by name; the usual one is "default"."""
         self.bos_token_id, self.pad_token_id = self._special_token_id("bos_token"), self._special_token_id("pad_token")
@@ -107,17 +92,13 @@ class Tokenizer:
         model_vocab_size: int | None = None,
         eos_token_ids: Sequence[int] | None = None,
     ) -> Tokenizer:
-        """Read a model directory, or a GGUF file.
-
-        chat_template: a file or the template itself, to be used instead of the model's own. model_vocab_size: as above.
-        eos_token_ids: the model's, as ModelConfig has them; None: those that this directory's files say.
-        Raises ModelError when the directory has no readable tokenizer, ConfigError when the template's file cannot be
-        read.
+        """Read a model directory or GGUF file. `chat_template` is a file or Jinja source. Raises ModelError for a
+        missing or unreadable tokenizer, ConfigError for an unreadable template file.
         """
         path = Path(path)
         files = ModelFiles(path)
         config = read_config_object(files, "tokenizer_config.json")
-        # Some models have an empty one, which transformers does not mind.
+        # Some models have an empty one; transformers accepts it.
         empty = files.read_file_bytes("special_tokens_map.json", MAX_CONFIG_BYTES, may_be_empty=True) == b""
         special_map = {} if empty else read_config_object(files, "special_tokens_map.json")
         special_tokens = special_tokens_from_config(special_map) | special_tokens_from_config(config)
@@ -133,7 +114,7 @@ class Tokenizer:
         backend.no_padding()
         check_normalizer_growth(backend)
         check_regexes(backend)
-        # Some parts that contradict each other show with the first text only.
+        # Some contradictions show only here.
         with _wrap_library_errors(files.file_label("tokenizer.json")):
             backend.decode(backend.encode(_PROBE_TEXT).ids)
         templates = (
@@ -151,7 +132,7 @@ class Tokenizer:
             config=config,
             model_vocab_size=model_vocab_size,
         )
-        if tokenizer.max_token_id > 2 * tokenizer.vocab_size + _MAX_UNUSED_IDS:  # grammars have a bit for each id
+        if tokenizer.max_token_id > 2 * tokenizer.vocab_size + _MAX_UNUSED_IDS:  # grammars have a bit per id
             raise ModelError(
                 f"model: tokenizer.json: one of its {tokenizer.vocab_size} tokens has the id {tokenizer.max_token_id}"
             )
@@ -159,26 +140,23 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included."""
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
     @cached_property
     def max_token_id(self) -> int:
-        """Of all tokens, added ones included; -1 if there are none. Takes a tenth of a second for 150,000 tokens."""
+        """-1 without tokens. Takes 0.1 s for 150,000 tokens."""
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; with add_special_tokens also those that the tokenizer puts around it, such as BOS."""
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of each text. Raises InvalidRequest for a text with a token that the model lacks, and for one on
-        which the library fails."""
+        """Raises InvalidRequest if the model lacks a token, or the library fails."""
         encodings = self.encodings(texts, add_special_tokens=add_special_tokens)
         return [self.require_model_token_ids(encoding.ids) for encoding in encodings]
 
     def encodings(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[tokenizers.Encoding]:
-        """What the library makes of each text. Raises InvalidRequest for one on which it fails."""
+        """Raises InvalidRequest if the library fails."""
         try:
             return list(self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens))
         except TypeError:
@@ -189,7 +167,7 @@ class Tokenizer:
             raise InvalidRequest("the tokenizer fails on this text", param="prompt") from None
 
     def require_model_token_ids(self, ids: list[int]) -> list[int]:
-        """The ids; raises InvalidRequest for one that the model lacks, which would end the engine."""
+        """Raise InvalidRequest for an id that would end the engine."""
         if self._first_missing_id is not None and ids and (highest := max(ids)) >= self._first_missing_id:
             message = f"the text has the token {self.id_to_token(highest)!r}, which the model has no embedding for"
             raise InvalidRequest(message, param="prompt")
@@ -199,7 +177,6 @@ class Tokenizer:
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def to_transformers(self) -> PreTrainedTokenizerFast:
-        """The same tokenizer as transformers has it, chat template included."""
         from transformers import PreTrainedTokenizerFast
 
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=self.backend, **self.special_tokens)
@@ -209,29 +186,28 @@ class Tokenizer:
         return tokenizer
 
     def split_at_special_tokens(self, text: str) -> list[tuple[str, int | None]]:
-        """The text cut at special tokens: each part with its token's id, or with None for text between."""
         parts = self._special_token_pattern.split(text) if self._special_token_pattern is not None else [text]
         ids = [self.backend.token_to_id(part) if index % 2 else None for index, part in enumerate(parts)]
         return [(part, token_id) for part, token_id in zip(parts, ids, strict=True) if part]
 
     @cached_property
     def added_token_pattern(self) -> re.Pattern[str] | None:
-        """Matches any token that the library finds in a text before all others, such as `<|im_end|>`."""
+        """Tokens found before all others, such as `<|im_end|>`."""
         return _make_token_pattern(self.backend, self.backend.get_added_tokens_decoder())
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The vocabulary's string for an id, such as `Ġhello` or `▁hello`; None for an id outside the vocabulary."""
+        """Vocabulary string such as `Ġhello` or `▁hello`; None outside the vocabulary."""
         return self.backend.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds in the middle of a text; empty for an id outside the vocabulary."""
+        """Bytes that the token adds within a text; empty outside the vocabulary."""
         cached = self._bytes_cache.get(token_id)
         if cached is None:
             cached = self._bytes_cache[token_id] = self._token_string_bytes(self.id_to_token(token_id) or "")
         return cached
 
     def token_display_text(self, token_id: int) -> str:
-        r"""A single token as shown in logprobs; a part of a character is written as OpenAI does: `\xe2\x82`."""
+        r"""Partial characters are written like OpenAI's `\xe2\x82`."""
         cached = self._text_cache.get(token_id)
         if cached is None:
             raw = self.token_bytes(token_id)
@@ -243,11 +219,9 @@ class Tokenizer:
         return cached
 
     def _token_string_bytes(self, token: str) -> bytes:
-        """The bytes that a vocabulary string stands for."""
         if self.decoder_type is DecoderType.BYTE_LEVEL:
             values = [BYTE_DECODER.get(character) for character in token]
-            # If a token has a character outside of GPT-2's map (mostly an added token), the library takes all of it as
-            # plain text.
+            # With characters outside GPT-2's map, the library takes the token as text.
             return token.encode() if None in values else bytes(value for value in values if value is not None)
         byte = fallback_byte(token)
         return token.replace(SPACE_MARK, " ").encode() if byte is None else bytes([byte])
@@ -258,7 +232,7 @@ class Tokenizer:
 
 
 def fallback_byte(token: str) -> int | None:
-    """The byte that a SentencePiece token such as `<0xE2>` stands for; None for any other token."""
+    """Byte of a SentencePiece token such as `<0xE2>`, otherwise None."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return int(token[3:5], 16)
@@ -268,10 +242,7 @@ def fallback_byte(token: str) -> int | None:
 
 
 def _make_byte_decoder() -> dict[str, int]:
-    """GPT-2's map from characters to bytes (Radford et al., 2019).
-
-    Printable bytes are written as themselves, the others as characters from U+0100 on.
-    """
+    """GPT-2's map (Radford et al., 2019): printable bytes map to themselves, others from U+0100 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -281,14 +252,12 @@ BYTE_DECODER = _make_byte_decoder()
 
 
 def _make_token_pattern(backend: tokenizers.Tokenizer, token_ids: Iterable[int]) -> re.Pattern[str] | None:
-    """Matches any special token, the longest that fits."""
     tokens = [backend.id_to_token(token_id) for token_id in token_ids]
     ordered = sorted((token for token in tokens if token), key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, ordered))})") if ordered else None
 
 
 def _detect_decoder_type_and_space_strip(backend: tokenizers.Tokenizer) -> tuple[DecoderType, bool]:
-    """Returns the scheme, and whether decoding drops the first space of a text."""
     if backend.decoder is None:
         return DecoderType.OTHER, False
     state = json.loads(backend.decoder.__getstate__())
@@ -306,7 +275,7 @@ def _detect_decoder_type_and_space_strip(backend: tokenizers.Tokenizer) -> tuple
 
 @contextmanager
 def _wrap_library_errors(name: str) -> Iterator[None]:
-    """The library raises no narrower type than Exception, and where its Rust code panics one that is not even that."""
+    """The library raises plain Exceptions, and BaseExceptions on Rust panics."""
     try:
         yield
     except ModelError:
@@ -321,9 +290,8 @@ def _wrap_library_errors(name: str) -> Iterator[None]:
 
 
 def warn_if_added_tokens_load_slowly(content: bytes, name: str) -> None:
-    """Say before tokenizer.json is read that this will take long: the library takes longer for an added token than for
-    any other."""
-    count = content.count(b'"single_word"')  # a field of each
+    """The library loads added tokens more slowly than others."""
+    count = content.count(b'"single_word"')  # one per added token
     if count >= ADDED_TOKENS_WARNING_THRESHOLD:
         seconds = count * _SECONDS_PER_ADDED_TOKEN
         log.warning("%s has %s added tokens: reading them takes some %.0f s", name, f"{count:,}", seconds)
@@ -332,10 +300,7 @@ def warn_if_added_tokens_load_slowly(content: bytes, name: str) -> None:
 def _add_missing_tokens(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> None:
-    """Complete the vocabulary as transformers does.
-
-    Tokens that only tokenizer_config.json lists are added, and every token with a role becomes a special token.
-    """
+    """Like transformers, add tokens listed only in tokenizer_config.json, and make tokens with a role special."""
     known = backend.get_added_tokens_decoder()
     listed: dict[int, dict[str, Any]] = config.get("added_tokens_decoder") or {}
     new = [
@@ -343,7 +308,7 @@ def _add_missing_tokens(
         for token_id, entry in sorted(listed.items())
         if token_id not in known
     ]
-    # Not one by one: each call takes as long as there are added tokens.
+    # Each call takes time in proportion to all added tokens.
     for special, tokens in groupby(new, lambda token: token.special):
         (backend.add_special_tokens if special else backend.add_tokens)(list(tokens))
     roles = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
@@ -363,7 +328,6 @@ ADDED_TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized"
 
 
 def _load_with_transformers(path: Path) -> tokenizers.Tokenizer:
-    """Let transformers convert other tokenizer files, such as SentencePiece's tokenizer.model."""
     others = [file for pattern in _CONVERTIBLE_FILES for file in path.glob(pattern)]
     for file in others:
         if (opened := open_if_present(file)) is not None:
@@ -373,7 +337,7 @@ def _load_with_transformers(path: Path) -> tokenizers.Tokenizer:
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    logging.set_verbosity(logging.CRITICAL)  # what fails is said by the error
+    logging.set_verbosity(logging.CRITICAL)
     tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):

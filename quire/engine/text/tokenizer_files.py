@@ -1,5 +1,3 @@
-"""Reads what stands beside a tokenizer.json: tokenizer_config.json and its like, chat templates, the ids that end."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
     from quire.engine.text.chat_template import ChatRenderer
 
 MAX_TEMPLATE_BYTES = 256 * 1024
-"""Of a chat template. Models' have some 10 KB; to compile this many takes seconds."""
+"""Models' templates have about 10 KB. Compiling this many takes seconds."""
 MAX_CONFIG_BYTES = 16 * MIB
 MAX_TOKENIZER_BYTES = 256 * MIB
 
@@ -40,9 +38,6 @@ _SpecialToken = _AddedToken | str | None
 
 
 class _TokenizerConfigFields(TypedDict, total=False):
-    """What is read of tokenizer_config.json, special_tokens_map.json and chat_template.json, beside other entries named
-    `…_token`."""
-
     bos_token: _SpecialToken
     eos_token: _SpecialToken
     unk_token: _SpecialToken
@@ -55,13 +50,13 @@ class _TokenizerConfigFields(TypedDict, total=False):
 
 
 def read_config_object(files: ModelFiles, name: str) -> dict[str, Any]:
-    """The object in a JSON file, {} if there is no such file, with its known fields checked. Raises ModelError."""
+    """{} without a file. Known fields are checked. Raises ModelError."""
     content = files.read_json_file(name, MAX_CONFIG_BYTES) or {}
     return {**content, **convert_parsed_json(content, _TokenizerConfigFields, files.file_label(name))}
 
 
 def special_tokens_from_config(config: Mapping[str, Any]) -> dict[str, str]:
-    """The entries named `…_token`, by name. Each is a string, or an object with the string as its `content`."""
+    """Entries named `…_token` are strings, or objects with `content`."""
     special_tokens = {}
     for name, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value
@@ -71,7 +66,7 @@ def special_tokens_from_config(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def templates_from_path_or_source(path_or_source: str) -> dict[str, str]:
-    """Read a template given by its path or as Jinja source; what contains a brace is taken as source."""
+    """Anything with a brace is source."""
     try:
         return {
             "default": path_or_source
@@ -83,7 +78,7 @@ def templates_from_path_or_source(path_or_source: str) -> dict[str, str]:
 
 
 def read_chat_templates(files: ModelFiles, config: Mapping[str, Any]) -> dict[str, str]:
-    """The model's templates by name. A file of its own overrides tokenizer_config.json, as in transformers."""
+    """Separate files override tokenizer_config.json, as in transformers."""
     templates: dict[str, str] = {}
     entry = config.get("chat_template")
     if isinstance(entry, str):
@@ -110,11 +105,9 @@ def read_chat_templates(files: ModelFiles, config: Mapping[str, Any]) -> dict[st
 def read_eos_token_ids(
     model: ModelFiles, *, tokenizer: ModelFiles | None = None, chat_template: str | None = None
 ) -> tuple[int, ...]:
-    """The tokens that end an answer, for everything that asks: generation_config.json's and config.json's, the
-    tokenizer's `eos_token`, and the token with which the chat template ends an assistant's turn.
-
-    tokenizer: the files of another tokenizer, where one is set. chat_template: as in templates_from_path_or_source,
-    where one is set. What is wrong with files is reported by those who read the rest of them."""
+    """Sources: generation_config.json, config.json, `eos_token`, and the chat template's end of turn. Broken files are
+    ignored here.
+    """
     ids: list[int] = []
     for content in (
         _read_json_or_empty(model, "generation_config.json"),
@@ -146,7 +139,6 @@ def _read_json_or_empty(files: ModelFiles, name: str) -> dict[str, Any]:
 
 
 def _text_configs(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """A config.json's objects that may name the end of a text: it, and its text decoder's."""
     parts = (config.get(name) for name in ("text_config", "llm_config", "language_config"))
     return [config, *(part for part in parts if isinstance(part, dict))]
 
@@ -161,15 +153,14 @@ class _TokenizerJsonModel(msgspec.Struct, frozen=True):
 
 
 class _TokenizerJson(msgspec.Struct, frozen=True):
-    """The parts of a tokenizer.json that say which ids its special tokens have: to load all of it takes a second."""
+    """Special tokens' ids only: loading everything takes a second."""
 
     added_tokens: tuple[_TokenizerJsonToken, ...] = ()
     model: _TokenizerJsonModel = _TokenizerJsonModel()
 
 
 class _SpecialTokenReader:
-    """The special tokens of a tokenizer, and the chat template beside it, without the tokenizer itself. Raises
-    ModelError for files that cannot be read."""
+    """Raises ModelError for unreadable files."""
 
     def __init__(self, files: ModelFiles) -> None:
         config = read_config_object(files, "tokenizer_config.json")
@@ -200,25 +191,23 @@ class _SpecialTokenReader:
         if isinstance(vocab, dict):
             token_id = vocab.get(token)
             return token_id if type(token_id) is int else None
-        # Pairs of a token and its score, in the order of the ids.
+        # Pairs of token and score, in order of id.
         pairs = enumerate(vocab if isinstance(vocab, list) else ())
         return next((index for index, pair in pairs if isinstance(pair, list) and pair[:1] == [token]), None)
 
     def end_of_turn_ids(self, template: str, ends: Sequence[int]) -> list[int]:
-        """The special token that a chat template writes at once after an assistant's text, if that can only mean that
-        the turn ends.
+        """Return the special token directly after an assistant's text, if it always ends the turn.
 
-        It must be the same one after the last message and before a user's, so that neither the `<|return|>` of
-        harmony, which ends a conversation, nor a token that begins the user's turn counts. It does not count where it
-        also stands between parts of one answer, as harmony's `<|end|>` does between thinking, text and calls; nor, as
-        `<|end|>`, where harmony's other ends are in the vocabulary; nor where one of `ends` stands directly after it.
+        It must be the same after the last message and before a user's, which excludes harmony's `<|return|>` and tokens
+        that begin the user's turn. Excluded too are tokens between parts of one answer (harmony's `<|end|>`, also if
+        the vocabulary has harmony's other ends), and a token directly before one of `ends`.
         """
         from quire.engine.text.chat_template import (
             ChatRenderer,  # it imports Jinja, which most who read files do not need
         )
 
         tokens = sorted(self._token_ids, key=len, reverse=True)
-        # Without adaptation: a text that is moved away from its call into a message of its own is no part of an answer.
+        # Without adaptation, which could move text out of the answer.
         renderer = ChatRenderer(
             {"default": template}, self._special_tokens, allow_unknown_roles=True, adapt_conversations=False
         )
@@ -247,13 +236,12 @@ _CALL = {"id": "quireidqq", "type": "function", "function": {"name": _FUNCTION_N
 
 
 def _text_between(text: str, begin: str, end: str) -> str:
-    """What stands between two texts; "" where they do not follow one another."""
+    """Empty if they do not follow one another."""
     rest = text.partition(begin)[2]
     return rest[: max(rest.find(end), 0)]
 
 
 def _render_or_empty(renderer: ChatRenderer, messages: Sequence[dict[str, Any]]) -> str:
-    """ "" where the template refuses the messages."""
     try:
         return renderer.render(messages, add_generation_prompt=False)
     except InvalidRequest:
@@ -261,7 +249,7 @@ def _render_or_empty(renderer: ChatRenderer, messages: Sequence[dict[str, Any]])
 
 
 def _special_tokens_after_answer(text: str, tokens: Sequence[str]) -> list[str]:
-    """The special tokens that follow one another directly after the answer's text. tokens: the longest first."""
+    """`tokens` must be sorted longest first."""
     rest, run = text.rpartition(_ANSWER)[2] if _ANSWER in text else "", list[str]()
     while next_token := next((token for token in tokens if token and rest.startswith(token)), None):
         run.append(next_token)

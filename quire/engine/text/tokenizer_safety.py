@@ -1,8 +1,6 @@
-"""Checks what a tokenizer does with texts before it looks words up: what takes exponential time would stop a server.
-
-The tokenizers library matches by backtracking, cannot be interrupted, and panics in the middle of a text that takes ten
-million steps at one place. `python -m quire.engine.text.tokenizer_safety` tries patterns that look as if they could
-take long, on texts made from their own characters, in a process of its own that ends when they do."""
+"""Finds tokenizer patterns that take exponential time: the tokenizers library backtracks, cannot be interrupted, and
+panics after ten million steps at one place. A separate process tries them, and ends if they take too long.
+"""
 
 from __future__ import annotations
 
@@ -22,26 +20,24 @@ import tokenizers
 from quire.engine.common.errors import ModelError
 
 _MAX_CPU_SECONDS = 2.0
-"""What a check may take. That of a usual pattern takes some milliseconds."""
 _TIMEOUT_SECONDS = 30.0
-"""For the process that checks, on however busy a machine."""
+"""Wall-clock limit, even on a busy machine."""
 _MAX_MEMORY_BYTES = 2 << 30
-"""Bytes of address space that the checking process may use."""
+"""Address space of the checking process."""
 _PROBE_LENGTHS = (16, 48, 400)
-"""Of the texts: exponential time shows with the first two, a high power of the length with the last."""
+"""Exponential time shows with the first two, a high power of the length with the last."""
 _ESCAPE = re.compile(r"\\(?:[pP]\{[^}]*\}|x\{[^}]*\}|.)", re.DOTALL)
 _CHARACTER_CLASS = re.compile(r"\[\^?\]?[^\[\]]*\]")
 _REPEATED_GROUP = re.compile(r"\)(?:[*+]|\{[\d,]*\})")
 _REPEAT = re.compile(r"(?:[*+]|\{\d*,\d*\})[+?]?")
 _MAX_SAFE_REPEATS = 2
-"""Without nested repeats, the time grows at most with this power of the length, as in the patterns of usual models."""
+"""Time grows at most with this power of the length, as in usual models."""
 _MAX_GROWTH = 1024
 _MAX_PROBE_CHARACTERS = 24
-"""Of a pattern, from which texts are made."""
 
 
 def check_regexes(backend: tokenizers.Tokenizer) -> None:
-    """Raise ModelError for a tokenizer with a regular expression that takes too long on short texts."""
+    """Raise ModelError for a regular expression that is slow on short texts."""
     suspects = [pattern for pattern in _find_regexes(backend) if is_suspicious_regex(pattern)]
     if not suspects:
         return
@@ -49,7 +45,7 @@ def check_regexes(backend: tokenizers.Tokenizer) -> None:
     suspects_json, environment = (
         json.dumps(suspects).encode(),
         os.environ | {"RUST_BACKTRACE": "0"},
-    )  # see server/workers/pool.py
+    )
     try:
         done = subprocess.run(
             command, input=suspects_json, capture_output=True, check=False, env=environment, timeout=_TIMEOUT_SECONDS
@@ -67,11 +63,11 @@ def check_regexes(backend: tokenizers.Tokenizer) -> None:
 
 
 def check_normalizer_growth(backend: tokenizers.Tokenizer) -> None:
-    """Raise ModelError for a tokenizer that makes much more text of a text before it splits it."""
+    """Raise ModelError if normalized texts can be over _MAX_GROWTH times longer."""
     if backend.normalizer is None:
         return
     texts = _keys_and_string_values(json.loads(backend.normalizer.__getstate__()))
-    growth = math.prod(max(len(text), 1) for key, text in texts if key in ("content", "prepend"))  # what it puts in
+    growth = math.prod(max(len(text), 1) for key, text in texts if key in ("content", "prepend"))  # inserted texts
     if growth > _MAX_GROWTH:
         raise ModelError(
             f"model: tokenizer.json: its normalizer can make a text {min(growth, 10**30):.0e} times longer"
@@ -79,7 +75,6 @@ def check_normalizer_growth(backend: tokenizers.Tokenizer) -> None:
 
 
 def _keys_and_string_values(state: Any) -> Iterator[tuple[str, str]]:
-    """All texts under a key in the JSON of a part of a tokenizer, with their keys."""
     if isinstance(state, dict):
         yield from ((key, value) for key, value in state.items() if isinstance(value, str))
     for value in state.values() if isinstance(state, dict) else state if isinstance(state, list) else ():
@@ -87,12 +82,11 @@ def _keys_and_string_values(state: Any) -> Iterator[tuple[str, str]]:
 
 
 def is_rust_panic(error: BaseException) -> bool:
-    """Whether the library's Rust code panicked. The type, which is no Exception, has no name that can be imported."""
+    """The panic's type derives from BaseException and cannot be imported."""
     return type(error).__name__ == "PanicException"
 
 
 def is_suspicious_regex(pattern: str) -> bool:
-    """Whether a pattern has a repeated group, or more than the usual number of repeats one after another."""
     plain = _ESCAPE.sub("e", pattern)
     while plain != (shorter := _CHARACTER_CLASS.sub("c", plain)):
         plain = shorter
@@ -102,9 +96,9 @@ def is_suspicious_regex(pattern: str) -> bool:
 
 
 def make_probe_texts(pattern: str, length: int) -> Iterator[str]:
-    """Texts of about this length that repeat one or two of the pattern's characters, or characters of usual classes,
-    and then do not go on as a usual pattern does. Some have all of its characters: the library skips a text that lacks
-    one which the pattern needs."""
+    """Repeat one or two characters, then break the match. Some texts contain all of the pattern's characters: the
+    library skips a text that lacks a required one.
+    """
     literal_characters = dict.fromkeys(character for character in _ESCAPE.sub("", pattern) if character.isalnum())
     characters = [*"a1 \n!é", *list(literal_characters)[:_MAX_PROBE_CHARACTERS]]
     pieces = [*characters, *(one + other for one in characters[:8] for other in characters[:8] if one != other)]
@@ -125,11 +119,9 @@ def _find_regexes(backend: tokenizers.Tokenizer) -> Sequence[str]:
 
 
 def main() -> None:
-    """Read a JSON list of patterns and try each, after printing a line. Ends with a signal when they take too long."""
+    """Print a line before trying each pattern of a JSON list. A slow one ends the process by signal."""
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    signal.setitimer(
-        signal.ITIMER_PROF, _MAX_CPU_SECONDS
-    )  # its signal ends the process by default, even inside Rust code
+    signal.setitimer(signal.ITIMER_PROF, _MAX_CPU_SECONDS)  # kills the process even inside Rust code
     for pattern in json.loads(sys.stdin.buffer.read()):
         print(flush=True)
         split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")

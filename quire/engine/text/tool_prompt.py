@@ -1,8 +1,5 @@
-"""Tools for chat templates without tools: the system message describes them, and messages show calls and results as
-text.
-
-Words and form are those of Hermes 2 Pro's training (https://huggingface.co/NousResearch/Hermes-2-Pro-Llama-3-8B). Many
-later models know them.
+"""Tools, calls and results as text. The wording is Hermes 2 Pro's
+(https://huggingface.co/NousResearch/Hermes-2-Pro-Llama-3-8B), which many later models know.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ from quire.engine.text.chat_messages import join_contents
 
 Message = dict[str, Any]
 
-# Placeholders for a call's name and arguments in an example.
 NAME_PLACEHOLDER = "<function-name>"
 ARGUMENTS_PLACEHOLDER = "<args-json-object>"
 KEYWORDS_PLACEHOLDER = "<parameter-name>=<value>, ..."
@@ -32,11 +28,6 @@ TOOLS_INTRODUCTION = (
 def put_tools_in_system_message(
     messages: Sequence[Message], tools: Sequence[dict[str, Any]], call_format: str
 ) -> list[Message]:
-    """The messages, with a description of the tools at the end of the system message that they begin with, or in one of
-    its own before them.
-
-    `call_format`: the form in which the model must write a call.
-    """
     tool_lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     text = TOOLS_INTRODUCTION.replace("{tools}", tool_lines).replace("{example}", call_format)
     first = messages[0] if messages else {}
@@ -46,7 +37,6 @@ def put_tools_in_system_message(
 
 
 def with_calls_as_text(messages: Sequence[Message], call_format: str) -> list[Message]:
-    """The messages, with the assistant's calls written into its content in the form of `call_format`."""
     return [
         _with_calls_in_content(message, call_format) if message.get("tool_calls") else message for message in messages
     ]
@@ -55,7 +45,6 @@ def with_calls_as_text(messages: Sequence[Message], call_format: str) -> list[Me
 def fill_missing_descriptions(
     tools: Sequence[dict[str, Any]], *, tool: bool, parameters: bool
 ) -> Sequence[dict[str, Any]]:
-    """The tools, with an empty description where a `tool`, or one of the `parameters`, has none."""
     if not tool and not parameters:
         return tools
     described = []
@@ -75,11 +64,7 @@ def fill_missing_descriptions(
 
 
 def with_results_as_text(messages: Sequence[Message]) -> list[Message]:
-    """The messages, with results of calls written into user messages.
-
-    Consecutive results, and a user message after them, become one message, because templates may require that roles
-    alternate.
-    """
+    """Merge consecutive results and a following user message: templates may require alternating roles."""
     result: list[Message] = []
     open_results = False
     for message in messages:

@@ -1,1 +1,1 @@
-"""How models write what is not content (thinking, tool calls), and grammars that make them write it."""
+"""How models write tool calls and thinking, and grammars that enforce it."""

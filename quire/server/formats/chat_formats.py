@@ -1,4 +1,4 @@
-"""Chooses how to read a model's answers: by flag, from its chat template's rendering, or from the template's text."""
+"""Chooses how to read answers: by flag, from the chat template's rendering, or by its text."""
 
 from __future__ import annotations
 
@@ -20,25 +20,20 @@ from quire.server.formats.tools.named_formats import TOOL_FORMATS, find_tool_for
 from quire.server.formats.tools.tool_parser import ToolFormat
 
 GENERIC_FORMAT = "hermes"
-"""The name of the format for templates that know no tools."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatFormats:
-    """How the model writes the parts of an answer, and how its template is told of tools."""
-
     template_text: str
-    """The text of all its chat templates."""
     renderer: ChatRenderer
     reasoning_format: ReasoningFormat | None
     tool_format: ToolFormat | None
-    """None: the operator wants none looked for."""
+    """None: disabled by the operator."""
     content_delimiters: ContentDelimiters | None = None
     tools_source: str = ""
-    """Where the format of tool calls is from, in words for the operator."""
     thinking_switch: ThinkingSwitch = NO_SWITCH
     reads_code_blocks: bool = False
-    """Code blocks with calls are calls too, where the model decides whether it calls."""
+    """Code blocks with calls are calls if the model decides whether to call."""
 
     @classmethod
     def from_config(cls, config: ServerConfig, tokenizer: Tokenizer) -> ChatFormats:
@@ -80,7 +75,6 @@ def _infer_turn_form_or_none(prober: TemplateProber) -> AssistantTurnForm | None
 def _choose_tool_format_with_source(
     renderer: ChatRenderer, template: str, turn: AssistantTurnForm | None
 ) -> tuple[ToolFormat | None, str, bool]:
-    """The format of tool calls, where it is from, and whether the template tells the model of it."""
     known = find_tool_format("auto", template)
     name = next((row.name for row in TOOL_FORMATS if row.format is known), "")
     form: CallForm | None = None
@@ -105,7 +99,6 @@ def _choose_tool_format_with_source(
 
 
 def _choose_reasoning_format(choice: str, template: str, turn: AssistantTurnForm | None) -> ReasoningFormat | None:
-    """The marks of thinking: those that the template writes, or else those that its text has."""
     if choice != "auto" or turn is None or not turn.reasoning_begin:
         return find_reasoning_format(choice, template)
     for row in REASONING:
@@ -125,7 +118,7 @@ def _build_content_delimiters(turn: AssistantTurnForm | None, tools: ToolFormat 
         return None
     form = tools if isinstance(tools, CallForm) else None
     if not turn.content_begin.strip():
-        # If calls begin with what ends a turn, their parser has to see it, and it is not dropped as a special token.
+        # If calls begin with the turn's end, the parser must see that special token.
         tag = TAG.search(turn.end)
         shown = tag is not None and form is not None and tag[0] in form.opening
         return ContentDelimiters("", (), (), (turn.end.strip(),), "") if shown else None
@@ -140,5 +133,5 @@ def _build_content_delimiters(turn: AssistantTurnForm | None, tools: ToolFormat 
         later_begin.replace(turn.content_begin, one).strip() for one in (turn.content_begin, *others) if later_begin
     )
     if turn.repeats_generation_prompt:
-        ends = (*ends, turn.reasoning_end)  # what ends a part of an answer
+        ends = (*ends, turn.reasoning_end)
     return ContentDelimiters(turn.content_begin, others, later_begins, ends, turn.content_end + close)

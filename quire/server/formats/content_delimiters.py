@@ -1,4 +1,4 @@
-"""What models write around content, such as <|start|>assistant to=user<|message|>, is cut out of it."""
+"""Removes delimiters around content, such as <|start|>assistant to=user<|message|>."""
 
 from __future__ import annotations
 
@@ -9,23 +9,16 @@ from quire.server.formats.tools.text_source import ParserSteps, TextSource, find
 
 @dataclass(frozen=True, slots=True)
 class ContentDelimiters:
-    """The texts around content."""
-
     begin: str
-    """Before content that an answer begins with."""
     other_begins: tuple[str, ...]
-    """What may stand there instead."""
     later_begins: tuple[str, ...]
-    """Before content behind something else."""
+    """After another part."""
     ends: tuple[str, ...]
-    """Behind content."""
     close: str
-    """Behind content, up to what ends the answer."""
+    """After content, up to the answer's end."""
 
 
 class ContentExtractor:
-    """Passes on the content of one answer without its frame, while it comes."""
-
     def __init__(self, delimiters: ContentDelimiters) -> None:
         self._source = TextSource()
         self._delimiters = delimiters
@@ -60,7 +53,7 @@ class ContentExtractor:
             )
             text = source.take_text(len(source.text) if next_marker is None and source.is_closed else count)
             if text.strip() and pending_end:
-                self._content.append(pending_end)  # it did not end there
+                self._content.append(pending_end)  # content continues
                 pending_end = ""
             self._content.append(text)
             if next_marker is not None:

@@ -1,5 +1,3 @@
-"""Combines the grammars of thinking, of tool calls and of a requested format."""
-
 from __future__ import annotations
 
 import json
@@ -13,11 +11,7 @@ from quire.server.formats.reasoning_parser import ReasoningFormat
 def add_thinking_grammar(
     grammar: Grammar, reasoning: ReasoningFormat, starts_in_thinking: bool | None, tokenizer: Tokenizer
 ) -> Grammar:
-    """A grammar of thinking followed by what this grammar matches. `starts_in_thinking` is
-    ReasoningFormat.starts_in_thinking of the prompt.
-
-    Where the model decides whether it thinks, answers with and without thinking are allowed.
-    """
+    """Thinking is optional if `starts_in_thinking` is None, because the model then decides."""
     if starts_in_thinking is False:
         return grammar
     begin, lead = (
@@ -44,7 +38,6 @@ def add_thinking_grammar(
 
 
 def add_content_delimiters(grammar: Grammar, delimiters: ContentDelimiters | None, tokenizer: Tokenizer) -> Grammar:
-    """The grammar of content, with what the model writes around it."""
     if delimiters is None:
         return grammar
     begin, close = (
@@ -56,13 +49,11 @@ def add_content_delimiters(grammar: Grammar, delimiters: ContentDelimiters | Non
 
 
 def lark_literal_with_special_tokens(text: str, tokenizer: Tokenizer) -> str:
-    """A text as Lark writes it: its special tokens as tokens, the rest as text."""
     parts = tokenizer.split_at_special_tokens(text)
     return " ".join(json.dumps(part) if token_id is None else f"<[{token_id}]>" for part, token_id in parts)
 
 
 def either_grammar(one: Grammar, other: Grammar) -> Grammar:
-    """A grammar that matches what at least one of the two matches."""
     return Grammar("lark", f"start: one | other\none: {_lark_rule_body(one)}\nother: {_lark_rule_body(other)}")
 
 
@@ -77,7 +68,7 @@ def _lark_rule_body(grammar: Grammar) -> str:
 
 
 def _lark_leading_space_and_literal(text: str, tokenizer: Tokenizer) -> str:
-    """The same with white space in front as a word of its own: see Rules.pieces."""
+    """Leading whitespace becomes its own word: see LarkRules.split_literal."""
     space = text[: len(text) - len(text.lstrip())]
     return " ".join(
         [*([json.dumps(space)] if space else []), lark_literal_with_special_tokens(text.lstrip(), tokenizer)]

@@ -1,7 +1,5 @@
-"""Grammars in Lark's syntax as regular expressions, where they are regular: no rule leads back to itself.
-
-Only then can they hold a text that stands inside a JSON string, as the input of a custom tool does.
-Syntax: lark-parser.readthedocs.io/en/stable/grammar.html.
+"""Converts Lark grammars without recursion to regular expressions, which can constrain text inside a JSON string such
+as a custom tool's input. Syntax: lark-parser.readthedocs.io/en/stable/grammar.html.
 """
 
 from __future__ import annotations
@@ -13,9 +11,8 @@ from dataclasses import dataclass, field
 from quire.engine.common.errors import InvalidRequest
 
 MAX_REGEX_LENGTH = 1 << 16
-"""Characters of a regular expression; rules that are written out again and again can make them many."""
+"""Characters. Expanding rules repeatedly can produce many."""
 MAX_RULE_DEPTH = 100
-"""Rules inside rules."""
 COMMON_TERMINALS = {
     "CR": r"\r",
     "LF": r"\n",
@@ -37,7 +34,6 @@ COMMON_TERMINALS = {
     "CNAME": "[_A-Za-z][_A-Za-z0-9]*",
     "ESCAPED_STRING": r'"([^"\\\n]|\\.)*"',
 }
-"""Terminals of `%import common`."""
 LARK_TOKEN = re.compile(
     r"""(?P<space>(?:\s|//[^\n]*)+)
     |(?P<range>"(?:[^"\\]|\\.)"\.\."(?:[^"\\]|\\.)")
@@ -55,8 +51,7 @@ MULTI_IMPORT_STATEMENT = re.compile(r"%import[ \t]+common[ \t]*\(([\w, \t]*)\)[ 
 
 
 def lark_to_regex(grammar: str) -> str:
-    """An expression, in the syntax of Rust's, that matches what the grammar's `start` does. Raises InvalidRequest for
-    a grammar that is broken, or is not regular."""
+    """Uses Rust's syntax. Raises InvalidRequest for a broken or non-regular grammar."""
     rules, terminals = _parse_statements(grammar)
     if "start" not in rules:
         raise InvalidRequest("the grammar has no rule named start")
@@ -64,10 +59,9 @@ def lark_to_regex(grammar: str) -> str:
 
 
 def _parse_statements(grammar: str) -> tuple[dict[str, str], dict[str, str]]:
-    """The rules' bodies, and the imported terminals' expressions, by name."""
     rules: dict[str, str] = {}
     terminals: dict[str, str] = {}
-    # A rule goes on in lines that begin with white space or with a bar.
+    # A rule continues on lines that begin with whitespace or a bar.
     for statement in re.split(r"\n(?![ \t]*\||[ \t]+\S)", grammar.replace("\r\n", "\n")):
         text = re.sub(r"^(?:[ \t]*//[^\n]*\n?)+", "", statement).strip()
         if not text:
@@ -97,7 +91,6 @@ class _RegexWriter:
     terminals: Mapping[str, str]
     regex_by_rule: dict[str, str] = field(default_factory=dict)
     open_rules: list[str] = field(default_factory=list)
-    """Rules on the way to the one that is being written."""
 
     def rule_regex(self, name: str) -> str:
         if name in self.terminals:
@@ -162,7 +155,7 @@ class _RegexWriter:
 
 
 def _unescape_lark_string(text: str) -> str:
-    """What stands in a string of the grammar: escapes as Python's."""
+    """Escapes are Python's."""
     try:
         return text.encode("latin-1", "backslashreplace").decode("unicode_escape")
     except UnicodeDecodeError:
@@ -170,5 +163,5 @@ def _unescape_lark_string(text: str) -> str:
 
 
 def escape_regex(text: str) -> str:
-    """An expression, in the syntax of Rust's, of this text."""
+    """Uses Rust's syntax."""
     return re.sub(r"[\\.+*?()|\[\]{}^$#&\-~]", r"\\\g<0>", text)

@@ -1,5 +1,3 @@
-"""Reads an assistant's message out of an answer's text: splits off the reasoning, then parses the tool calls."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -27,27 +25,23 @@ class MessageDelta(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class RequestMessageFormat:
-    """How to read the answers of one request."""
-
     reasoning_format: ReasoningFormat | None = None
     starts_in_thinking: bool | None = None
-    """Whether answers begin inside the thinking: ReasoningFormat.starts_in_thinking of the prompt."""
     include_reasoning: bool = True
     tool_format: ToolFormat | None = None
-    """None: calls are not looked for."""
+    """None: calls are not parsed."""
     tools_by_name: Mapping[str, Tool] = field(default_factory=dict)
     custom_tool_names: frozenset[str] = frozenset()
-    """Names of those that the caller knows as custom tools: their input is the only argument."""
+    """Tools that the caller declared as custom: the input is the only argument."""
     allows_parallel_calls: bool = True
-    """False: only the first call is kept."""
+    """False: keep only the first call."""
     calls_only: bool = False
-    """A call must be made: what is no call is the beginning of one, and no content."""
+    """A call is required, so other text is not content."""
     content_delimiters: ContentDelimiters | None = None
     reads_code_blocks: bool = False
-    """Calls in code blocks are read too."""
 
     def marker_token_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """The special tokens that the parsers read. Those that end an answer are none."""
+        """Special tokens that parsers read, without EOS tokens."""
         marks: list[str] = []
         if self.reasoning_format is not None:
             marks += [self.reasoning_format.begin, self.reasoning_format.end, self.reasoning_format.later_span_marker]
@@ -67,10 +61,8 @@ class RequestMessageFormat:
 
 
 class AssistantMessageParser:
-    """Parses one answer as its text arrives."""
-
     def __init__(self, format: RequestMessageFormat, name: str = "") -> None:
-        """`name`: the answer's; no other has it."""
+        """`name` is unique to the answer."""
         self._include_reasoning = format.include_reasoning
         stops = () if format.tool_format is None else format.tool_format.markers
         start_trial = None
@@ -99,8 +91,9 @@ class AssistantMessageParser:
     def parse_delta(
         self, text: str, offsets: Sequence[int], final: bool = False, *, complete: bool = False
     ) -> MessageDelta:
-        """What this text adds to the message. `offsets` are the places in the answer where its tokens begin; `final`:
-        no text follows, so nothing is held back any more; `complete`: because the model ended it by itself."""
+        """`offsets` are token starts in the answer. `final` emits held-back text. `complete`: the model itself ended
+        the answer.
+        """
         reasoning = ""
         calls: tuple[ToolCallDelta, ...] = ()
         if self._reasoning_parser is not None:
@@ -114,6 +107,6 @@ class AssistantMessageParser:
         return MessageDelta(text, reasoning if self._include_reasoning else "", calls)
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """The finish_reason to report: "tool_calls" if the answer stopped by itself and all its calls are complete."""
+        """Becomes "tool_calls" if the answer stopped by itself and all calls are complete."""
         whole = self._tool_parser is not None and self._tool_parser.all_complete
         return "tool_calls" if reason == "stop" and whole else reason

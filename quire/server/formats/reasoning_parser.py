@@ -1,5 +1,3 @@
-"""Reasoning: the part of an answer between <think> and </think>, or marks like them."""
-
 from __future__ import annotations
 
 from bisect import bisect_left
@@ -15,23 +13,17 @@ from quire.server.formats.tools.text_source import ParserSteps, TextSource, find
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The marks around thinking, which comes first in an answer, and may come again."""
-
     name: str
     begin: str
     end: str
     begin_space: str = ""
-    """White space in front of `begin`."""
     generation_prompt: str = ""
-    """What the prompt ends with, if it stands again before each part of an answer: <|start|>assistant."""
+    """Set if the prompt's end is repeated before each part of an answer: <|start|>assistant."""
     later_begin: str = ""
-    """What a span behind the first begins with, if not with `begin`."""
+    """Start of later spans if not `begin`."""
 
     def starts_in_thinking(self, prompt: str) -> bool | None:
-        """Whether the answer to this prompt begins inside the thinking; None where the model decides.
-
-        False: the thinking is over, because the template wrote an empty one to forbid it.
-        """
+        """True if the prompt opens thinking, False if it forbids it by an empty one, None if the model decides."""
         text = prompt.rstrip()
         if text.endswith(self.begin):
             return True
@@ -39,7 +31,6 @@ class ReasoningFormat:
 
     @property
     def later_span_marker(self) -> str:
-        """What a span behind the first begins with."""
         return self.later_begin or self.begin
 
 
@@ -49,12 +40,11 @@ REASONING_FORMATS = (
     ReasoningFormat("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),
     ReasoningFormat("think", "<think>", "</think>"),
 )
-"""All formats; their names are those of --reasoning-parser. The first one whose end mark is in the chat template is
-the model's."""
+"""Names are --reasoning-parser's. The first with its end mark in the chat template is chosen."""
 
 
 def find_reasoning_format(choice: str, template: str) -> ReasoningFormat | None:
-    """The format that --reasoning-parser names. "auto" means the template's, "none" gives None."""
+    """The choice "auto" goes by the template; "none" returns None."""
     for row in REASONING_FORMATS:
         if row.end in template if choice == "auto" else row.name == choice:
             return row
@@ -64,17 +54,14 @@ def find_reasoning_format(choice: str, template: str) -> ReasoningFormat | None:
 def make_engine_thinking_budget(
     tokens: int | None, format: ReasoningFormat | None, starts_in_thinking: bool | None, tokenizer: Tokenizer
 ) -> ThinkingBudget | None:
-    """The engine's form of thinking_token_budget; None where there is nothing to limit, as for -1.
-
-    `starts_in_thinking` is ReasoningFormat.starts_in_thinking of the prompt. Raises InvalidRequest for a model whose
-    marks are not tokens."""
+    """None if nothing is limited, as for -1. Raises InvalidRequest if the model's marks are not tokens."""
     if tokens is None or tokens < 0 or starts_in_thinking is False:
         return None
     begin = end = None
     if format is not None:
         begin, end = (_marker_token_id(mark, tokenizer) for mark in (format.begin, format.end))
         if format.generation_prompt and begin != tokenizer.backend.token_to_id(format.begin):
-            begin = None  # content may begin with the same token
+            begin = None
     if end is None or (begin is None and starts_in_thinking is None):
         raise InvalidRequest(
             "thinking_token_budget is not available: this model has no tokens known here that begin and end thinking",
@@ -84,23 +71,18 @@ def make_engine_thinking_budget(
 
 
 def _marker_token_id(marker: str, tokenizer: Tokenizer) -> int | None:
-    """The token of a mark, or the special token that it begins with."""
     parts = tokenizer.split_at_special_tokens(marker)
     return parts[0][1] if parts and parts[0][1] is not None else tokenizer.backend.token_to_id(marker)
 
 
 QUOTE_CHARACTERS = ("`", "'", '"')
-"""A mark behind one of these is spoken of, and begins nothing."""
+"""A mark after one of these is only mentioned."""
 
 
 class ReasoningParser:
-    """Splits one answer while its text comes. White space around the thinking is dropped.
-
-    Behind a first span others may come. They are looked for up to the first of `stops`, which are the beginnings of
-    tool calls: what stands in arguments is none.
-
-    Calls in the thinking are thoughts, unless the answer ends with them: models forget to end their thinking first. So
-    what may be calls is held back until something follows. `trial` begins to read calls; None: none are looked for.
+    """Later spans are searched only before the first of `stops`, which begin tool calls: arguments contain no thinking.
+    Calls within thinking count only if the answer ends with them, because models forget to end their thinking; possible
+    calls are held back until something follows.
     """
 
     def __init__(
@@ -115,9 +97,7 @@ class ReasoningParser:
         self._start_trial = start_trial
         self._call_markers = stops if start_trial is not None else ()
         self._pending_space = ""
-        """White space that is part of the thinking if more follows."""
         self._has_thought = False
-        """Whether the open span has text."""
         self._tool_markers = tuple(stop for stop in stops if not format.later_span_marker.startswith(stop))
         self._reasoning: list[str] = []
         self._content: list[str] = []
@@ -130,7 +110,6 @@ class ReasoningParser:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Number of tokens so far that begin in the thinking or its marks."""
         total = len(self._offsets)
         return sum(
             (total if end is None else bisect_left(self._offsets, end)) - bisect_left(self._offsets, begin)
@@ -138,8 +117,6 @@ class ReasoningParser:
         )
 
     def extract_reasoning(self, text: str, offsets: Sequence[int], final: bool = False) -> tuple[str, str]:
-        """The reasoning and the content that this text completes. `offsets` are the places in the answer where its
-        tokens begin."""
         if not self._is_done:
             self._offsets += offsets
             self._is_done = self._source.feed_parser(self._steps, text, final=final)
@@ -158,15 +135,12 @@ class ReasoningParser:
         self._content.append(text)
 
     def _parse_spans(self, *, starts_in_thinking: bool) -> ParserSteps[None]:
-        """Read spans of thinking, and the content between them; what is left is content."""
-        repeated = yield from self._source.take_after_space(
-            self._format.begin
-        )  # some models repeat the prompt's last mark
+        repeated = yield from self._source.take_after_space(self._format.begin)
         if repeated or starts_in_thinking:
             if not starts_in_thinking:
                 self._spans.append((0, None))
             yield from self._read_thinking()
-        elif (yield from self._source.take_after_space(self._format.end)):  # it says that it does not think
+        elif (yield from self._source.take_after_space(self._format.end)):
             self._spans.append((0, self._current_offset()))
             self._strips_next = True
         elif not self._format.generation_prompt:
@@ -175,7 +149,7 @@ class ReasoningParser:
             yield from self._read_thinking()
 
     def _stream_content_until_span(self) -> ParserSteps[bool]:
-        """Pass on content up to the next span, whose mark is taken. False: there is none."""
+        """Consumes the next span's mark. False if there is none."""
         source, again = self._source, self._format.later_span_marker
         marks = (again, *self._tool_markers)
         last = ""
@@ -198,7 +172,6 @@ class ReasoningParser:
             yield
 
     def _stream_characters_as_content(self, count: int) -> str:
-        """Show this many characters as content, and give the last."""
         text = self._source.take_text(count)
         self._add_content(text)
         self._count_and_reset_taken_text()
@@ -228,7 +201,7 @@ class ReasoningParser:
                 yield
 
     def _num_thinking_chars_at_call_marker(self) -> ParserSteps[int]:
-        """How much of the text, which begins with a call's marker, is thinking: 0, if the answer ends with calls."""
+        """0 if the answer ends with calls."""
         source, end = self._source, self._format.end
         assert self._start_trial is not None
         trial = self._start_trial()
@@ -255,7 +228,6 @@ class ReasoningParser:
         return whole if place >= 0 else max(trial.num_read, first)
 
     def _add_reasoning(self, text: str) -> None:
-        """Pass on thinking, without the white space around all of it."""
         self._count_and_reset_taken_text()
         text = self._pending_space + text
         text = text if self._has_thought else text.lstrip()
@@ -270,7 +242,6 @@ class ReasoningParser:
         self._strips_next = True
 
     def _current_offset(self) -> int:
-        """The place in the answer up to which text was read."""
         self._count_and_reset_taken_text()
         return self._num_read
 

@@ -1,7 +1,4 @@
-"""What a JSON schema says of values: their types, and the schemas of what is in them, with its references resolved.
-
-Readers of calls and the grammars that hold calls share this, so that both take a value for the same type.
-"""
+"""Resolves a JSON schema's types and subschemas. Call readers and grammars share it, so that they agree on types."""
 
 from __future__ import annotations
 
@@ -12,11 +9,9 @@ from urllib.parse import unquote
 
 JSON_TYPES = ("string", "number", "integer", "boolean", "null", "array", "object")
 ANY_TYPE = "any"
-"""The type of values about which a schema says nothing."""
 MAX_NODES = 500
-"""Schemas that are looked at to find the types of one value; behind them it may be of any type."""
+"""Schemas visited per value. Beyond this, any type is allowed."""
 MAX_DEPTH = 40
-"""Schemas inside one another, by keywords that combine them and by references."""
 MAX_VARIANTS = 32
 COMBINING_KEYWORDS = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
 ANNOTATION_KEYWORDS = frozenset(
@@ -24,9 +19,7 @@ ANNOTATION_KEYWORDS = frozenset(
 )
 DEFINITION_KEYWORDS = frozenset({"$defs", "definitions"})
 SCHEMA_MAP_KEYWORDS = frozenset({"properties", "patternProperties", "dependentSchemas"})
-"""Keywords with a schema for each of several names."""
 VALUE_KEYWORDS = frozenset({"const", "enum", *ANNOTATION_KEYWORDS})
-"""Keywords whose values are no schemas."""
 TYPE_BY_KEYWORD = {
     "properties": "object",
     "additionalProperties": "object",
@@ -40,20 +33,18 @@ TYPE_BY_KEYWORD = {
     "maximum": "number",
     "multipleOf": "number",
 }
-"""Keywords that tell the type where `type` is missing."""
+"""Imply the type if `type` is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class TypeVariant:
-    """One type that values may have, with the schema of values of that type: without $ref, allOf, anyOf and oneOf,
-    which are merged into it."""
+    """One possible type and its schema, with $ref, allOf, anyOf and oneOf merged."""
 
     type: str
     schema: Mapping[str, Any]
 
     @property
     def numeric_merged_type(self) -> str:
-        """The type, with integers among the numbers."""
         return "number" if self.type == "integer" else self.type
 
     @property
@@ -64,7 +55,7 @@ class TypeVariant:
 
 @dataclass(frozen=True, slots=True)
 class SchemaNode:
-    """A schema inside a document, in which its references are looked up."""
+    """A schema, with the document for its references."""
 
     schema: Any
     document: Any
@@ -74,31 +65,29 @@ class SchemaNode:
         return cls(schema, schema)
 
     def variants(self) -> list[TypeVariant]:
-        """The types that values may have; never empty: what allows nothing is taken to allow anything."""
+        """Never empty: a schema that allows nothing is taken to allow anything."""
         return _VariantResolver(self.document).resolve_variants(self.schema, frozenset())
 
     def variant_types(self) -> frozenset[str]:
         return frozenset(variant.numeric_merged_type for variant in self.variants())
 
     def with_schema(self, schema: Any) -> SchemaNode:
-        """Another schema of the same document."""
         return SchemaNode(schema, self.document)
 
     def property_node(self, name: str) -> SchemaNode:
-        """The schema of a value in an object."""
         schemas: list[Any] = []
         for schema in self._object_schemas():
             known = _mapping_or_empty(schema.get("properties"))
             if name in known:
                 schemas.append(known[name])
                 continue
-            # Which pattern a name matches is not tried: a pattern of a caller's may take for ever.
+            # Patterns are not matched: a caller's pattern could take for ever.
             rest = [*_mapping_or_empty(schema.get("patternProperties")).values(), schema.get("additionalProperties")]
             schemas += [one for one in rest if isinstance(one, Mapping)]
         return self._any_of_node(schemas)
 
     def property_entries(self) -> list[tuple[str, SchemaNode, bool]]:
-        """The known names of an object's values: each with its schema, and whether it must be there."""
+        """(name, schema, required) of each declared property."""
         objects = list(self._object_schemas())
         names = dict.fromkeys(name for schema in objects for name in _mapping_or_empty(schema.get("properties")))
         required = [_list_or_empty(schema.get("required")) for schema in objects]
@@ -106,7 +95,6 @@ class SchemaNode:
         return [one for one in entries if one[1].schema is not False]
 
     def item_node(self, index: int) -> SchemaNode:
-        """The schema of a value in a list."""
         schemas: list[Any] = []
         for variant in self.variants():
             if variant.type in ("array", ANY_TYPE):
@@ -115,7 +103,6 @@ class SchemaNode:
         return self._any_of_node(schemas)
 
     def standalone_schema(self) -> Any:
-        """The schema with all definitions that it refers to, so that it can be read without its document."""
         return _SchemaExtractor(self.document).extract_schema(self.schema)
 
     def _object_schemas(self) -> Iterator[Mapping[str, Any]]:
@@ -127,14 +114,12 @@ class SchemaNode:
 
 
 class _VariantResolver:
-    """Finds the variants of one schema."""
-
     def __init__(self, document: Any) -> None:
         self._document = document
         self._nodes_left = MAX_NODES
 
     def resolve_variants(self, schema: Any, followed: frozenset[str], depth: int = 0) -> list[TypeVariant]:
-        """`followed`: the references that led here, which are not followed again."""
+        """References in `followed` are not followed again."""
         self._nodes_left -= 1
         if not isinstance(schema, Mapping) or self._nodes_left < 0 or depth > MAX_DEPTH:
             return [TypeVariant(ANY_TYPE, {})]
@@ -158,7 +143,6 @@ class _VariantResolver:
 
 
 def _direct_variants(schema: Mapping[str, Any]) -> list[TypeVariant]:
-    """What the keywords of one schema say, without those that combine it with others."""
     types = schema.get("type")
     names = [one for one in (types if isinstance(types, list) else [types]) if one in JSON_TYPES]
     values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -175,13 +159,13 @@ def _direct_variants(schema: Mapping[str, Any]) -> list[TypeVariant]:
     if not names:
         implied_types = dict.fromkeys(kind for name, kind in TYPE_BY_KEYWORD.items() if name in schema)
         return [TypeVariant(next(iter(implied_types)) if len(implied_types) == 1 else ANY_TYPE, schema)]
-    if schema.get("nullable") is True and "null" not in names:  # as OpenAPI 3.0 says it
+    if schema.get("nullable") is True and "null" not in names:
         names = [*names, "null"]
     return [TypeVariant(name, {"type": "null"} if name == "null" else {**schema, "type": name}) for name in names]
 
 
 def _intersect_variants(left: Sequence[TypeVariant], right: Sequence[TypeVariant]) -> list[TypeVariant]:
-    """The variants of values that are of both. Where none can be, those of one: the more telling."""
+    """If disjoint, return the more specific side."""
     shared = []
     for one in left:
         for other in right:
@@ -199,7 +183,7 @@ def _intersect_variants(left: Sequence[TypeVariant], right: Sequence[TypeVariant
 
 
 def _common_json_type(one: str, other: str) -> str:
-    """The type of values that are of both types; "" if there are none."""
+    """Empty if there is none."""
     if one == other or other == ANY_TYPE:
         return one
     if one == ANY_TYPE:
@@ -228,12 +212,9 @@ def _merge_schemas(one: Mapping[str, Any], other: Mapping[str, Any], kind: str) 
 
 
 class _SchemaExtractor:
-    """Cuts one schema out of a document, with what it refers to."""
-
     def __init__(self, document: Any) -> None:
         self._document = document
         self._name_by_reference: dict[str, str] = {}
-        """What references are called in the extract."""
         self._pending_references: list[str] = []
 
     def extract_schema(self, schema: Any) -> Any:
@@ -263,7 +244,7 @@ class _SchemaExtractor:
 
     def _rename_reference(self, reference: str) -> str:
         if resolve_reference(reference, self._document) is None:
-            return reference  # it leads nowhere; whoever compiles it says so
+            return reference  # the grammar compiler will report it
         if reference not in self._name_by_reference:
             self._name_by_reference[reference] = f"schema{len(self._name_by_reference)}"
             self._pending_references.append(reference)
@@ -271,7 +252,7 @@ class _SchemaExtractor:
 
 
 def resolve_reference(reference: str, document: Any) -> Any:
-    """What a reference leads to; None if it leads nowhere."""
+    """None if it leads nowhere."""
     if not reference.startswith("#"):
         return None
     pointer = unquote(reference[1:])
@@ -290,7 +271,6 @@ def resolve_reference(reference: str, document: Any) -> Any:
 
 
 def _find_anchor(name: str, document: Any) -> Any:
-    """The definition with this $anchor."""
     for keyword in DEFINITION_KEYWORDS:
         for schema in _mapping_or_empty(_mapping_or_empty(document).get(keyword)).values():
             if _mapping_or_empty(schema).get("$anchor") == name:

@@ -1,4 +1,4 @@
-"""The variable that tells a chat template whether the model thinks, found out by rendering a question both ways."""
+"""The template variable that switches thinking, detected by rendering a question both ways."""
 
 from __future__ import annotations
 
@@ -24,27 +24,22 @@ SWITCH_VARIABLES: tuple[tuple[str, Any, Any], ...] = (
     ("reasoning_mode", "on", "off"),
     ("thinking_budget", -1, 0),
 )
-"""Names that published templates give it, with the values for thinking and for none."""
 EFFORT_VARIABLES = ("reasoning_effort", "thinking_effort", "reasoning_strength")
-"""Names that they give to how much a model thinks."""
 EFFORT_WORDS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-"""The APIs' words for it, in order."""
 OFF_WORDS = ("no_think", "none", "off", "disabled")
-"""Words that templates have for no thinking in a variable of EFFORTS."""
 SWITCH_ALIASES = ("enable_thinking", "thinking")
-"""Names under which clients switch thinking, whichever the template has."""
+"""Clients use these, whatever the template's name is."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkingSwitch:
     on_variables: Mapping[str, Any] = field(default_factory=dict)
-    """Variables with which the model thinks; empty where it does so by itself."""
+    """Empty if thinking is the default."""
     off_variables: Mapping[str, Any] = field(default_factory=dict)
-    """The same with which it does not; empty where it does not by itself, and where nothing switches it."""
+    """Empty if it is off by default or cannot be switched."""
     effort_words: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """By the name of a variable that says how much it thinks: the template's word for each of the APIs' words."""
+    """The template's word for each of the APIs', by variable."""
     is_switchable: bool = False
-    """Whether there is a variable that switches it."""
 
     @classmethod
     def from_template(cls, renderer: ChatRenderer, template: str) -> ThinkingSwitch:
@@ -67,7 +62,7 @@ class ThinkingSwitch:
             default, thinks, not_ = (_try_render(renderer, one) for one in ({}, {name: on}, {name: off}))
             if None in (thinks, not_) or thinks == not_:
                 continue
-            if name in EFFORT_VARIABLES:  # what is named replaces the effort of a request
+            if name in EFFORT_VARIABLES:  # it replaces a request's effort
                 return cls({} if default != not_ else {name: on}, {name: off}, is_switchable=True)
             return cls(
                 {} if default == thinks else {name: on}, {} if default == not_ else {name: off}, is_switchable=True
@@ -75,7 +70,7 @@ class ThinkingSwitch:
         return NO_SWITCH
 
     def thinking_variables(self, thinks: bool, effort: str | None = None) -> dict[str, Any]:
-        """The variables for thinking or none. An effort has precedence over a variable that is one."""
+        """An effort overrides a switch that is an effort variable."""
         if not thinks:
             return dict(self.off_variables)
         return {
@@ -85,7 +80,7 @@ class ThinkingSwitch:
     def request_variables(
         self, effort: str | None, template_kwargs: Mapping[str, Any], template: str
     ) -> dict[str, Any]:
-        """The variables for an effort, "none" for no thinking, or for a client's own name of the switch."""
+        """Effort "none" or a client's alias can switch thinking off."""
         wanted = None if effort is None else effort != "none"
         for name in SWITCH_ALIASES:
             if isinstance(template_kwargs.get(name), bool) and not _has_variable(template, name):
@@ -100,7 +95,7 @@ NO_SWITCH = ThinkingSwitch()
 
 
 def _accepted_word_by_effort(renderer: ChatRenderer, name: str, switch: ThinkingSwitch) -> dict[str, str]:
-    """The template's word for each of WORDS: the same, or where it refuses that the nearest, of two the greater."""
+    """The nearest accepted word, of two the greater."""
     accepted = [
         word
         for word in EFFORT_WORDS

@@ -1,5 +1,3 @@
-"""A model's files as a configuration asks for them: --hf-overrides in config.json, and the defaults of sampling."""
-
 from __future__ import annotations
 
 import hashlib
@@ -28,14 +26,12 @@ from quire.engine.families.base.schema.config_schema import GenerationConfigFiel
 
 _CONFIG_FILE, _GENERATION_CONFIG_FILE = "config.json", "generation_config.json"
 _NESTED_CONFIG_SUFFIX = "_config"
-"""The end of the names of configurations inside config.json. Overrides of these are merged, others replace a value."""
+"""Overrides of nested configurations are merged; others replace."""
 
 
 def resolve_model_with_overrides(config: EngineConfig) -> Path:
-    """As resolve_model, of the configuration's model; with hf_overrides a folder whose config.json has them.
-
-    That folder consists of links to the model's files. It has a place of its own for each model and each content, so
-    all processes of a server read the same. Raises ModelError, and ConfigError for a model without a config.json.
+    """With hf_overrides, return a folder of links and a changed config.json, which all processes share. Raises
+    ModelError, and ConfigError without config.json.
     """
     path = resolve_model(config.model, config.revision)
     if not config.hf_overrides:
@@ -50,13 +46,12 @@ def resolve_model_with_overrides(config: EngineConfig) -> Path:
 
 
 def load_model_config(config: EngineConfig, path: Path) -> ModelConfig:
-    """What the model's files say, read as the settings ask for. Raises ModelError."""
+    """Raises ModelError."""
     tokenizer = None if config.tokenizer is None else resolve_model(config.tokenizer, config.revision)
     return read_model_config(path, config.model_impl, tokenizer, config.chat_template, resolve_weights(config))
 
 
 def read_raw_config_with_overrides(config: EngineConfig) -> tuple[dict[str, Any], Path | None]:
-    """As read_raw_config, of the configuration's model, with its hf_overrides."""
     if not config.hf_overrides:
         return read_raw_config(config.model, config.revision)
     raw, folder = read_raw_config(config.model, config.revision)
@@ -68,7 +63,6 @@ def read_raw_config_with_overrides(config: EngineConfig) -> tuple[dict[str, Any]
 
 
 def merge_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json's content with other values; those of a configuration inside it are merged into that."""
     merged = dict(raw)
     for name, value in overrides.items():
         inner = merged.get(name)
@@ -80,8 +74,7 @@ def merge_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dic
 
 
 def read_sampling_defaults(config: EngineConfig) -> dict[str, float]:
-    """What requests sample with where they do not say, and as `max_tokens` the most that any may generate: of
-    generation_config.json, as the settings choose it. Raises ModelError, and ConfigError naming the setting."""
+    """Defaults of requests; `max_tokens` is an upper limit. Raises ModelError, or ConfigError naming the setting."""
     source = config.generation_config
     defaults: dict[str, float] = {}
     if source == "auto":
@@ -114,7 +107,7 @@ def read_sampling_defaults(config: EngineConfig) -> dict[str, float]:
 
 
 def _read_folder_defaults(folder: Path) -> dict[str, float]:
-    """Of a folder that the setting generation_config names."""
+    """Raises ConfigError."""
     try:
         content = read_json_if_present(folder / _GENERATION_CONFIG_FILE)
         if content is None:
@@ -136,7 +129,6 @@ def _max_tokens_default(content: Mapping[str, Any], label: str) -> dict[str, flo
 
 
 def _make_linked_folder(path: Path, content: bytes) -> Path:
-    """A folder of links to what is in `path`, but with this config.json."""
     files = sorted(path.iterdir())
     fingerprint = "\n".join([str(path), *(f"{each.name} {each.stat().st_mtime_ns}" for each in files if each.exists())])
     dir_name = hashlib.blake2b(fingerprint.encode() + b"\n" + content, digest_size=10).hexdigest()
@@ -165,6 +157,5 @@ def _make_linked_folder(path: Path, content: bytes) -> Path:
 
 
 def _overrides_cache_dir() -> Path:
-    """Where such folders are kept: the user's own place for what can be made again."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     return Path(cache) / "quire" / "overrides"

@@ -1,8 +1,6 @@
-"""What tensors a file of PyTorch's own format (`torch.save`) holds: their types and shapes, read without torch.
-
-Such a file is a pickle, which may call anything. So none is unpickled here: the few instructions of which torch.save
-makes tensors by name are followed on a stack of our own, and whatever else they name is refused. Numbers are read
-by torch's weights-only loader (engine/worker/loading/weight_loader.py).
+"""Reads tensor types and shapes of `torch.save` files without torch. A pickle may call anything, so only the few
+instructions that torch.save uses are interpreted; others are refused. engine/worker/loading/weight_loader.py reads the
+weights.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ _STORAGE_DTYPES = {
     "Byte": "U8",
     "Bool": "BOOL",
 }
-"""Kinds of storages, and safetensors' names of their types;"""
 _BYTE_STORAGE_DTYPES = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
@@ -42,7 +39,6 @@ _BYTE_STORAGE_DTYPES = {
     "uint32": "U32",
     "uint64": "U64",
 }
-"""and of types that storages of bytes have."""
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 _CONSTANT_OPCODES = {"NONE": None, "NEWFALSE": False, "NEWTRUE": True}
 _EMPTY_CONTAINER_OPCODES: dict[str, type] = {"EMPTY_DICT": dict, "EMPTY_TUPLE": tuple, "EMPTY_LIST": list}
@@ -63,20 +59,16 @@ _LITERAL_OPCODES = {
     "SHORT_BINSTRING",
     "STRING",
 }
-"""Instructions that push their argument."""
 
 
 class PickledTensor(NamedTuple):
     dtype: str
-    """As safetensors names it."""
     shape: tuple[int, ...]
     nbytes: int
-    """0 where another tensor of the file has the same numbers."""
+    """0 if it shares another tensor's storage."""
 
 
 class _GlobalName(NamedTuple):
-    """What a pickle would import: module and name."""
-
     dotted_name: str
 
 
@@ -86,8 +78,7 @@ class _StorageRef(NamedTuple):
 
 
 def read_pickled_tensor_headers(path: Path) -> dict[str, PickledTensor] | None:
-    """By name, all tensors of a file; None if there is no such file. Raises ModelError for one that holds anything but
-    tensors by name."""
+    """None without the file. Raises ModelError for anything but named tensors."""
     file = open_if_present(path)
     if file is None:
         return None
@@ -102,8 +93,6 @@ def read_pickled_tensor_headers(path: Path) -> dict[str, PickledTensor] | None:
 
 
 class _RebuiltTensor(NamedTuple):
-    """A tensor as the instructions make it."""
-
     storage: _StorageRef
     storage_offset: int
     shape: tuple[int, ...]
@@ -121,7 +110,7 @@ def _compute_tensor_sizes(tensors: dict[str, _RebuiltTensor]) -> dict[str, Pickl
 
 
 def _interpret_file(file: IO[bytes]) -> Any:
-    """What the file's pickle makes: that of a zip archive, or before PyTorch 1.6 the fourth in the file."""
+    """Reads a zip archive, or before PyTorch 1.6 the file's fourth pickle."""
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
             info = next((each for each in archive.infolist() if each.filename.endswith("/data.pkl")), None)
@@ -129,13 +118,13 @@ def _interpret_file(file: IO[bytes]) -> Any:
                 raise ValueError("its archive has no data.pkl of a known form")
             return _interpret_pickle(pickletools.genops(BytesIO(archive.read(info))))
     file.seek(0)
-    for _ in range(3):  # a magic number, the format's version, sizes of the machine's integers
+    for _ in range(3):  # magic number, version, integer sizes
         _interpret_pickle(pickletools.genops(file))
     return _interpret_pickle(pickletools.genops(file))
 
 
 class _PickleStack:
-    """What a pickle's instructions push, and where its marks are: no instruction looks through all of it."""
+    """Tracks marks, so that no instruction scans the stack."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []
@@ -166,7 +155,7 @@ class _PickleStack:
 
 
 def _interpret_pickle(instructions: Iterable[tuple[Any, Any, int | None]]) -> Any:
-    """The value that a pickle's instructions make. Raises ValueError for what no tensors by name are made of."""
+    """Raises ValueError for unexpected content."""
     stack = _PickleStack()
     memo: dict[int, Any] = {}
     for count, (opcode, argument, _) in enumerate(instructions):
@@ -196,14 +185,13 @@ def _execute_opcode(name: str, argument: Any, stack: _PickleStack) -> None:
     elif name in ("APPEND", "APPENDS"):
         items = stack.pop_to_mark() if name == "APPENDS" else stack.pop_last(1)
         values[-1].extend(items)
-    elif name == "BUILD":  # attributes of an OrderedDict, which say nothing of tensors
+    elif name == "BUILD":  # attributes of an OrderedDict
         stack.pop()
     else:
         values.append(_evaluate_opcode(name, argument, stack))
 
 
 def _evaluate_opcode(name: str, argument: Any, stack: _PickleStack) -> Any:
-    """The value that an instruction pushes, made of those that it takes from the stack."""
     if name in _CONSTANT_OPCODES:
         return _CONSTANT_OPCODES[name]
     if name in _EMPTY_CONTAINER_OPCODES:
@@ -225,14 +213,14 @@ def _evaluate_opcode(name: str, argument: Any, stack: _PickleStack) -> Any:
 
 
 def _require_string(value: Any) -> str:
-    """A name. Tuples, which may hold one another a million times, are neither hashed nor written."""
+    """Nested tuples may be exponentially large, so they are neither hashed nor printed."""
     if not isinstance(value, str):
         raise ValueError("its pickle has a name that is no text")
     return value
 
 
 def _parse_storage(persistent_id: Any) -> _StorageRef:
-    """Of ("storage", its kind, its key, device, numbers)."""
+    """("storage", kind, key, device, count)"""
     kind = persistent_id[1].dotted_name.removeprefix("torch ").removeprefix("torch.storage ").removesuffix("Storage")
     if persistent_id[0] != "storage" or kind not in {*_STORAGE_DTYPES, "Untyped"}:
         raise ValueError(f"it holds a storage of {persistent_id[1].dotted_name[:60]!r}, which is not known")

@@ -1,1 +1,1 @@
-"""The sizes of a model: parameters, what attention caches, what a step reads."""
+"""Model sizes."""

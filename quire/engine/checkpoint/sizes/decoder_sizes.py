@@ -1,5 +1,3 @@
-"""The sizes of a decoder, counted from its spec."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -21,37 +19,29 @@ _TABLE_WEIGHTS = tuple(f"{name}.weight" for name in (EMBED_TOKENS, EMBED_POSITIO
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderSizes:
-    """What follows from a decoder's layers, counted in numbers (parameters or cached values), not in bytes."""
+    """Counts of parameters or cached values, not bytes."""
 
     num_layers: int
     vocab_size: int
     num_parameters: int
     embedding_parameters: int
-    """The part of `num_parameters` in the embedding and the output head, which are never quantized. A tied head, which
-    shares the embedding's weights, is counted once."""
+    """Embedding and head, which are never quantized. A tied head counts once."""
     num_experts: int
-    """Routed experts per layer; 0 when no layer has experts."""
+    """Routed experts per layer; 0 without experts."""
     experts_per_token: int
     expert_parameters: int
-    """The part of `num_parameters` in the routed experts of all layers, without the shared experts."""
     head_parameters: int
-    """Parameters of the output head, tied or not."""
     kv_formula: str
-    """How kv_values_per_token comes about, for people to read."""
     num_heads: int
-    """Query heads of a layer, which the devices that share the model divide among them."""
     num_kv_heads: int
-    """The largest number of devices that the KV cache can be split over; 1 with latent attention."""
+    """Most devices that the KV cache can be split over; 1 with MLA."""
     head_dim: int
-    """Numbers of a cached key per head; the whole of what latent attention caches."""
+    """Elements of a cached key per head; with MLA, everything cached."""
     attention_width: int
-    """Query heads times head size, summed over the layers that have attention."""
+    """Query heads times head size, over all layers."""
     layer_cache_specs: tuple[LayerStates, ...]
-    """By layer; an encoder's keep nothing."""
     conv_state_formula: str = ""
-    """How conv_values_per_token comes about; "" where it is 0."""
     reread_parameters: int = 0
-    """Parameters that a step reads beyond the first time, where layers share some."""
 
 
 def count_decoder_sizes(spec: DecoderSpec) -> DecoderSizes:
@@ -84,7 +74,6 @@ def count_decoder_sizes(spec: DecoderSpec) -> DecoderSizes:
 
 
 def _attention_sublayers(spec: DecoderSpec) -> list[AttentionSublayerSpec]:
-    """In the order of the layers, those of shared blocks among them."""
     sublayers = list[AttentionSublayerSpec]()
     for layer in spec.layers:
         for sublayer in layer:
@@ -96,7 +85,6 @@ def _attention_sublayers(spec: DecoderSpec) -> list[AttentionSublayerSpec]:
 
 
 def _count_layers_by_kv_formula(layers: list[AttentionSublayerSpec]) -> Counter[str]:
-    """How many layers cache so many numbers of a token, for people to read."""
     return Counter(
         f"({each.kv_lora_rank} latent + {each.qk_rope_head_dim} rope)"
         if isinstance(each, MLALayerSpec)
@@ -106,14 +94,13 @@ def _count_layers_by_kv_formula(layers: list[AttentionSublayerSpec]) -> Counter[
 
 
 def _attention_width(layer: AttentionSublayerSpec) -> int:
-    """Query heads times head size; of latent attention the mean of keys and values."""
+    """MLA counts the mean of keys and values."""
     if isinstance(layer, MLALayerSpec):
         return layer.num_heads * (layer.qk_rope_head_dim + layer.qk_nope_head_dim + layer.v_head_dim) // 2
     return layer.num_heads * layer.head_dim
 
 
 def _conv_state_formula(spec: DecoderSpec) -> str:
-    """Of what pages keep of convolutions; "": nothing."""
     layer_counts = Counter(
         (each.columns, each.channels) for each in spec.kv_cache_specs if isinstance(each, PagedColumnState)
     )
@@ -124,7 +111,6 @@ def _conv_state_formula(spec: DecoderSpec) -> str:
 
 
 def _count_reread_parameters(spec: DecoderSpec) -> int:
-    """Parameters that a step reads beyond the first time, where layers share some."""
     hidden, total = spec.hidden_size, 0
     for index, layer in enumerate(spec.layers):
         for sublayer in layer:

@@ -1,5 +1,3 @@
-"""The sizes of an encoder, counted from its spec."""
-
 from __future__ import annotations
 
 from quire.engine.architecture.encoder import EncoderSpec
@@ -9,8 +7,7 @@ from quire.engine.checkpoint.sizes.decoder_sizes import DecoderSizes
 
 
 def count_encoder_sizes(spec: EncoderSpec, *, has_kv_cache: bool = False) -> DecoderSizes:
-    """Without heads behind the pooling. `has_kv_cache`: transformers' class makes a decoder of it, which keeps keys and
-    values; an encoder keeps nothing of a token."""
+    """Excludes heads after pooling. `has_kv_cache`: transformers' class makes a decoder of it."""
     word_embeddings, hidden = spec.vocab_size * spec.hidden_size, spec.hidden_size
     kv_values = 2 * spec.num_heads * spec.head_dim if has_kv_cache else 0
     return DecoderSizes(

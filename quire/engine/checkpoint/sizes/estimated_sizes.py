@@ -1,8 +1,5 @@
-"""Sizes of models that no file of ours describes, counted from the fields that most config.json files share:
-what transformers' classes compute, and what is not served.
-
-Layers follow Vaswani et al. (2017) with grouped queries (Ainslie et al., 2023), gated MLPs (Shazeer, 2020), mixtures of
-experts (Fedus et al., 2021) and latent attention (DeepSeek-V2, 2024).
+"""Sizes of models without a family. Layers are as in Vaswani et al. (2017), with GQA (Ainslie et al., 2023), gated MLPs
+(Shazeer, 2020), experts (Fedus et al., 2021) and MLA (DeepSeek-V2, 2024).
 """
 
 from __future__ import annotations
@@ -20,14 +17,13 @@ from quire.engine.families.base.moe_fields import moe_layer_mask, shared_expert_
 from quire.engine.families.base.schema.config_schema import SIZE_FIELD_ALIASES
 
 _UNGATED_MLP_TYPES = {"gpt_neo", "codegen"}
-"""Of transformers' classes: those whose MLP has two linears instead of three, and whose norms have biases."""
+"""MLPs have two linears, and norms have biases."""
 _LEARNED_POSITION_TYPES = {"gpt_neo"}
-"""Those with a table of positions, whose output head is the embedding unless config.json says otherwise."""
+"""Have a position table, and by default a tied head."""
 
 
 def estimate_decoder_sizes(raw: Mapping[str, Any], text_fields: Mapping[str, Any]) -> DecoderSizes:
-    """`text_fields`: the part of `raw` about the text. Raises ModelError for
-    a missing size, which it names."""
+    """Raises ModelError naming a missing size."""
     kind = str(text_fields.get("model_type", ""))
     hidden, layers, vocab = (
         read_required_size(text_fields, name) for name in ("hidden_size", "num_hidden_layers", "vocab_size")
@@ -47,7 +43,7 @@ def estimate_decoder_sizes(raw: Mapping[str, Any], text_fields: Mapping[str, Any
     embeddings = table * (1 if tied else 2) + positions * hidden
     norm = hidden * (2 if kind in _UNGATED_MLP_TYPES else 1)
     head_bias = vocab if text_fields.get("lm_head_bias") and not tied else 0
-    # Layers that keep another state are counted as if they attended.
+    # Layers with other states count as attention.
     body = layers * (attention + 2 * norm) + (layers - sparse) * dense + sparse * (experts * (expert + router) + shared)
     head = kv if caches_latents else _head_dim(text_fields, hidden)
     return DecoderSizes(
@@ -69,7 +65,6 @@ def estimate_decoder_sizes(raw: Mapping[str, Any], text_fields: Mapping[str, Any
 
 
 def unknown_state_notes(text_fields: Mapping[str, Any]) -> list[str]:
-    """What is to be known of layers that keep a state which nothing here knows."""
     layers = read_required_size(text_fields, "num_hidden_layers")
     others = layers - len(unserved_layer_windows(text_fields, layers))
     notes = [f"{others} layers keep a state instead of keys; it is not counted"] if others > 0 else []
@@ -79,17 +74,14 @@ def unknown_state_notes(text_fields: Mapping[str, Any]) -> list[str]:
 
 
 def _caches_latents(raw: Mapping[str, Any], text_fields: Mapping[str, Any]) -> bool:
-    """Whether latents are cached (DeepSeek-V2, 2024). transformers' classes give keys and values made of them."""
+    """transformers' classes cache expanded keys and values."""
     return bool(text_fields.get("kv_lora_rank")) and (
         has_quire_family(raw) or class_rejection_reason(text_fields) is not None
     )
 
 
 def _count_attention(text_fields: Mapping[str, Any], hidden: int, *, caches_latents: bool) -> tuple[int, int, str, int]:
-    """One layer's attention.
-
-    Returns its parameters, the numbers it caches per token, a formula for these, and query heads times head size.
-    """
+    """Return parameters, cached values per token, their formula, and query heads times head size, per layer."""
     heads = read_required_size(text_fields, "num_attention_heads")
     if kv_rank := text_fields.get("kv_lora_rank"):
         rope, nope, value = (
@@ -126,7 +118,7 @@ def _head_dim(text_fields: Mapping[str, Any], hidden: int) -> int:
 
 
 def _num_kv_heads(text_fields: Mapping[str, Any]) -> int:
-    """Of a layer: 1 for multi-query models, as many as query heads if config.json names none."""
+    """1 for multi-query models; by default, the number of query heads."""
     if text_fields.get("multi_query") and not text_fields.get("new_decoder_architecture"):
         return 1
     kv_heads = text_fields.get("num_key_value_heads") or text_fields.get("num_kv_heads")
@@ -134,8 +126,9 @@ def _num_kv_heads(text_fields: Mapping[str, Any]) -> int:
 
 
 def _count_mlp(text_fields: Mapping[str, Any], hidden: int, num_layers: int) -> tuple[int, int, int, int, int]:
-    """Returns the parameters of a dense layer's MLP, of one expert, of the router for one expert, and of a layer's
-    shared experts, and the number of layers that have experts."""
+    """Return parameters of a dense MLP, an expert, the router per expert, and shared experts; and the number of layers
+    with experts.
+    """
     kind = text_fields.get("model_type")
     linears = 2 if kind in _UNGATED_MLP_TYPES else 3
     mlp_width = read_optional_size(text_fields, "intermediate_size") or int(
@@ -154,19 +147,19 @@ def _count_mlp(text_fields: Mapping[str, Any], hidden: int, num_layers: int) -> 
 
 
 def _read_required_mla_dim(text_fields: Mapping[str, Any], key: str) -> int:
-    """Raises ModelError where config.json lacks it."""
+    """Raises ModelError."""
     if text_fields.get(key) is None:
         raise ModelError(f"model: config.json lacks {key}, needed to know the size of latent attention")
     return int(text_fields[key])
 
 
 def read_optional_size(text_fields: Mapping[str, Any], name: str) -> int:
-    """The size that SIZE_FIELD_ALIASES lists as `name`; 0 if config.json does not give it."""
+    """`name` is a key of SIZE_FIELD_ALIASES. 0 if it is missing."""
     return next((int(text_fields[key]) for key in SIZE_FIELD_ALIASES[name] if isinstance(text_fields.get(key), int)), 0)
 
 
 def read_required_size(text_fields: Mapping[str, Any], name: str) -> int:
-    """The size that SIZE_FIELD_ALIASES lists as `name`. Raises ModelError if config.json does not give it."""
+    """`name` is a key of SIZE_FIELD_ALIASES. Raises ModelError if it is missing."""
     value = read_optional_size(text_fields, name)
     if value < 1:
         raise ModelError(f"model: config.json lacks {name}, needed to know the size of a decoder")

@@ -1,6 +1,3 @@
-"""A model's sizes, from its config.json alone: the parameters, the numbers that attention caches per token, and the
-parameters that a step reads. `quire plan` derives memory and speed from these."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -36,66 +33,56 @@ from quire.engine.images.vision_config import count_vision_and_linear_parameters
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSizes(DecoderSizes):
-    """Sizes of a model, in numbers too."""
-
     model_type: str
     max_position: int
     dtype: str
-    """The checkpoint's type, as checkpoint_dtype reads it."""
     uses_float32_activations: bool
-    """See engine/checkpoint/config_reader.py."""
     quantization: str | None
-    """The method's name; None when the weights are not quantized."""
+    """Method name; None if unquantized."""
     bits_per_weight: float
-    """Bits per parameter of a quantized linear layer, its scales included; 0 when the weights are not quantized."""
+    """Includes scales; 0 if unquantized."""
     unsupported_reasons: tuple[str, ...]
-    """Why Quire does not serve such a model; empty where it does."""
+    """Empty if Quire supports the model."""
     notes: tuple[str, ...]
-    """What is not counted or only guessed, for people to read."""
     tower_parameters: int
-    """Parameters of the tower and connector for images, which are not in `num_parameters`."""
+    """Image tower and connector; not in `num_parameters`."""
     tower_linear_parameters: int
-    """The part of them in its layers' linears: those alone are quantized."""
+    """Subset that can be quantized."""
 
     def tower_bytes(self, bytes_per_value: int, quantization: str | None) -> int:
-        """The tower's, at so many bytes for a number and as its linears are quantized at load."""
+        """`quantization` at load applies to linears only."""
         bits = 8 * bytes_per_value if quantization is None else QUANTIZED_BITS[quantization]
         return (self.tower_parameters - self.tower_linear_parameters) * bytes_per_value + round(
             self.tower_linear_parameters * bits / 8
         )
 
     def limit_to_sliding_window(self) -> ModelSizes:
-        """The same for contexts that end where the narrowest sliding window does."""
         windows = [each.window for each in self.cache_specs if each.window]
         return replace(self, max_position=min([self.max_position, *windows]))
 
     @property
     def cache_specs(self) -> tuple[State, ...]:
-        """Those of all layers."""
         return tuple(chain.from_iterable(self.layer_cache_specs))
 
     @property
     def num_caching_layers(self) -> int:
-        """Number of layers that do not read what others keep."""
         return sum(not any(isinstance(each, SharedState) for each in layer) for layer in self.layer_cache_specs)
 
     @property
     def num_sliding_layers(self) -> int:
-        """Number of layers with a sliding window."""
         return sum(each.window is not None for each in self.cache_specs)
 
     @property
     def kv_values_per_token(self) -> int:
-        """Of keys and values, cached per token in all layers together."""
         return sum(each.paged_values_per_token for each in self.cache_specs if isinstance(each, PagedState))
 
     @property
     def conv_values_per_token(self) -> int:
-        """The same of columns, which are kept in the model's type."""
+        """Stored in the model's dtype."""
         return sum(each.paged_values_per_token for each in self.cache_specs if isinstance(each, PagedColumnState))
 
     def slot_bytes(self, draft_length: int, bytes_per_value: int) -> int:
-        """Bytes kept of each sequence beside pages, in all layers together, as PagedColumnState says it."""
+        """Bytes per sequence outside blocks."""
         return sum(
             each.slot_bytes(draft_length, bytes_per_value)
             for each in self.cache_specs
@@ -104,22 +91,20 @@ class ModelSizes(DecoderSizes):
 
     @property
     def needs_snapshots(self) -> bool:
-        """Whether cached prefixes need those of a MatrixState."""
         return any(isinstance(each, MatrixState) for each in self.cache_specs)
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token is multiplied with: not the embedding, and only the experts chosen for it."""
+        """Multiplied per token: excludes the embedding and unchosen experts."""
         return self.parameters_read(1)
 
     def parameters_read(self, tokens: int) -> int:
-        """Parameters that a step of so many tokens reads, if every expert is chosen equally often."""
+        """Assumes equally likely experts."""
         lookups = self.embedding_parameters - self.head_parameters
         layers = self.num_parameters - lookups + self.reread_parameters
         return round(layers - self.expert_parameters + self._expert_parameters_read(tokens))
 
     def weight_fraction_read(self, tokens: int) -> float:
-        """The part of the weights' bytes that such a step reads."""
         num_read, saved = self.parameters_read(tokens), 0.0
         if self.quantization == "mxfp4":
             saved = 1 - self.bits_per_weight / 16
@@ -132,7 +117,7 @@ class ModelSizes(DecoderSizes):
 
     @property
     def weight_ratio(self) -> float:
-        """Bytes of the quantized weights divided by their bytes at two bytes per parameter."""
+        """Bytes relative to two bytes per parameter."""
         if not self.bits_per_weight:
             return 1.0
         quantized_parameters = (
@@ -145,10 +130,7 @@ class ModelSizes(DecoderSizes):
 
 @with_file_names_in_errors
 def read_model_sizes(raw: Mapping[str, Any]) -> ModelSizes:
-    """The sizes of a model, from the content of its config.json, whose fields must be checked before.
-
-    Raises ModelError for a model that is not a decoder, and for a missing size, which it names.
-    """
+    """The fields must be checked before. Raises ModelError naming a missing size, and for non-decoders."""
     text_fields = _read_plannable_text_config(raw)
     hidden = read_required_size(text_fields, "hidden_size")
     tower, tower_linears = count_vision_and_linear_parameters(raw, hidden)
@@ -175,7 +157,7 @@ def read_model_sizes(raw: Mapping[str, Any]) -> ModelSizes:
 
 
 def _read_plannable_text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What config.json says of the text. Raises ModelError where it says too little, or of no decoder."""
+    """Raises ModelError for an incomplete configuration, or one of another kind of model."""
     family = explain_unsupported_family(raw) if raw.get("model_type") else None
     if raw.get("is_encoder_decoder"):
         raise ModelError(f"model: {family or 'this is an encoder-decoder'}: only decoders have a plan here")
@@ -186,8 +168,7 @@ def _read_plannable_text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _count_family_sizes(raw: Mapping[str, Any], *, must_be_served: bool) -> DecoderSizes | None:
-    """The sizes of a model whose family a file of ours describes; None: none does, so it can be estimated as a decoder,
-    which an encoder is not. Raises ModelError."""
+    """Return None without a family. Raises ModelError."""
     is_decoder = bool(raw.get("is_decoder"))
     is_encoder = find_encoder_family(extract_text_config(raw).get("model_type")) is not None and not is_decoder
     try:
@@ -202,7 +183,6 @@ def _count_family_sizes(raw: Mapping[str, Any], *, must_be_served: bool) -> Deco
 
 
 def _describe_uncounted(raw: Mapping[str, Any], text_fields: Mapping[str, Any], tower: int) -> list[str]:
-    """What is to be known of a model that no file of ours serves, and of one of whose parts the text is one."""
     notes = []
     if not has_quire_family(raw) and class_rejection_reason(raw) is None:
         notes.append(
@@ -216,7 +196,7 @@ def _describe_uncounted(raw: Mapping[str, Any], text_fields: Mapping[str, Any], 
 
 
 def _read_quantization(text_fields: Mapping[str, Any]) -> tuple[str | None, float]:
-    """Returns the method's name and the bits per parameter of a linear layer with its scales; (None, 0) if none."""
+    """Return the method and bits per weight, scales included; (None, 0) if unquantized."""
     settings = text_fields.get("quantization_config")
     if not isinstance(settings, Mapping):
         return None, 0.0
@@ -228,7 +208,7 @@ def _read_quantization(text_fields: Mapping[str, Any]) -> tuple[str | None, floa
     if groups := settings.get("config_groups"):
         settings = next(iter(groups.values())).get("weights") or {}
         settings = {"bits": settings.get("num_bits"), "group_size": settings.get("group_size") or -1}
-    elif settings.get("kv_cache_scheme"):  # only keys and values are quantized
+    elif settings.get("kv_cache_scheme"):  # only the KV cache is quantized
         return None, 0.0
     bits = float(settings.get("bits") or settings.get("w_bit") or (4 if settings.get("load_in_4bit") else 8))
     group = int(settings.get("group_size") or settings.get("q_group_size") or 128)

@@ -1,4 +1,4 @@
-"""What families are described with: config.json as data, readers of its fields, names of weights."""
+"""Building blocks of family descriptions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""What config.json calls the functions in MLPs."""
-
 from quire.engine.common.errors import ModelError
 from quire.engine.families.base.model_config import ModelConfig
 
@@ -17,7 +15,7 @@ _ACTIVATION_KINDS = {
 
 
 def hidden_activation(config: ModelConfig) -> str | None:
-    """MLPSpec.activation as config.json names it; None where it names none. Raises ModelError."""
+    """None if config.json names none. Raises ModelError."""
     name = config.raw.get("hidden_activation") or config.raw.get("hidden_act")
     if name is not None and name not in _ACTIVATION_KINDS:
         raise ModelError(f"model: hidden_act {name!r} is not supported")

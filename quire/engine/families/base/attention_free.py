@@ -1,4 +1,4 @@
-"""Models of layers that are one recurrent sublayer each, without attention and without MLPs."""
+"""Models whose layers are a single recurrent sublayer."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from quire.engine.families.base.layer_types import SublayerReader
 from quire.engine.families.base.model_config import ModelConfig
 
 ATTENTION_FREE_MODULES = {"embedding": "embed_tokens", "embeddings": "embed_tokens", "norm_f": "norm"}
-"""What their checkpoints call the modules beside the layers."""
 
 
 def attention_free_builder(read_sublayer: SublayerReader) -> Callable[[ModelConfig], DecoderSpec]:
-    """Makes decoders of layers that are this sublayer, as DecoderFamily.build."""
-
     def build(config: ModelConfig) -> DecoderSpec:
         norm = NormSpec(config.norm_eps)
         layers = ((read_sublayer(config, norm),),) * config.num_layers

@@ -1,5 +1,3 @@
-"""The decoder that every family begins with, which is Llama's without biases."""
-
 from __future__ import annotations
 
 from quire.engine.architecture.attention import AttentionLayerSpec
@@ -10,7 +8,7 @@ from quire.engine.families.base.model_config import ModelConfig
 
 
 def base_decoder_spec(config: ModelConfig) -> DecoderSpec:
-    """What every family begins with: full attention, rotated, and a gated MLP; no biases."""
+    """Llama's decoder without biases."""
     heads, norm = (config.num_heads, config.num_kv_heads, config.head_dim), NormSpec(config.norm_eps)
     layer = (
         AttentionLayerSpec(*heads, scale=config.head_dim**-0.5, rope=config.rope, norm=norm),

@@ -1,7 +1,4 @@
-"""What reads a field of a spec from config.json: the values of tables of families that are not the same for all models.
-
-A value is either the field's own or a reader, a function of the config.
-"""
+"""Readers of config.json for spec fields. Tables hold values, or readers that are called with the config."""
 
 from __future__ import annotations
 
@@ -13,10 +10,10 @@ from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.families.base.schema.config_objects import MAX_WIDTH
 
 POST_NORMS: Mapping[str, Any] = {"input_norm": False, "output_norm": True}
-"""Fields of specs: norms stand behind attention and the MLP instead of before them."""
+"""Norms follow attention and the MLP instead of preceding them."""
 ConfigReader = Callable[[ModelConfig], Any]
 SpecFields = Mapping[str, Any]
-"""By name, values or readers; a list or tuple has a value for each layer."""
+"""Values or readers by field name. A list or tuple has one value per layer."""
 
 
 def read_fields(fields: SpecFields, config: ModelConfig) -> dict[str, Any]:
@@ -24,17 +21,15 @@ def read_fields(fields: SpecFields, config: ModelConfig) -> dict[str, Any]:
 
 
 def flag_reader(name: str) -> ConfigReader:
-    """Whether config.json says so."""
     return lambda config: bool(config.raw.get(name))
 
 
 def default_true_reader(name: str) -> ConfigReader:
-    """True, unless config.json says no."""
     return lambda config: config.raw.get(name) is not False
 
 
 def field_reader(name: str, default: Any = None) -> ConfigReader:
-    """What config.json says; `default` where it says nothing, or 0."""
+    """Returns `default` if the field is missing or 0."""
     return lambda config: config.raw.get(name) or default
 
 
@@ -47,12 +42,11 @@ def has_untied_head(config: ModelConfig) -> bool:
 
 
 def attention_bias_readers(name: str) -> SpecFields:
-    """Attention's linears have biases if config.json says so by this name."""
     return {"qkv_bias": flag_reader(name), "out_bias": flag_reader(name)}
 
 
 def read_required_sizes(config: ModelConfig, names: Sequence[str], description: str) -> list[int]:
-    """Integers that config.json must have, the sizes of `description`. Raises ModelError."""
+    """Raises ModelError unless all are integers."""
     values = [config.raw.get(name) for name in names]
     for name, size in zip(names, values, strict=True):
         if not isinstance(size, int):
@@ -61,7 +55,6 @@ def read_required_sizes(config: ModelConfig, names: Sequence[str], description: 
 
 
 def fill_intermediate_size(fields: dict[str, Any]) -> None:
-    """Where config.json does not say how wide MLPs are, they are four times as wide as the hidden states."""
     hidden = fields.get("hidden_size")
     if fields.get("intermediate_size") is None and isinstance(hidden, int) and 1 <= hidden <= MAX_WIDTH:
         expansion_ratio = fields.get("expansion_ratio")
@@ -71,6 +64,5 @@ def fill_intermediate_size(fields: dict[str, Any]) -> None:
 
 
 def set_multi_query_kv_heads(fields: dict[str, Any]) -> None:
-    """A key and a value for all heads, where multi_query says so."""
     if fields.get("multi_query") and not fields.get("new_decoder_architecture"):
         fields["num_key_value_heads"] = 1

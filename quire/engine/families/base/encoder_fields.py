@@ -1,5 +1,3 @@
-"""What config.json says of encoders, in the names of all families."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -12,7 +10,7 @@ from quire.engine.families.base.model_config import ModelConfig
 
 
 def base_encoder_spec(config: ModelConfig, **fields: Any) -> EncoderSpec:
-    """With the fields that nearly every family reads alike, and the family's `fields`."""
+    """`fields` override the common defaults. Raises ModelError."""
     defaults: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -31,7 +29,6 @@ def base_encoder_spec(config: ModelConfig, **fields: Any) -> EncoderSpec:
 
 
 def two_layer_classifier_builder(first: str, activation: str, last: str) -> Callable[[int, int], list[HeadLayerSpec]]:
-    """A classifier of two linears of these names, with an activation between them."""
     return lambda hidden, labels: [
         HeadLayerSpec(first, hidden, hidden, activation=activation),
         HeadLayerSpec(last, hidden, labels),

@@ -1,5 +1,3 @@
-"""A family: all that Quire knows of the models of one architecture, each in a file of engine/families."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,83 +23,68 @@ _FULL_ATTENTION_TYPES = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """What config.json says of the models of a family, as it differs from Llama's."""
-
     model_types: tuple[str, ...]
-    """What config.json calls them, in model_type."""
     field_names: Mapping[str, str] = field(default_factory=dict)
-    """Fields that are called otherwise than Llama's, to Llama's names."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """By Llama's names, what config.json means where a field is null or missing."""
+    """Values of null or missing fields, by Llama's names."""
     missing_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """The same of fields where null means something else than to leave them out."""
+    """Values of missing fields where null has another meaning."""
     fill_derived_fields: Callable[[dict[str, Any]], None] | None = None
-    """Puts into the content of config.json, by Llama's names and with the defaults, what follows from other fields.
-    Nothing is checked yet: a value may be of any type."""
+    """Add fields that follow from others. Called with defaults set, but before validation: values may have any type."""
     multimodal_text_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Sizes that text_config leaves out, in models that take images too."""
+    """Sizes that a multimodal model's text_config may omit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderFamily(ModelFamily):
-    """A family of decoders. What is left out is as Llama has it. A reader among the values of spec fields
-    (config_fields.py) is called with each model's config."""
+    """Omitted fields are like Llama's."""
 
     other_layer_types: tuple[str, ...] = ()
-    """What layer_types may name beside full and sliding attention."""
+    """Besides full and sliding attention."""
     has_partial_rotary: bool = False
-    """partial_rotary_factor counts; transformers' other classes do not read it."""
+    """Whether partial_rotary_factor is read, as in transformers' class."""
     has_longrope: bool = False
-    """LongRoPE is computed; of other families it is refused."""
+    """LongRoPE is refused for other families."""
     unsupported_fields: Mapping[str, str] = field(default_factory=dict)
-    """Fields that must not be set, with what the error says behind their names."""
+    """Fields that must not be set, and the rest of the error text."""
     check_config: Callable[[ModelConfig], None] | None = None
-    """Raises ModelError for a model that is not served."""
+    """Raises ModelError for unsupported models."""
 
     # The decoder
     base: DecoderFamily | None = None
-    """The family whose decoder this one's begins with; None: it begins with Llama's without biases
-    (base_decoder_spec). What follows below is applied on top of it."""
+    """Its decoder is changed by the fields below; None means base_decoder_spec."""
     build_base_spec: Callable[[ModelConfig], DecoderSpec] | None = None
-    """Makes the decoder that this one's begins with, in the place of `base`'s; raises ModelError."""
+    """Replaces `base`'s decoder. Raises ModelError."""
     norm: Callable[[ModelConfig], NormSpec] | None = None
-    """Reads the spec of all norms of hidden states, queries and keys; None: the base's. Norms within recurrent
-    sublayers follow from their own spec, and multiply by the stored weight."""
+    """None keeps the base's. Recurrent sublayers have their own norms."""
     attention: SpecFields = field(default_factory=dict)
-    """Fields of AttentionLayerSpec that differ from the base's."""
     mlp: SpecFields = field(default_factory=dict)
-    """Fields of MLPSpec that differ from the base's."""
     mixers: Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]] | None = None
-    """By layer, what stands in attention's place; None there: attention stays."""
+    """Per layer, what replaces attention; None keeps it."""
     experts: Callable[[ModelConfig, NormSpec], MoELayerSpec | None] | None = None
-    """Reads what stands in the MLP's place in layers with experts; None: the model has none."""
     decoder: SpecFields = field(default_factory=dict)
-    """Fields of DecoderSpec that differ from the base's."""
 
     # The checkpoint
     weight_names: WeightNames = field(default_factory=WeightNames)
     gguf: GGUFFormat | None = None
-    """None: its GGUF files are not served."""
+    """None: GGUF files are not supported."""
 
     def derive(self, *model_types: str, **changes: Any) -> DecoderFamily:
-        """A family like this one but for `changes`. Fields of config.json and names of weights in `changes` replace
-        this family's; what they say of the decoder is applied on top of this family's decoder, whose checks are made
-        too. GGUF files and multimodal_text_defaults are not inherited."""
+        """Config fields and weight names in `changes` replace this family's; spec changes and checks apply on top. GGUF
+        and multimodal_text_defaults are not inherited.
+        """
         return replace(self, model_types=model_types, base=self, **_NO_DECODER_CHANGES | changes)
 
     @property
     def has_experts(self) -> bool:
-        """Whether `experts` says how mixtures of experts are, here or in the base. Not so where build_base_spec makes
-        them."""
         return self.experts is not None or (self.base is not None and self.base.has_experts)
 
     @property
     def layer_types(self) -> tuple[str, ...]:
-        """What layer_types may name."""
         return (*_FULL_ATTENTION_TYPES, *self.other_layer_types)
 
     def decoder_spec(self, config: ModelConfig) -> DecoderSpec:
-        """Of a config.json of this family, or of one that is derived from it. Raises ModelError."""
+        """Also accepts configs of derived families. Raises ModelError."""
         for name, problem in self.unsupported_fields.items():
             if config.raw.get(name):
                 raise ModelError(f"model: config.json: {name} {problem}")

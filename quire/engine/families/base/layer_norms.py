@@ -1,4 +1,4 @@
-"""Families with LayerNorms, and MLPs without gates."""
+"""Families with LayerNorms and ungated MLPs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.engine.families.base.family import DecoderFamily
 from quire.engine.families.base.model_config import ModelConfig
 
 PARALLEL_MLP: SpecFields = {"parallel": True, "shares_norm": True}
-"""The MLP reads what attention reads, behind the same norm."""
+"""The MLP reads attention's normed input."""
 
 
 def layer_norm_reader(*, offset: float = 0.0, bias: bool = True) -> Callable[[ModelConfig], NormSpec]:
@@ -23,7 +23,7 @@ def layer_norm_reader(*, offset: float = 0.0, bias: bool = True) -> Callable[[Mo
 def layer_norm_family(
     *, bias: Any = True, attention: SpecFields | None = None, mlp: SpecFields | None = None, **family_fields: Any
 ) -> DecoderFamily:
-    """A family with LayerNorms and MLPs without gates. bias: of all linears of the layers, as a value of Family's."""
+    """`bias` applies to all linears of layers, as a value or reader."""
     return DecoderFamily(
         **{"norm": layer_norm_reader(), **family_fields},
         attention={"qkv_bias": bias, "out_bias": bias, **(attention or {})},
@@ -32,7 +32,7 @@ def layer_norm_family(
 
 
 def _plain_mlp_activation(config: ModelConfig) -> str:
-    """The function of an MLP without a gate. Raises ModelError."""
+    """Raises ModelError."""
     activation = hidden_activation(config)
     if activation is None or activation == "silu":
         raise ModelError(f"model: hidden_act {activation!r} is not supported in a {config.model_type!r}")

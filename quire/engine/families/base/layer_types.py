@@ -1,5 +1,3 @@
-"""Which of a model's layers is what, by layer_types and by the fields that stood for it before."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +13,7 @@ SublayerReader = Callable[[ModelConfig, NormSpec], SublayerSpec]
 
 
 def layer_windows(text_fields: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """By layer that has attention: tokens that a token sees at most; None: all."""
+    """Return tokens per attention layer; None is unlimited."""
     window = text_fields.get("sliding_window") or None
     if not text_fields.get("use_sliding_window", True):
         window = None
@@ -32,7 +30,7 @@ def layer_windows(text_fields: Mapping[str, Any], num_layers: int) -> tuple[int 
 
 
 def upper_layer_windows(text_fields: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """The same, where only layers from max_window_layers on have a window, if config.json gives no layer_types."""
+    """Without layer_types, windows begin at layer max_window_layers."""
     windows = layer_windows(text_fields, num_layers)
     if (
         text_fields.get("layer_types")
@@ -46,18 +44,16 @@ def upper_layer_windows(text_fields: Mapping[str, Any], num_layers: int) -> tupl
 
 
 def unserved_layer_windows(text_fields: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """The same, for a model that no family describes: max_window_layers counts where config.json has it."""
+    """Families without a file use max_window_layers if present."""
     has_lower_layers = text_fields.get("max_window_layers") is not None
     return (upper_layer_windows if has_lower_layers else layer_windows)(text_fields, num_layers)
 
 
 def _has_attention(kind: str) -> bool:
-    """Whether a layer attends, by its entry in layer_types."""
     return kind == "hybrid" or ("attention" in kind and "linear" not in kind)
 
 
 def sliding_windows(config: ModelConfig) -> tuple[int | None, ...]:
-    """By layer, as AttentionLayerSpec.window."""
     return layer_windows(config.raw, config.num_layers)
 
 
@@ -68,8 +64,7 @@ def upper_sliding_windows(config: ModelConfig) -> tuple[int | None, ...]:
 def hybrid_mixers_reader(
     read_sublayer: SublayerReader, *, kinds: Sequence[str] = ("linear_attention",)
 ) -> Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]]:
-    """Reads in which layers a sublayer stands in attention's place, as DecoderFamily.mixers: those that layer_types
-    calls one of `kinds`."""
+    """A DecoderFamily.mixers that replaces attention in layers of `kinds`."""
 
     def read_mixers(config: ModelConfig, norm: NormSpec) -> Sequence[SublayerSpec | None]:
         mixer = read_sublayer(config, norm)
@@ -81,8 +76,7 @@ def hybrid_mixers_reader(
 def attention_layer_values_reader(
     values: Callable[[ModelConfig], Sequence[Any]], *, other_kinds: Sequence[str]
 ) -> ConfigReader:
-    """Reads for all layers what `values` reads for those with attention; the others, which layer_types calls one of
-    `other_kinds`, have None."""
+    """Layers of `other_kinds` get None."""
 
     def read_by_layer(config: ModelConfig) -> list[Any]:
         attention_values = iter(values(config))
@@ -92,7 +86,7 @@ def attention_layer_values_reader(
 
 
 def fill_layer_types(fields: dict[str, Any], kind_of: Callable[[int], str]) -> None:
-    """Put layer_types where config.json has none: `kind_of` each layer, counted from 0."""
+    """Layers count from 0."""
     layers = fields.get("num_hidden_layers")
     if not fields.get("layer_types") and isinstance(layers, int) and 1 <= layers <= MAX_LAYERS:
         fields["layer_types"] = [kind_of(layer) for layer in range(layers)]

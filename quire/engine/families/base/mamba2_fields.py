@@ -1,4 +1,4 @@
-"""What config.json says of selective state spaces (Mamba 2), in Bamba's names for their fields."""
+"""Mamba-2 fields of config.json, under Bamba's names."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +17,6 @@ MAMBA2_FIELD_NAMES = {
     "use_bias": "mamba_proj_bias",
     "layer_norm_epsilon": "rms_norm_eps",
 }
-"""Mamba 2's own names for them."""
 MAMBA2_DEFAULTS: Mapping[str, Any] = {
     "mamba_n_heads": 128,
     "mamba_n_groups": 1,
@@ -27,15 +26,15 @@ MAMBA2_DEFAULTS: Mapping[str, Any] = {
     "mamba_conv_bias": True,
 }
 MAMBA2_PROJECTIONS = tuple(f"mamba.in_proj_{name}" for name in ("z", "x", "b", "c", "dt"))
-"""What a checkpoint has in one as in_proj, in this order: heads * head size outputs of z and of x, groups * state size
-of b and of c, and one of dt for each head."""
+"""Rows of a checkpoint's in_proj: z and x (heads * head size each), b and c (groups * state size each), dt (one per
+head).
+"""
 _LEGACY_LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
-"""What layer_types was called with before."""
 _SIZE_FIELDS = ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv")
 
 
 def mamba2_spec(config: ModelConfig, norm: NormSpec, **fields: Any) -> Mamba2LayerSpec:
-    """`fields`: fields of Mamba2LayerSpec. Raises ModelError."""
+    """Raises ModelError."""
     raw = config.raw
     groups, heads, key, value, width = read_required_sizes(config, _SIZE_FIELDS, "state space")
     if heads % groups:
@@ -54,7 +53,6 @@ def mamba2_spec(config: ModelConfig, norm: NormSpec, **fields: Any) -> Mamba2Lay
 
 
 def fill_hybrid_layer_types(fields: dict[str, Any], kind_of: Callable[[int], str]) -> None:
-    """layer_types in today's words; where config.json has none, `kind_of` each layer."""
     kinds = fields.get("layer_types")
     if isinstance(kinds, list) and kinds:
         fields["layer_types"] = [
@@ -65,7 +63,6 @@ def fill_hybrid_layer_types(fields: dict[str, Any], kind_of: Callable[[int], str
 
 
 def fill_mamba2_head_dim(fields: dict[str, Any], *, inner_size: Any = None) -> None:
-    """The size of heads, which follows from others. `inner_size`: of all heads together, where config.json says it."""
     heads, hidden, times = (fields.get(name) for name in ("mamba_n_heads", "hidden_size", "mamba_expand"))
     if fields.get("mamba_d_head") in (None, "auto") and isinstance(heads, int) and heads > 0:
         if isinstance(inner_size, int):
@@ -77,7 +74,7 @@ def fill_mamba2_head_dim(fields: dict[str, Any], *, inner_size: Any = None) -> N
 
 
 def check_mamba2_width(config: ModelConfig) -> None:
-    """Raise ModelError where all heads together are not as wide as config.json says, as transformers does."""
+    """Raise ModelError if the heads' total width contradicts config.json."""
     raw, times = config.raw, config.raw.get("mamba_expand")
     heads, size = raw.get("mamba_n_heads"), raw.get("mamba_d_head")
     if times is None or not isinstance(heads, int) or not isinstance(size, int):
@@ -92,6 +89,6 @@ def check_mamba2_width(config: ModelConfig) -> None:
 
 
 def _parse_infinity(value: Any) -> Any:
-    """A number that JSON does not have, as transformers writes it."""
+    """transformers writes non-JSON numbers as {"__float__": ...}."""
     written = value.get("__float__") if isinstance(value, Mapping) else None
     return float(written) if written in ("Infinity", "-Infinity", "NaN") else value

@@ -1,4 +1,4 @@
-"""What config.json says of selective scans (Mamba), in Bamba's names for the fields of state spaces."""
+"""Mamba fields of config.json, under Bamba's names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +20,6 @@ MAMBA_FIELD_NAMES = {
     "use_bias": "mamba_proj_bias",
     "use_conv_bias": "mamba_conv_bias",
 }
-"""Mamba's own names for them."""
 MAMBA_DEFAULTS: Mapping[str, Any] = {
     "mamba_d_state": 16,
     "mamba_d_conv": 4,
@@ -32,14 +31,13 @@ MAMBA_MODULES: LayerModules = {
     "mamba.in_proj": ("mamba.in_proj_x", "mamba.in_proj_z"),
     "mamba.x_proj": ("mamba.x_proj_dt", "mamba.x_proj_b", "mamba.x_proj_c"),
 }
-"""What a checkpoint has in one."""
 _HEAD_SIZES = (64, 32, 16)
-"""So many channels are computed together, as a head: the first of these that divides them."""
+"""Channels per head: the first that divides them."""
 _SIZE_FIELDS = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_dt_rank", "mamba_d_conv")
 
 
 def mamba_spec(config: ModelConfig, norm: NormSpec, **fields: Any) -> MambaLayerSpec:
-    """`fields`: fields of MambaLayerSpec. Raises ModelError."""
+    """Raises ModelError."""
     raw = config.raw
     heads, value_dim, key_dim, rank, width = read_required_sizes(config, _SIZE_FIELDS, "selective scan")
     if (inner := raw.get("mamba_d_ssm")) != heads * value_dim:
@@ -51,7 +49,6 @@ def mamba_spec(config: ModelConfig, norm: NormSpec, **fields: Any) -> MambaLayer
 
 
 def fill_mamba_sizes(fields: dict[str, Any], *, inner_size: Any = None) -> None:
-    """The sizes that follow from others. `inner_size`: of all channels, where config.json says it."""
     hidden, times = fields.get("hidden_size"), fields.get("mamba_expand")
     if inner_size is None and isinstance(hidden, int) and isinstance(times, int):
         inner_size = times * hidden

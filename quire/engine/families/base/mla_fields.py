@@ -1,5 +1,3 @@
-"""What config.json says of latent attention, in the names of all families."""
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,17 +11,15 @@ from quire.engine.families.base.model_config import ModelConfig
 from quire.kernels.parameters.latent import MAX_ROPE_DIM
 
 MLA_SIZE_FIELDS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-"""What config.json calls the sizes of latent attention."""
 MLA_NORM_EPS = 1e-6
-"""Of latents' norms in all families, whatever rms_norm_eps is."""
+"""Latent norms ignore rms_norm_eps in all families."""
 _PARTIAL_ROTARY_FIELDS = ("partial_rotary_factor", "rotary_dim")
-"""What older files say of a head's rotated part, which qk_rope_head_dim is here."""
 
 
 def mla_mixers_reader(
     is_interleaved: ConfigReader = lambda config: True,
 ) -> Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]]:
-    """Reads latent attention in all layers, as DecoderFamily.mixers. is_interleaved: rotations turn neighbours."""
+    """is_interleaved: RoPE pairs neighbors."""
 
     def read_mixers(config: ModelConfig, norm: NormSpec) -> Sequence[SublayerSpec | None]:
         return [_mla_spec(config, norm, is_interleaved=is_interleaved(config))] * config.num_layers
@@ -63,7 +59,7 @@ def _mla_spec(config: ModelConfig, norm: NormSpec, *, is_interleaved: bool) -> M
 
 
 def fill_mla_head_dims(fields: dict[str, Any]) -> None:
-    """The sizes of heads that follow from others. A head's size is that of what is rotated, as transformers has it."""
+    """head_dim is the rotated part's size, as in transformers."""
     hidden, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
     if fields.get("v_head_dim") is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
         fields["v_head_dim"] = hidden // heads

@@ -1,5 +1,3 @@
-"""A decoder's shape as config.json gives it, by the names of Llama's fields."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -11,10 +9,7 @@ from quire.engine.families.base.schema.config_schema import FamilyConfigFields
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder's shape, read from config.json.
-
-    Fields that only some families have stay in `raw`, where the family's file reads them.
-    """
+    """Under Llama's field names. Other fields stay in `raw`."""
 
     model_type: str
     vocab_size: int
@@ -28,18 +23,17 @@ class ModelConfig:
     norm_eps: float
     tie_embeddings: bool
     dtype: str
-    """The checkpoint's type, as checkpoint_dtype reads it."""
+    """The checkpoint's dtype."""
     rope: dict[str, Any]
-    """rope_type, rope_theta, and the keys that the rope_type adds to them."""
+    """rope_type, rope_theta, and the rope_type's own keys."""
     eos_token_ids: tuple[int, ...]
-    """All tokens that end an answer, as read_eos_token_ids finds them."""
     raw: FamilyConfigFields
-    """Each field of its declared type, or None."""
+    """Fields of their declared types, or None."""
     max_model_len: int | None = None
-    """Tokens of the longest context that will be served; None: `max_position`."""
+    """Longest context to serve, in tokens. None: `max_position`."""
     rope_context: int | None = None
-    """Tokens of the context for which rotations are chosen; None: they depend on none."""
+    """Context in tokens that RoPE is chosen for. None: irrelevant."""
     file_field_names: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """By our names of fields, those in the file, where these are others."""
+    """Our field names to the file's, where they differ."""
     transformers_config: Mapping[str, Any] | None = None
-    """The whole of config.json, where transformers' class serves the model; None: a family of ours does."""
+    """All of config.json, for transformers' classes only."""

@@ -1,5 +1,3 @@
-"""What config.json says of experts, in the names of all families."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -15,10 +13,10 @@ from quire.engine.families.base.model_config import ModelConfig
 from quire.kernels.parameters.routing import Routing
 
 _MAX_TOTAL_EXPERTS = 2**16
-"""Experts of all layers together: far more than any real model's, and few enough to be made without their weights."""
+"""Beyond real models, yet few enough to create without weights."""
 
 MoEReader = Callable[[ModelConfig, NormSpec], MoELayerSpec]
-"""Reads a layer's experts, whose norms are like the model's. Raises ModelError."""
+"""Raises ModelError."""
 
 
 def _group_score_top_k(config: ModelConfig) -> int:
@@ -34,13 +32,11 @@ GROUPED_ROUTING: SpecFields = {
     "top_k_groups": field_reader("topk_group", 1),
     "group_score_top_k": _group_score_top_k,
 }
-"""DeepSeek-V3's routing (2024): weights are sigmoids, normalized where config.json says so; groups are chosen by their
-two best experts."""
+"""DeepSeek-V3's (2024): sigmoid weights; groups are ranked by their two best experts."""
 
 
 def read_expert_count_and_routing(config: ModelConfig, **routing_fields: Any) -> tuple[int, Routing]:
-    """How many experts a layer has, and how a token's are chosen: `routing_fields` are fields of Routing. Raises
-    ModelError."""
+    """`routing_fields` are Routing's. Raises ModelError."""
     raw = config.raw
     count, per_token = raw.get("num_local_experts") or raw.get("num_experts"), raw.get("num_experts_per_tok")
     if not count or not per_token:
@@ -58,7 +54,7 @@ def read_expert_count_and_routing(config: ModelConfig, **routing_fields: Any) ->
 
 
 def moe_layer_mask(text_fields: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """Per layer, whether it has experts in the place of an MLP, where a config.json has experts at all."""
+    """Only for models with experts."""
     if kinds := text_fields.get("mlp_layer_types"):
         return [layer < len(kinds) and kinds[layer] == "sparse" for layer in range(num_layers)]
     if (chosen := text_fields.get("moe_layers")) is not None:
@@ -71,7 +67,7 @@ def moe_layer_mask(text_fields: Mapping[str, Any], num_layers: int) -> list[bool
 
 
 def shared_expert_width(text_fields: Mapping[str, Any]) -> int:
-    """Of the MLP beside a layer's experts; 0: there is none."""
+    """0 without shared experts."""
     each, count = (
         text_fields.get("moe_intermediate_size") or text_fields.get("intermediate_size"),
         text_fields.get("n_shared_experts"),
@@ -81,7 +77,7 @@ def shared_expert_width(text_fields: Mapping[str, Any]) -> int:
 
 
 def expert_intermediate_size(config: ModelConfig) -> int:
-    """The width of an expert. Raises ModelError."""
+    """Raises ModelError."""
     if (inner := config.raw.get("moe_intermediate_size")) is None:
         kind = config.model_type
         raise ModelError(f"model: config.json of a {kind!r} lacks moe_intermediate_size, needed to build its experts")
@@ -89,16 +85,13 @@ def expert_intermediate_size(config: ModelConfig) -> int:
 
 
 def mlp_intermediate_size(config: ModelConfig) -> int:
-    """The width of an expert in families whose experts are as wide as an MLP."""
     return config.intermediate_size
 
 
 def shared_expert_reader(
     name: str = "mlp.shared_experts", *, size: ConfigReader | None = None, is_required: bool = False, **fields: Any
 ) -> ConfigReader:
-    """Reads the MLP that every token has beside its experts. `name`: what the checkpoint calls it; `size` reads its
-    width, where that is not shared_expert_width; `fields` are the others of SharedExpertSpec. It is None where a model
-    has none, unless it `is_required`."""
+    """`size` defaults to shared_expert_width. Reads None for size 0, unless `is_required`."""
 
     def read_shared_expert(config: ModelConfig) -> SharedExpertSpec | None:
         width = shared_expert_width(config.raw) if size is None else size(config)
@@ -121,9 +114,9 @@ def moe_reader(
     shared_expert: ConfigReader | None = None,
     **fields: Any,
 ) -> MoEReader:
-    """Reads experts. `routing`: fields of Routing (kernels/parameters/routing.py); without them the weights of the
-    chosen experts are a softmax of their scores, as Mixtral's. `size` reads an expert's width, `shared_expert` the MLP
-    beside them; `fields` are the others of MoELayerSpec."""
+    """`routing` holds fields of Routing (kernels/parameters/routing.py); by default the chosen scores' softmax is the
+    weights, as in Mixtral.
+    """
 
     def read_moe(config: ModelConfig, norm: NormSpec) -> MoELayerSpec:
         shared_spec = None if shared_expert is None else shared_expert(config)
@@ -134,7 +127,7 @@ def moe_reader(
 
 
 def optional_moe_reader(experts: MoEReader) -> Callable[[ModelConfig, NormSpec], MoELayerSpec | None]:
-    """Reads experts of models that have some: in a small one all layers may be dense."""
+    """All layers of a small model may be dense."""
 
     def read_optional_moe(config: ModelConfig, norm: NormSpec) -> MoELayerSpec | None:
         return experts(config, norm) if any(moe_layer_mask(config.raw, config.num_layers)) else None
@@ -143,27 +136,22 @@ def optional_moe_reader(experts: MoEReader) -> Callable[[ModelConfig, NormSpec],
 
 
 W123_EXPERT_NAMES: SpecFields = {"gate": "w1", "up": "w3", "down": "w2"}
-"""What Mixtral, and others after it, call an expert's linears,"""
 BLOCK_SPARSE_MOE: SpecFields = {"name": "block_sparse_moe", **W123_EXPERT_NAMES}
-"""and what these are in."""
 NORMALIZED_ROUTING: SpecFields = {"is_normalized": flag_reader("norm_topk_prob")}
-"""A softmax of all experts' scores; the weights of the chosen ones are divided by their sum where config.json says
-so."""
+"""A softmax over all experts; norm_topk_prob normalizes the chosen weights."""
 GROUPED_MOE = moe_reader(
     GROUPED_ROUTING,
     size=expert_intermediate_size,
     shared_expert=shared_expert_reader(),
     correction="gate.e_score_correction_bias",
 )
-"""DeepSeek-V3's, as other families have taken them over."""
+"""DeepSeek-V3's."""
 GATED_SHARED_MOE = moe_reader(
     NORMALIZED_ROUTING, size=expert_intermediate_size, shared_expert=_read_gated_shared_expert
 )
-"""Those of Qwen2 and of Qwen's later families: the output of the MLP beside them is multiplied by the sigmoid of a
-gate, a linear of one output."""
+"""Qwen's: a sigmoid gate, a linear with one output, scales the shared expert's output."""
 
 
 def with_moe_layers(experts: MoELayerSpec, spec: DecoderSpec, config: ModelConfig) -> DecoderSpec:
-    """With these experts in the MLP's place, in the layers that have some."""
     sparse = zip(spec.layers, moe_layer_mask(config.raw, config.num_layers), strict=True)
     return replace(spec, layers=tuple((*layer[:-1], experts) if is_sparse else layer for layer, is_sparse in sparse))

@@ -1,5 +1,3 @@
-"""What config.json says of rotary embeddings and of positions, in one form; and readers of what layers rotate."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -17,20 +15,14 @@ from quire.engine.families.base.schema.config_schema import (
 )
 
 _TRAINED_CONTEXT_TYPES = ("llama3", "yarn", *LONGROPE_TYPES)
-"""Rope types that depend on the context of training."""
 _PARTIAL_ROTARY_FIELD = "partial_rotary_factor"
 _LONGROPE_TRAINED_CONTEXT = 4096
-"""The context of training where config.json of a model with LongRoPE does not say it."""
 _CONTEXT_DEPENDENT_TYPES = ("longrope", "su", "dynamic")
-"""What transformers' classes choose by the longest context."""
 
 
 def read_rope_parameters(raw: FamilyConfigFields, *, has_partial_rotary: bool, has_longrope: bool) -> dict[str, Any]:
-    """The rotary embedding's parameters, as one object with both rope_theta and rope_type, normalized as by
-    transformers (`standardize_rope_params`).
-
-    Files of transformers 4 have rope_theta beside an object rope_scaling, those of transformers 5 both in
-    rope_parameters; a file with both objects means rope_scaling.
+    """Normalize like transformers' `standardize_rope_params`. transformers 4 writes rope_theta next to rope_scaling,
+    transformers 5 both into rope_parameters; rope_scaling wins.
     """
     file_rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     rope: dict[str, Any] = {key: value for key, value in file_rope.items() if value is not None}
@@ -50,7 +42,7 @@ def read_rope_parameters(raw: FamilyConfigFields, *, has_partial_rotary: bool, h
 
 
 def _fill_trained_context(rope: dict[str, Any], raw: FamilyConfigFields, *, has_longrope: bool) -> None:
-    """The context before it was stretched: a field beside the object counts before one in it."""
+    """A top-level field overrides the object's."""
     name, positions = "original_max_position_embeddings", raw.get("max_position_embeddings")
     if (top_level_value := raw.get(name)) is not None:
         rope[name] = top_level_value
@@ -68,7 +60,7 @@ def _fill_trained_context(rope: dict[str, Any], raw: FamilyConfigFields, *, has_
 
 
 def read_max_position(raw: FamilyConfigFields, rope: Mapping[str, Any]) -> int:
-    """Positions of the model. YaRN's may be more than config.json says where it was added to it, as Qwen advises."""
+    """YaRN may extend config.json's, as Qwen advises."""
     config_positions = raw.get("max_position_embeddings") or 2048
     if rope["rope_type"] != "yarn":
         return config_positions
@@ -79,7 +71,6 @@ def read_max_position(raw: FamilyConfigFields, rope: Mapping[str, Any]) -> int:
 
 
 def rope_depends_on_context(rope_fields: Mapping[str, Any]) -> bool:
-    """Whether the longest context decides rotations that transformers' class of this config.json computes."""
     kinds = (rope_fields.get(name) for name in ("rope_type", "type"))
     inner = (each for each in rope_fields.values() if isinstance(each, Mapping))
     return any(kind in _CONTEXT_DEPENDENT_TYPES for kind in kinds if isinstance(kind, str)) or any(
@@ -88,15 +79,13 @@ def rope_depends_on_context(rope_fields: Mapping[str, Any]) -> bool:
 
 
 def find_unsupported_rope_type(rope: Mapping[str, Any], *, has_longrope: bool) -> str:
-    """A rope_type that is not computed; "" where it is."""
+    """Empty if it is supported."""
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
     served = {"mrope": True, "longrope": has_longrope, "su": has_longrope}.get(kind, kind in ROPE_TYPES)
     return "" if served else kind
 
 
 def build_layer_type_rope(fields: RopeFields | None, theta: float, positions: int | None) -> dict[str, Any]:
-    """The rotation of one kind of layers, as its own object says it, in the form of ModelConfig.rope. theta: where that
-    has none; positions: the model's."""
     rope: dict[str, Any] = {"rope_theta": theta}
     rope |= {key: value for key, value in (fields or {}).items() if value is not None}
     rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
@@ -106,14 +95,14 @@ def build_layer_type_rope(fields: RopeFields | None, theta: float, positions: in
 
 
 def mrope_axes_reader(interleaved_sections: tuple[int, ...]) -> ConfigReader:
-    """Reads AttentionLayerSpec.mrope_axes: rotations tell rows and columns of an image apart. (): in three parts, one
-    behind the other; else in turns, in parts of these sizes where mrope_section does not say them."""
+    """Reads AttentionLayerSpec.mrope_axes. (): three consecutive sections; otherwise interleaved sections of these
+    default sizes.
+    """
     return lambda config: [parse_mrope_axes(config.rope, config.head_dim, interleaved_sections)] * config.num_layers
 
 
 def ropes_by_window_reader(full: ConfigReader, sliding: ConfigReader) -> ConfigReader:
-    """Reads rotations of layers that attend: of those with a window, and of those without one, which alone may be
-    scaled. full, sliding: read rope_theta where a rotation does not say it."""
+    """Only layers without a window may have scaled RoPE. `full` and `sliding` read the default rope_theta."""
 
     def read_ropes(config: ModelConfig) -> list[dict[str, Any]]:
         ropes, scaling = config.raw.get("rope_parameters") or {}, config.raw.get("rope_scaling") or {}
@@ -129,19 +118,17 @@ def ropes_by_window_reader(full: ConfigReader, sliding: ConfigReader) -> ConfigR
 
 
 def window_only_ropes(config: ModelConfig) -> list[dict[str, Any] | None]:
-    """By layer: those without a window leave positions out."""
     return [None if window is None else config.rope for window in sliding_windows(config)]
 
 
 def periodic_nope_ropes(config: ModelConfig) -> list[dict[str, Any] | None]:
-    """One of every few layers leaves positions out (NoPE: Yang et al., 2025)."""
+    """One in every few layers has no RoPE (NoPE: Yang et al., 2025)."""
     every, layers = config.raw.get("no_rope_layer_interval") or 4, config.num_layers
     uses_rope = config.raw.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(layers)]
     return [config.rope if is_rotated else None for is_rotated in uses_rope]
 
 
 def longrope_parameters(config: ModelConfig) -> dict[str, Any]:
-    """LongRoPE, in the names of today."""
     raw, rope = config.raw, dict(config.rope)
     if rope["rope_type"] not in LONGROPE_TYPES:
         return rope

@@ -1,5 +1,6 @@
-"""CLIP (Radford et al., 2021) and SigLIP (Zhai et al., 2023): an image and a text have vectors that are compared, and
-no prompt has both. Pixels are those of transformers' image_processing_pil_*.py, which the tests compare with."""
+"""CLIP (Radford et al., 2021) and SigLIP (Zhai et al., 2023) compare vectors of images and texts. Tests compare pixels
+with transformers' image_processing_pil_*.py.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +20,7 @@ _BICUBIC = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DualEncoderVisionSpec(LlavaVisionSpec):
-    """A tower over one square, whose features are one vector."""
-
     embedding_size: int
-    """Of the vector."""
 
     @property
     def is_dual_encoder(self) -> bool:
@@ -35,7 +33,7 @@ class DualEncoderVisionSpec(LlavaVisionSpec):
         return DualEncoderLayout(self, (width, height), None)
 
     def num_parameters(self, text_size: int) -> int:
-        """Beside a text part; what projects its vectors is that part's."""
+        """The text model's projection is not included."""
         hidden = self.tower_shape.hidden_size
         inner = self.tower_shape.intermediate_size
         patch = self.tower_shape.patch_size

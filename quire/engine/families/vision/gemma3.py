@@ -1,5 +1,6 @@
-"""Families whose tower reads every image as one square: Gemma 3 (Gemma Team, 2025). Pixels are those of transformers'
-image_processing_pil_gemma3.py, which the tests compare with."""
+"""Gemma 3 (Gemma Team, 2025): every image becomes one square. Tests compare pixels with transformers'
+image_processing_pil_gemma3.py.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ _BILINEAR = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma3VisionSpec(VisionSpec):
-    """Average pooling, and a projection without a bias, make the tokens; they see each other."""
+    """Average pooling and a projection without bias. Image tokens attend to each other."""
 
     square_side: int
-    """Of the square, in pixels."""
+    """In pixels."""
     tokens_per_image: int
     begin_token_id: int
-    """Of the token before an image; chat templates write it alone."""
+    """Chat templates write only this token."""
     end_token_id: int
 
     @property

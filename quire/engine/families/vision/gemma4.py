@@ -1,6 +1,6 @@
-"""Gemma 4 (Google, 2026): an image keeps its shape, and is resized to whole squares of patches, as many as a number of
-tokens allows; each square becomes a token. Sizes and pixels are those of transformers' image_processing_pil_gemma4.py,
-which the tests compare with."""
+"""Gemma 4 (Google, 2026): images are resized to squares of patches, one per token. Tests compare sizes and pixels with
+transformers' image_processing_pil_gemma4.py.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _BICUBIC = 3
 _LOW_DETAIL_TOKENS = 70
-"""The most that an image takes of which few are asked for."""
+"""Maximum with `detail: "low"`."""
 _MAX_TOKENS = 4096
 _ZERO_MEAN, _UNIT_STD = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
 
@@ -34,22 +34,17 @@ class Gemma4VisionSpec(VisionSpec):
     head_dim: int
     num_kv_heads: int
     pooling_size: int
-    """By each side, the patches whose mean becomes a token."""
+    """Patches per side averaged to a token."""
     max_tokens: int
     position_table_size: int
-    """Rows of the table of positions, for columns and for rows of patches."""
+    """Rows, for both columns and rows of patches."""
     rope_theta: float
-    """Of the patches' rotations."""
     has_clipped_linears: bool
-    """Linears have bounds of what they read and give."""
     standardizes_tokens: bool
-    """Tokens are moved and scaled before they are projected."""
+    """Tokens are shifted and scaled before projection."""
     begin_token_id: int
-    """Of the token before an image,"""
     end_token_id: int
-    """and of the one behind it."""
     has_bidirectional_images: bool
-    """Whether the tokens of an image see each other."""
 
     @property
     def is_bidirectional(self) -> bool:
@@ -61,7 +56,6 @@ class Gemma4VisionSpec(VisionSpec):
 
     @property
     def token_side_pixels(self) -> int:
-        """The side of what becomes a token, in pixels."""
         return self.tower_shape.patch_size * self.pooling_size
 
     def make_layout(
@@ -131,7 +125,6 @@ def gemma4_vision_spec(config: VisionConfig) -> Gemma4VisionSpec:
 class PooledLayout(ImageLayout):
     vision: Gemma4VisionSpec
     columns: int
-    """Of tokens."""
     rows: int
 
     @property
@@ -155,8 +148,7 @@ class PooledLayout(ImageLayout):
 
 
 def largest_square_grid(width: int, height: int, square_side: int, max_squares: int) -> tuple[int, int]:
-    """Columns and rows of the most squares of unit x unit pixels, `max_squares` at most, into which an image of about
-    this shape fits. Raises InvalidImage."""
+    """Columns and rows of at most `max_squares`, in about the image's shape. Raises InvalidImage."""
     factor = math.sqrt(max_squares * square_side**2 / (height * width))
     rows, columns = (math.floor(factor * each / square_side) for each in (height, width))
     if rows == 0 and columns:

@@ -1,7 +1,7 @@
-"""How Idefics3 (Laurençon et al., 2024) and SmolVLM (Marafioti et al., 2025) prepare an image: resized, cut into square
-tiles, and one more that shows all of it. The tower (SigLIP: Zhai et al., 2023) reads each tile by itself, and
-scale_factor x scale_factor patches become the features of one token. Sizes and pixels are those of transformers'
-image_processing_pil_idefics3.py, which the tests compare with."""
+"""Idefics3 (Laurençon et al., 2024) and SmolVLM (Marafioti et al., 2025): square tiles, plus one of the whole image.
+The tower (SigLIP: Zhai et al., 2023) reads tiles separately. Tests compare sizes and pixels with transformers'
+image_processing_pil_idefics3.py.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _MAX_SIDE = 4096
-"""No side is made longer."""
+"""In pixels."""
 _LANCZOS = 1
 TILE_FRAME_TOKEN, GLOBAL_IMAGE_TOKEN = "<fake_token_around_image>", "<global-img>"
 
@@ -32,19 +32,17 @@ TILE_FRAME_TOKEN, GLOBAL_IMAGE_TOKEN = "<fake_token_around_image>", "<global-img
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Idefics3VisionSpec(VisionSpec):
     image_size: int
-    """The side that positions were trained for, in pixels."""
+    """Side that positions were trained for, in pixels."""
     scale_factor: int
-    """A token stands for scale_factor x scale_factor patches."""
+    """Patches per side of a token."""
     tile_side: int
-    """The side of what the tower reads at once, in pixels."""
+    """In pixels."""
     longest_edge: int
-    """An image's longer side is resized to it before it is cut into tiles."""
+    """In pixels, before tiling."""
     splits_images: bool
-    """Whether it is cut, or becomes one tile."""
 
     @property
     def tokens_per_tile(self) -> int:
-        """Tokens that stand for a tile."""
         return (self.tile_side // self.tower_shape.patch_size // self.scale_factor) ** 2
 
     def make_layout(
@@ -82,11 +80,11 @@ def idefics3_vision_spec(config: VisionConfig) -> Idefics3VisionSpec:
 class Idefics3Layout(ImageLayout):
     vision: Idefics3VisionSpec
     resized_size: tuple[int, int]
-    """Width and height that it is resized to first."""
+    """(width, height) after the first resize."""
     tiled_size: tuple[int, int]
-    """And then, to be whole tiles; where there is one tile, that."""
+    """(width, height) after the second resize, to whole tiles."""
     rows: int
-    """0: it is not cut."""
+    """0: not split."""
     columns: int
 
     @property
@@ -103,7 +101,7 @@ class Idefics3Layout(ImageLayout):
         return f"{text}{text and chr(10)}{TILE_FRAME_TOKEN}{GLOBAL_IMAGE_TOKEN}{marks}{TILE_FRAME_TOKEN}"
 
     def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
-        """The tiles by rows, and the one that shows all."""
+        """Tiles by rows, then the whole image."""
         from PIL import Image
 
         tile, resample = self.vision.tile_side, Image.Resampling(self.vision.resample_filter)
@@ -115,7 +113,6 @@ class Idefics3Layout(ImageLayout):
 
 
 def make_tile_layout(width: int, height: int, vision: Idefics3VisionSpec, *, may_split: bool) -> Idefics3Layout:
-    """`may_split`: whether it may be cut."""
     resized_size, tile = _limit_sides(_scale_to_longest_edge(width, height, vision.longest_edge)), vision.tile_side
     if not may_split:
         return Idefics3Layout(vision, resized_size, (tile, tile), 0, 0)
@@ -126,7 +123,7 @@ def make_tile_layout(width: int, height: int, vision: Idefics3VisionSpec, *, may
 
 
 def _scale_to_longest_edge(width: int, height: int, longest: int) -> tuple[int, int]:
-    """The longer side as long as this, the other one even, where it is not one pixel."""
+    """The shorter side becomes even."""
     ratio = width / height
     if width >= height:
         width, height = longest, int(longest / ratio)
@@ -147,7 +144,7 @@ def _limit_sides(size: tuple[int, int]) -> tuple[int, int]:
 
 
 def _round_up_to_tiles(width: int, height: int, tile: int) -> tuple[int, int]:
-    """Both sides multiples of a tile's, the longer one rounded up first."""
+    """The longer side is rounded first."""
     ratio = width / height
     if width >= height:
         width = math.ceil(width / tile) * tile
@@ -155,7 +152,7 @@ def _round_up_to_tiles(width: int, height: int, tile: int) -> tuple[int, int]:
     else:
         height = math.ceil(height / tile) * tile
         width = math.ceil(int(height * ratio) / tile) * tile
-    return max(width, tile), max(height, tile)  # of one pixel's width, rounding may have left none
+    return max(width, tile), max(height, tile)  # rounding may leave 0 of one pixel
 
 
 IDEFICS3 = MultimodalFamily(

@@ -1,6 +1,6 @@
-"""InternVL (Chen et al., 2024): an image is cut into squares, as many as come nearest to its shape, and one more
-shows all of it. Sizes and pixels are those of transformers' image_processing_pil_got_ocr2.py, which tests compare
-with."""
+"""InternVL (Chen et al., 2024): the grid of squares nearest to the image's shape, plus one of the whole image. Tests
+compare sizes and pixels with transformers' image_processing_pil_got_ocr2.py.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +32,15 @@ _IMAGE_BEGIN_TOKEN, _IMAGE_END_TOKEN = "<img>", "</img>"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InternVLVisionSpec(VisionSpec):
     square_side: int
-    """Of a square, in pixels."""
+    """In pixels."""
     merge_size: int
-    """By each side, the patches that become a token."""
+    """Patches per side of a token."""
     min_squares: int
-    """Squares that an image is cut into, at least,"""
     max_squares: int
-    """and at most."""
     projector_activation: str
-    """Between the linears that make tokens."""
     has_qkv_bias: bool
     has_qk_norm: bool
-    """Of all heads as one."""
+    """Over all heads together."""
     uses_rms_norm: bool
     has_final_norm: bool
 
@@ -118,7 +115,7 @@ class InternVLLayout(ImageLayout):
         return f"{_IMAGE_BEGIN_TOKEN}{spell(self.vision.image_token_id) * self.num_tokens}{_IMAGE_END_TOKEN}"
 
     def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
-        """The squares by rows, and the one that shows all."""
+        """Squares by rows, then the whole image."""
         from PIL import Image
 
         side, resample = self.vision.square_side, Image.Resampling(self.vision.resample_filter)
@@ -129,7 +126,7 @@ class InternVLLayout(ImageLayout):
 
 
 def choose_square_grid(width: int, height: int, side: int, min_squares: int, max_squares: int) -> tuple[int, int]:
-    """Columns and rows of `min_squares` to `max_squares` squares: see choose_nearest_grid."""
+    """Return (columns, rows)."""
     grids = [(columns, rows) for columns in range(1, max_squares + 1) for rows in range(1, max_squares // columns + 1)]
     return choose_nearest_grid([grid for grid in grids if grid[0] * grid[1] >= min_squares], width, height, side)
 

@@ -1,6 +1,6 @@
-"""LFM2-VL (Liquid AI, 2025): a small image keeps its shape, a large one is cut into tiles, and one more shows all of
-it. Sizes and tokens are those of transformers' image_processing_lfm2_vl.py, whose torchvision resizes to within a level
-of what Pillow does."""
+"""LFM2-VL (Liquid AI, 2025): large images are cut into tiles, plus one of the whole image. Sizes and tokens are those
+of transformers' image_processing_lfm2_vl.py; its torchvision resizing differs from Pillow's by at most one level.
+"""
 
 from __future__ import annotations
 
@@ -34,25 +34,19 @@ _MAX_TILES = 64
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lfm2VisionSpec(PatchMergingVisionSpec):
     tile_side: int
-    """The side of what a large image is cut into, in pixels."""
+    """In pixels."""
     tile_count_range: tuple[int, int]
-    """How many these are, at least and at most."""
     token_count_range: tuple[int, int]
-    """The same of the tokens of an image that is not cut, and of what shows all of one that is."""
     pixel_tolerance: float
-    """An image is cut that has so many times the pixels of the most tokens."""
+    """Images above this times the pixels of the most tokens are cut."""
     splits_images: bool
     has_thumbnail: bool
-    """Whether something shows all of an image that is cut."""
     positions_per_side: int
-    """Positions that were trained, by each side of a square."""
+    """Trained positions per side of a square."""
     projector_activation: str
-    """Between the linears that make tokens,"""
     projector_hidden_size: int
-    """and how many numbers there are."""
     has_projector_bias: bool
     has_projector_norm: bool
-    """Whether a norm stands before them."""
 
     def make_layout(
         self, width: int, height: int, *, low_detail: bool = False, has_other_images: bool = False
@@ -113,7 +107,7 @@ def lfm2_vl_vision_spec(config: VisionConfig) -> Lfm2VisionSpec:
 class Lfm2Layout(ImageLayout):
     vision: Lfm2VisionSpec
     overview_size: tuple[int, int]
-    """Width and height of what shows all of it."""
+    """(width, height) of the whole image."""
     columns: int
     rows: int
 
@@ -142,7 +136,7 @@ class Lfm2Layout(ImageLayout):
         )
 
     def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
-        """The tiles by rows, and what shows all."""
+        """Tiles by rows, then the whole image."""
         from PIL import Image
 
         tile, resample = self.vision.tile_side, Image.Resampling(self.vision.resample_filter)
@@ -155,7 +149,7 @@ class Lfm2Layout(ImageLayout):
 
 
 def fit_token_range(width: int, height: int, unit: int, min_tokens: int, max_tokens: int) -> tuple[int, int]:
-    """Width and height, both whole units, of about `min_tokens` to `max_tokens` squares of a unit."""
+    """Return (width, height), multiples of `unit`."""
     high, wide = (max(unit, round(each / unit) * unit) for each in (height, width))
     if high * wide > max_tokens * unit * unit:
         beta = math.sqrt(height * width / (max_tokens * unit * unit))
@@ -167,8 +161,7 @@ def fit_token_range(width: int, height: int, unit: int, min_tokens: int, max_tok
 
 
 def choose_tile_grid(width: int, height: int, tile: int, min_tiles: int, max_tiles: int) -> tuple[int, int]:
-    """Columns and rows of `min_tiles` to `max_tiles` tiles: see choose_nearest_grid. Grids of as many tiles are in the
-    order of a set, as transformers has them."""
+    """Grids of equal size are in the order of a set, as in transformers."""
     counts = range(min_tiles, max_tiles + 1)
     sides = [(n, wide, high) for n in counts for wide in range(1, n + 1) for high in range(1, n + 1)]
     grids = {(wide, high) for _, wide, high in sides if min_tiles <= wide * high <= max_tiles}

@@ -1,4 +1,4 @@
-"""Llama 4 (Meta, 2025): its text alone is served."""
+"""Llama 4 (Meta, 2025): text only."""
 
 from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
 

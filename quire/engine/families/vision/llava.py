@@ -1,8 +1,7 @@
-"""LLaVA (Liu et al., 2023), LLaVA-NeXT (Liu et al., 2024) and LLaVA-OneVision (Li et al., 2024): a square tower, CLIP
-(Radford et al., 2021) or SigLIP, and two linears that make a token of each patch. The first reads one square of an
-image; the others one that shows all of it and those that it is cut into, whose patches stand by rows of the image, each
-with a learned token at its end. Sizes and pixels are those of transformers' image_processing_pil_*.py, which the tests
-compare with."""
+"""LLaVA (Liu et al., 2023), LLaVA-NeXT (Liu et al., 2024) and LLaVA-OneVision (Li et al., 2024): a square CLIP (Radford
+et al., 2021) or SigLIP tower. LLaVA reads one square. The others add squares that the image is cut into; each row of
+patches ends with a learned token. Tests compare sizes and pixels with transformers' image_processing_pil_*.py.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +33,8 @@ _BICUBIC = 3
 _DEFAULT_PINPOINTS = ([336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008])
 _MAX_ASPECT_RATIO = 200
 _MAX_PADDED_SIDE = 8192
-"""The side of a square that an image is padded to."""
 _MAX_SQUARES = 64
-"""That an image is cut into."""
+"""Per image."""
 TowerKind = Literal["clip", "siglip"]
 _TOWER_KINDS: dict[str, TowerKind] = {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}
 
@@ -45,29 +43,24 @@ _TOWER_KINDS: dict[str, TowerKind] = {"clip_vision_model": "clip", "siglip_visio
 class LlavaVisionSpec(VisionSpec):
     tower_kind: TowerKind
     square_side: int
-    """Of the square, in pixels."""
+    """In pixels."""
     uses_class_token: bool
-    """Whether CLIP's, which stands before the patches, is a token too."""
     center_crops: bool
-    """Whether the shorter side is resized to the square's, and the middle cut out; else both sides are."""
+    """Resize the shorter side and crop, otherwise resize both."""
     projector_activation: str
-    """Between the linears."""
     has_projector_bias: bool
-    """Of the linears."""
     num_skipped_layers: int
-    """Layers of the tower behind the one whose output is taken."""
+    """Layers after the one whose output is used."""
     grid_pinpoints: tuple[tuple[int, int], ...] = ()
-    """Heights and widths that an image is resized and padded to, to be cut into squares; (): it is not cut."""
+    """(height, width) to resize and pad to; () does not cut."""
     max_squares: int | None = None
-    """The patches of so many squares are kept, at most, or interpolated to be so many."""
+    """More patches than those of this many squares are interpolated."""
     cuts_only_single_images: bool = False
-    """Of several images none is cut; they are padded to be square."""
+    """Several images are padded to squares instead."""
     has_newline_token: bool = False
-    """Whether rows end with a learned token."""
 
     @property
     def patches_per_side(self) -> int:
-        """Patches by each side of a square."""
         return self.square_side // self.tower_shape.patch_size
 
     @property
@@ -93,7 +86,7 @@ class LlavaVisionSpec(VisionSpec):
         return self.patches_per_side**2
 
     def find_unpadded_region(self, original: tuple[int, int], pinpoint: tuple[int, int]) -> UnpaddedPatchRegion:
-        """Which patches of the squares of an image of this height and width are kept."""
+        """`original` and `pinpoint` are (height, width)."""
         rows, columns = (each // self.square_side * self.patches_per_side for each in pinpoint)
         height, width = original
         top = left = 0
@@ -110,7 +103,7 @@ class LlavaVisionSpec(VisionSpec):
         return UnpaddedPatchRegion(top, left, rows, columns, interpolated_shape)
 
     def image_pinpoint(self, content: Content) -> tuple[int, int] | None:
-        """The height and width that were cut into the squares of a content."""
+        """Return (height, width), or None if the image was not cut."""
         if content.height == self.square_side or content.original is None:
             return None
         height, width = content.original
@@ -127,14 +120,14 @@ class LlavaVisionSpec(VisionSpec):
 
 @dataclass(frozen=True, slots=True)
 class UnpaddedPatchRegion:
-    """Of the patches of all squares together, those of the image itself, without what it was padded with."""
+    """Patches of the image without padding, in the grid of all squares."""
 
     top: int
     left: int
     rows: int
     columns: int
     interpolated_shape: tuple[int, int] | None
-    """Rows and columns that they are interpolated to; None: they are not."""
+    """(rows, columns)"""
 
     @property
     def shape_after_interpolation(self) -> tuple[int, int]:
@@ -191,7 +184,6 @@ def llava_onevision_vision_spec(config: VisionConfig) -> LlavaVisionSpec:
 
 
 def _base_llava_vision_spec(config: VisionConfig, *, center_crops: bool) -> LlavaVisionSpec:
-    """What all of them have. Raises ModelError."""
     name = str(config.tower.get("model_type") or "clip_vision_model")
     if (kind := _TOWER_KINDS.get(name)) is None:
         raise config.config_error(f"vision_config: model_type: {name!r} is not served, {', '.join(_TOWER_KINDS)} are")
@@ -223,7 +215,7 @@ def _base_llava_vision_spec(config: VisionConfig, *, center_crops: bool) -> Llav
 
 
 def check_preprocessor_makes_squares(config: VisionConfig, side: int, *, center_crops: bool) -> None:
-    """Raise ModelError unless images are prepared to be squares of this side."""
+    """Raise ModelError unless images become squares of this side."""
     sizes, crop = config.preprocessor_size(), config.preprocessor.get("crop_size")
     resized_side = sizes.get("height") or sizes.get("shortest_edge") or side
     cut = resized_side if crop is None else crop if isinstance(crop, int) else crop.get("height") or resized_side
@@ -234,7 +226,7 @@ def check_preprocessor_makes_squares(config: VisionConfig, side: int, *, center_
 
 
 def _tower_up_to_feature_layer(config: VisionConfig, shape: TowerShape) -> TowerShape:
-    """The tower up to the layer whose output is taken. Raises ModelError."""
+    """Raises ModelError."""
     layer = config.model_fields.get("vision_feature_layer")
     layer = -2 if layer is None else layer
     if isinstance(layer, list):
@@ -259,9 +251,8 @@ def _parse_pinpoints(
 class SquaresLayout(ImageLayout):
     vision: LlavaVisionSpec
     image_size: tuple[int, int]
-    """The image's own width and height."""
     pinpoint: tuple[int, int] | None
-    """The height and width that it is resized and padded to; None: it becomes one square."""
+    """(height, width); None: one square."""
 
     @property
     def token_run_lengths(self) -> tuple[tuple[int, ...], ...]:
@@ -275,7 +266,7 @@ class SquaresLayout(ImageLayout):
         return spell(self.vision.image_token_id) * self.num_tokens
 
     def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
-        """All squares, one below the other: first the one that shows the whole image."""
+        """All squares in one column, the whole image first."""
         from PIL import Image
 
         vision, side = self.vision, self.vision.square_side
@@ -317,7 +308,7 @@ class SquaresLayout(ImageLayout):
 
 
 def choose_pinpoint(pinpoints: Sequence[tuple[int, int]], width: int, height: int) -> tuple[int, int]:
-    """The height and width in which most of an image of this size is kept, and least is wasted."""
+    """Return the (height, width) that keeps the most of the image, then wastes the least."""
 
     def preference(size: tuple[int, int]) -> tuple[int, int]:
         scale = min(size[1] / width, size[0] / height)
@@ -328,7 +319,7 @@ def choose_pinpoint(pinpoints: Sequence[tuple[int, int]], width: int, height: in
 
 
 def fit_size_within(width: int, height: int, max_width: int, max_height: int) -> tuple[int, int]:
-    """Width and height of an image that is resized to fit."""
+    """Return (width, height)."""
     across, down = max_width / width, max_height / height
     if across < down:
         return max_width, min(math.ceil(height * across), max_height)

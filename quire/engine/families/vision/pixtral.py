@@ -1,6 +1,6 @@
-"""Pixtral (Agrawal et al., 2024) and Mistral Small 3.1: an image keeps its shape, and its tokens stand by rows, each of
-which ends with a token of text. Sizes and pixels are those of transformers' image_processing_pil_pixtral.py, which the
-tests compare with."""
+"""Pixtral (Agrawal et al., 2024) and Mistral Small 3.1: images keep their shape, and rows of image tokens end with a
+text token. Tests compare sizes and pixels with transformers' image_processing_pil_pixtral.py.
+"""
 
 from __future__ import annotations
 
@@ -25,26 +25,21 @@ if TYPE_CHECKING:
 
 _BICUBIC = 3
 _MAX_PATCHES_PER_SIDE = 256
-"""By each side of an image."""
 _LOW_DETAIL_EDGE = 512
-"""The longest side of an image that is to take few tokens."""
+"""Longest side in pixels with `detail: "low"`."""
 _ROW_BREAK_TOKEN, _IMAGE_END_TOKEN = "[IMG_BREAK]", "[IMG_END]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixtralVisionSpec(PatchMergingVisionSpec):
     has_patch_merger: bool
-    """Whether these go through a norm and a linear of their own first."""
+    """Merged patches first pass a norm and a linear."""
     longest_edge: int
-    """An image whose longer side exceeds it is made smaller."""
+    """In pixels; larger images are scaled down."""
     rope_theta: float
-    """Of the patches' rotations."""
     projector_activation: str
-    """Between the linears that make tokens."""
     has_projector_bias: bool
-    """Of these linears."""
     merger_norm_eps: float
-    """Of the norm before patches are merged."""
 
     def make_layout(
         self, width: int, height: int, *, low_detail: bool = False, has_other_images: bool = False
@@ -85,7 +80,7 @@ def mistral3_vision_spec(config: VisionConfig) -> PixtralVisionSpec:
 
 
 def pixtral_vision_spec(config: VisionConfig) -> PixtralVisionSpec:
-    """As a tower of LLaVA's. Raises ModelError."""
+    """Used as LLaVA's tower. Raises ModelError."""
     return _base_pixtral_vision_spec(config, merge=1, has_patch_merger=False, patch=16, longest_edge=1024)
 
 
@@ -129,7 +124,6 @@ def _base_pixtral_vision_spec(
 class PixtralLayout(ImageLayout):
     vision: PixtralVisionSpec
     rows: int
-    """Of tokens."""
     columns: int
 
     @property

@@ -1,7 +1,7 @@
-"""Families whose tower reads an image at its own shape: Qwen2-VL (Wang et al., 2024), Qwen2.5-VL (Bai et al., 2025),
-Qwen3-VL (Qwen Team, 2025) and Qwen3.5. An image is resized to whole squares of merge x merge patches, each of which
-becomes a token. Sizes and pixels are those of transformers' image_processing_pil_qwen2_vl.py, which the tests compare
-with."""
+"""Qwen2-VL (Wang et al., 2024), Qwen2.5-VL (Bai et al., 2025), Qwen3-VL (Qwen Team, 2025) and Qwen3.5: images are
+resized to squares of merge x merge patches, one per token. Tests compare sizes and pixels with transformers'
+image_processing_pil_qwen2_vl.py.
+"""
 
 from __future__ import annotations
 
@@ -29,31 +29,25 @@ if TYPE_CHECKING:
 
 _BICUBIC = 3
 _MAX_ASPECT_RATIO = 200
-"""Of an image's sides."""
 _LOW_DETAIL_TOKENS = 256
-"""The most that an image takes of which few are asked for."""
+"""Maximum with `detail: "low"`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QwenVisionSpec(PatchMergingVisionSpec):
     temporal_patch_size: int
-    """A patch is of so many frames of a video; of an image these are alike."""
+    """Video frames per patch; an image is repeated."""
     min_pixels: int
-    """Pixels of an image that is resized, at least,"""
     max_pixels: int
-    """and at most."""
     output_size: int
-    """Of a token's features."""
     position_table_size: int = 0
-    """Rows of the table of positions, a square; 0: there is none."""
+    """Rows of a square table of positions; 0 without one."""
     window_side: int = 0
-    """The side, in pixels, of the squares outside of which a patch sees nothing; 0: there are none."""
+    """Side of attention windows, in pixels; 0 without windows."""
     full_attention_layers: tuple[int, ...] = ()
-    """Those in which it sees the whole image all the same."""
     deepstack_layers: tuple[int, ...] = ()
-    """The tower's layers behind which features are taken for the text part's first layers (Meng et al., 2024)."""
+    """Layers whose features go to the text model's first layers (Meng et al., 2024)."""
     has_llama_style_layers: bool = False
-    """Root-mean-square norms and gated linears."""
 
     @property
     def num_deepstack_layers(self) -> int:
@@ -69,7 +63,7 @@ class QwenVisionSpec(PatchMergingVisionSpec):
         )
 
     def encoder_cost(self, content: Content) -> int:
-        """With what merges patches, each as half a layer."""
+        """Each patch merger counts as half a layer."""
         mergers = self.num_patches(content) * (1 + len(self.deepstack_layers)) / 2 / self.tower_shape.num_layers
         return VisionSpec.encoder_cost(self, content) + math.ceil(mergers)
 
@@ -105,7 +99,7 @@ class QwenVisionSpec(PatchMergingVisionSpec):
 
 
 def qwen2_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
-    """Raises ModelError. Its config.json calls the tower's width embed_dim, and the text part's hidden_size."""
+    """embed_dim is the tower's width, hidden_size the text model's. Raises ModelError."""
     width = config.tower.get("embed_dim") or 1280
     out = config.tower.get("hidden_size") or 3584
     shape = config.tower_shape(hidden=width, inner=0, layers=32, heads=16, patch=14, act="quick_gelu", eps=1e-6)
@@ -135,7 +129,7 @@ def qwen2_5_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
 
 
 def qwen3_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
-    """Raises ModelError. Qwen3.5's tower is the same, with no features behind layers by default."""
+    """Qwen3.5's tower is the same, without deepstack by default. Raises ModelError."""
     shape = config.tower_shape(
         hidden=1152, inner=4304, layers=27, heads=16, patch=16, act="gelu_pytorch_tanh", eps=1e-6
     )
@@ -168,7 +162,6 @@ def qwen3_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
 
 
 def _base_qwen_vision_spec(config: VisionConfig, shape: TowerShape, out: int) -> QwenVisionSpec:
-    """What all of them have. Raises ModelError."""
     config.check_heads(shape)
     if (size := shape.hidden_size // shape.num_heads) % 4:
         raise config.config_error(f"vision_config: num_heads: heads of {size} cannot be rotated by row and column")
@@ -196,7 +189,6 @@ def _base_qwen_vision_spec(config: VisionConfig, shape: TowerShape, out: int) ->
 class QwenLayout(ImageLayout):
     vision: QwenVisionSpec
     resized_size: tuple[int, int]
-    """Width and height that it is resized to."""
 
     @property
     def token_run_lengths(self) -> tuple[tuple[int, ...], ...]:
@@ -215,8 +207,7 @@ class QwenLayout(ImageLayout):
 
 
 def smart_resize(width: int, height: int, multiple: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Width and height, both whole units, of `min_pixels` to `max_pixels` pixels, of about the same ratio. Raises
-    InvalidImage for an image that is too narrow."""
+    """Return (width, height), multiples of `multiple`. Raises InvalidImage for narrow images."""
     if max(width, height) > _MAX_ASPECT_RATIO * min(width, height):
         raise InvalidImage(
             f"the image has {width} x {height} pixels; one side may be {_MAX_ASPECT_RATIO} times the other"

@@ -1,8 +1,5 @@
-"""The rules by which a unit of a conversation is written for a chat template, the least change first.
-
-A rule is a few fixes of the unit itself, and a way to join what it writes to the message before. Which one a template
-needs is found out by `Adapter`; here is only what there is to try, and how it is written. No rule puts a user's or a
-tool's text into a system message.
+"""Rules that rewrite a unit of a conversation for a chat template. None moves a user's or a tool's text into a system
+message.
 """
 
 from __future__ import annotations
@@ -33,8 +30,9 @@ Fix = Literal[
 JoinMode = Literal["", "merged", "separated"]
 
 FILLER_TEXTS = {"user": ("", "Continue."), "assistant": ("", "OK.")}
-"""What is said, by role, where a template refuses two messages of the other role and they cannot become one. The empty
-text is tried first."""
+"""Inserted between two messages of the other role, in this order of preference, if a template refuses them and they
+cannot be merged.
+"""
 FIX_LABELS: dict[Fix, str] = {
     "modern": "function_call->tool_calls",
     "ids": "ids shortened",
@@ -52,22 +50,19 @@ FIX_LABELS: dict[Fix, str] = {
     "user": "{role}->user",
     "omitted": "empty message left out",
 }
-"""What callers are told."""
 _FIX_COSTS: dict[Fix, int] = {"thought": 2, "apart": 3, "split": 2, "result": 2, "images": 2, "named_ids": 2}
-"""Of fixes, others cost 1: rules are tried from the cheapest on."""
+"""Others cost 1. Cheap rules are tried first."""
 _MAX_ROLE_CHARACTERS = 32
 _MAX_NATIVE_RULES = 64
-"""Rules that are tried, before calls become text."""
 
 
 class AdaptationRule(NamedTuple):
     fixes: tuple[Fix, ...] = ()
     join: JoinMode = ""
     filler_index: int = 0
-    """Which of FILLERS separates the messages."""
 
     def label(self, role: str) -> str:
-        """What callers are told, "" where nothing was changed."""
+        """Empty if nothing changes."""
         names = [FIX_LABELS[fix].format(role=role[:_MAX_ROLE_CHARACTERS]) for fix in self.fixes]
         if self.join:
             names.append("merged with the message before" if self.join == "merged" else "a message put before")
@@ -78,11 +73,7 @@ AS_SENT = AdaptationRule()
 
 
 def candidate_rules(shape: UnitShape, *, text_results: bool, prefer_merge: bool) -> Iterator[AdaptationRule]:
-    """The rules that may suit a shape, in the order in which they are tried.
-
-    `text_results`: calls are text, so results must be text too.
-    `prefer_merge`: a user's message had better be merged with the one before.
-    """
+    """Rules come in the order to try. `text_results`: calls are text, so results must be too."""
     if prefer_merge and shape.role == "user":
         yield AdaptationRule((), "merged")
     if shape.num_calls:
@@ -106,7 +97,6 @@ def _message_fix_sets(shape: UnitShape) -> list[tuple[Fix, ...]]:
 
 
 def _orphan_result_fix_sets(shape: UnitShape, *, text_results: bool) -> list[tuple[Fix, ...]]:
-    """Of a result that answers no call."""
     fixes = _applicable_fixes(shape)
     several = [chosen for size in range(len(fixes) + 1) for chosen in combinations(fixes, size)]
     as_text: tuple[Fix, ...] = ("modern", "results_as_text") if shape.is_legacy else ("results_as_text",)
@@ -153,7 +143,6 @@ def _native_call_rules(shape: UnitShape) -> Iterator[AdaptationRule]:
 
 
 def _applicable_fixes(shape: UnitShape) -> tuple[Fix, ...]:
-    """The fixes that change something of a shape with calls or results."""
     fixes: list[Fix] = []
     if shape.is_legacy:
         fixes.append("modern")
@@ -179,5 +168,4 @@ def _are_contradictory(fixes: tuple[Fix, ...]) -> bool:
 
 
 def opposite_role(role: str) -> Literal["user", "assistant"]:
-    """Who speaks between two messages of a role."""
     return "user" if role == "assistant" else "assistant"

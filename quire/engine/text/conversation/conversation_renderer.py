@@ -1,5 +1,3 @@
-"""Renders a conversation by rules that its chat template takes, and looks whether all of its texts are there."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -13,9 +11,8 @@ from quire.engine.text.conversation.text_presence import find_missing_message_in
 from quire.engine.text.template_sandbox import TemplateStepLimitExceeded
 
 MAX_RENDERINGS = 6
-"""Renderings of one conversation, each by another rule for what the one before did not show."""
+"""Each one bans rules that failed before."""
 _MAX_SEARCHED_UNITS = 256
-"""Units among which the one that a template refuses is looked for."""
 ADAPTATION_OFF_MESSAGE = "the chat template does not take it as it is, and the server has --adapt-conversations off"
 
 
@@ -23,27 +20,26 @@ ADAPTATION_OFF_MESSAGE = "the chat template does not take it as it is, and the s
 class RenderedConversation:
     text: str
     adaptations: Sequence[Adaptation] = ()
-    """What was not written as it was sent."""
     moved_texts: Sequence[str] = ()
-    """Texts that stand in a message of another role than they were sent in: special tokens in them are text."""
+    """Special tokens in these are plain text."""
 
 
 class ConversationRenderer:
-    """One request's conversation, on its way through a template."""
-
     def __init__(
         self, units: Sequence[MessageUnit], render: Callable[[list[Message]], str], *, tools: bool, prompt: bool | None
     ) -> None:
-        """`render` raises InvalidRequest where the template refuses. `tools`: it shows some. `prompt`: with a
-        generation prompt; None: the last message is continued."""
+        """`render` raises InvalidRequest if the template refuses. `prompt`: add a generation prompt; None continues the
+        last message.
+        """
         self._units = units
         self._render_messages = render
         self._shows_tools = tools
         self._add_generation_prompt = prompt
 
     def render(self, planner: ConversationPlanner, *, adapt: bool, allow_missing: bool) -> RenderedConversation:
-        """Raises InvalidRequest naming messages[i] for what the template does not show by any rule, unless that is
-        `allow_missing`, and where not `adapt` for what it does not show as it is."""
+        """Raises InvalidRequest naming messages[i] that no rule renders (unless `allow_missing`) or, without `adapt`,
+        that need a rule.
+        """
         banned_rules: dict[int, set[AdaptationRule | tuple[Fix, ...]]] = {}
         first: RenderedConversation | None = None
         for _ in range(MAX_RENDERINGS):
@@ -84,13 +80,12 @@ class ConversationRenderer:
             return error
 
     def _find_refused_unit(self, plan: ConversationPlan) -> int:
-        """The place of the unit that the template refuses."""
         if plan.first_unsure_unit is not None:
             return plan.first_unsure_unit
         last = len(self._units) - 1
         if last >= _MAX_SEARCHED_UNITS:
             return last
-        low, high = 0, last  # the template takes what precedes `low`, and refuses all up to `high`
+        low, high = 0, last
         while low < high:
             middle = (low + high) // 2
             if self._accepts_up_to(plan, middle):
@@ -100,7 +95,6 @@ class ConversationRenderer:
         return high
 
     def _accepts_up_to(self, plan: ConversationPlan, unit_index: int) -> bool:
-        """Whether the template takes the units up to a place."""
         try:
             self._render_messages(
                 [

@@ -1,5 +1,3 @@
-"""Token ids of a rendered conversation in which moved texts have no special tokens, whatever is written in them."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -7,14 +5,13 @@ from collections.abc import Iterator, Sequence
 from quire.engine.text.tokenizer import Tokenizer
 
 _LEAD_CHARACTER = "\u263a"
-"""Stands before a piece of a text for a tokenizer that puts a space before what it begins with."""
+"""Some tokenizers add a space at the start of a text."""
 
 
 def encode_with_literal_texts(
     tokenizer: Tokenizer, text: str, moved: Sequence[str], *, add_special_tokens: bool
 ) -> list[int]:
-    """The ids of `text`; tokens such as `<|im_end|>` in the `moved` texts are encoded as characters. Raises
-    InvalidRequest as `Tokenizer.encode`."""
+    """Encode tokens such as `<|im_end|>` within `moved` texts as characters. Raises InvalidRequest."""
     cuts = sorted(set(_find_cuts_inside_special_tokens(tokenizer, text, moved)))
     if not cuts:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -27,7 +24,7 @@ def encode_with_literal_texts(
 
 
 def _find_cuts_inside_special_tokens(tokenizer: Tokenizer, text: str, moved_texts: Sequence[str]) -> Iterator[int]:
-    """Places inside of the tokens that moved texts spell: a text that is cut there has them no more."""
+    """A special token that is cut is encoded as characters."""
     pattern = tokenizer.added_token_pattern
     for each in set(moved_texts) if pattern is not None else ():
         assert pattern is not None

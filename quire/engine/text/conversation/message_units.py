@@ -1,8 +1,4 @@
-"""A conversation cut into units: one message, or an assistant's calls with the results that follow at once.
-
-A unit is what a rule writes for a chat template. Its shape is all that a template's treatment of it may depend on,
-apart from the texts themselves.
-"""
+"""A unit is one message, or an assistant's calls with the results that follow directly."""
 
 from __future__ import annotations
 
@@ -16,16 +12,16 @@ Message = dict[str, Any]
 RESULT_ROLES = ("tool", "function")
 SYSTEM_ROLES = ("system", "developer")
 MAX_COUNTED_CALLS = 3
-"""More calls in one message are treated as three are."""
+"""More calls in a message count as three."""
 
 ContentKind = Literal["empty", "text", "parts"]
-"""parts: some of them are images."""
+"""parts: contains images."""
 IdKind = Literal["short", "foreign", "missing"]
-"""short: nine letters and digits, which all templates take."""
+"""short: nine letters and digits, which all templates accept."""
 ArgumentsKind = Literal["object", "text", "value"]
-"""text: a string that is no JSON, or JSON of a string; value: any other JSON."""
+"""text: a string that is not JSON, or JSON of a string. value: other JSON."""
 ResultsKind = Literal["none", "whole", "reordered", "partial", "mixed", "unmatched"]
-"""whole: one for each call, in order; mixed: some answer none of the calls; unmatched: none does."""
+"""whole: one per call, in order. mixed: some answer no call. unmatched: none does."""
 
 
 class UnitShape(NamedTuple):
@@ -38,25 +34,21 @@ class UnitShape(NamedTuple):
     results: ResultsKind = "none"
     result_content: ContentKind = "text"
     is_legacy: bool = False
-    """The deprecated `function_call`, or a message of the role `function`."""
+    """Uses `function_call` or the role `function`."""
     has_result_names: bool = True
-    """Results have the name of the function."""
     is_tool_description: bool = False
-    """The description of the tools, which Quire writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageUnit:
     messages: tuple[Message, ...]
-    """Normalized: see parts.normalize."""
     index: int
-    """Of the first message in the caller's list; -1 for what Quire adds."""
+    """-1 if Quire added it."""
     is_tool_description: bool = False
-    """It describes the tools."""
 
 
 def split_into_units(messages: Sequence[Message], first_index: int = 0) -> list[MessageUnit]:
-    """`first_index`: the index of the first message; a description of the tools before them has -1."""
+    """`first_index` is -1 if a tool description comes first."""
     units: list[MessageUnit] = []
     place, count = 0, len(messages)
     while place < count:
@@ -76,7 +68,6 @@ def has_calls(message: Message) -> bool:
 
 
 def message_calls(message: Message) -> list[dict[str, Any]]:
-    """The calls of a message, a deprecated `function_call` among them."""
     calls = [call for call in message.get("tool_calls") or () if isinstance(call, dict)]
     legacy = message.get("function_call")
     if not calls and isinstance(legacy, dict):
@@ -94,7 +85,6 @@ def call_id(call: dict[str, Any]) -> str | None:
 
 
 def result_call_id(message: Message) -> str | None:
-    """The id of the call that a result answers."""
     return _call_id_or_none(message.get("tool_call_id"))
 
 
@@ -103,10 +93,7 @@ def _call_id_or_none(value: object) -> str | None:
 
 
 def match_results_to_calls(unit: MessageUnit) -> list[int | None]:
-    """For each result of a unit the index of the call it answers.
-
-    A result without an id answers the first call that has none yet: of the same name, if the result has a name.
-    """
+    """Return each result's call index or None. Results without id answer the first open call, by name if given."""
     calls = message_calls(unit.messages[0])
     known = {call_id(call): index for index, call in reversed(list(enumerate(calls))) if call_id(call) is not None}
     open_calls = list(range(len(calls)))
@@ -127,7 +114,6 @@ def match_results_to_calls(unit: MessageUnit) -> list[int | None]:
 
 
 def unit_shape(unit: MessageUnit, *, text_arguments: bool = False) -> UnitShape:
-    """`text_arguments`: arguments are JSON in a string, as the template wants them."""
     message = unit.messages[0]
     role = message.get("role", "")
     content = content_kind(message)
@@ -174,7 +160,7 @@ def content_kind(message: Message) -> ContentKind:
 
 
 def arguments_kind(arguments: object, text_arguments: bool = False) -> ArgumentsKind:
-    """`text_arguments`: objects are JSON in a string."""
+    """`text_arguments`: objects are JSON strings."""
     if text_arguments and isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")

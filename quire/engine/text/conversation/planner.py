@@ -1,8 +1,5 @@
-"""Finds out, with made-up texts, by which rule a chat template takes each unit of a conversation, and writes it so.
-
-How a unit is written depends on what stands before it, so that a prompt grows at its end when a conversation goes on.
-The rules that were found are kept: a template's states, each an abbreviation of the conversations that lead to it, with
-the rule for each shape that came next.
+"""Finds, with made-up texts, the rule by which a chat template accepts each unit. A rule depends only on what precedes,
+so prompts of a growing conversation keep their prefix.
 """
 
 from __future__ import annotations
@@ -16,13 +13,13 @@ from quire.engine.text.conversation.probe_units import ProbeUnit, make_probe_uni
 from quire.engine.text.conversation.unit_writer import UnitWriter
 
 RenderProbe = Callable[[list[Message], bool, bool], str | None]
-"""What the template makes of messages, with tools or without, with a generation prompt or without; None: refused."""
+"""(messages, tools, generation prompt); None: refused."""
 PlanStep = tuple[UnitShape, AdaptationRule]
 BannedRules = Mapping[int, Set[AdaptationRule | tuple[Fix, ...]]]
-"""Rules, or fixes however they are joined, that failed with a conversation's own texts, by the place of the unit."""
+"""Rules or fixes by unit index that failed with the conversation's own texts."""
 
 MAX_CACHED_STATES = 2000
-"""Kept for one template; then they are forgotten."""
+"""Above this, a template's cache is cleared."""
 _MAX_STATE_STEPS = 12
 _USER, _ASSISTANT = UnitShape("user"), UnitShape("assistant")
 _FOLLOWING_SHAPES: dict[str, tuple[tuple[UnitShape, ...], ...]] = {
@@ -33,45 +30,34 @@ _FOLLOWING_SHAPES: dict[str, tuple[tuple[UnitShape, ...], ...]] = {
     "system": ((_USER,),),
     "developer": ((_USER,),),
 }
-"""What may follow a message: a rule must suit one of these too, if there is such a rule."""
+"""Ways to continue after a role. A rule that allows one is preferred."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adaptation:
-    """A unit that was not written as it was sent."""
-
     index: int
-    """Of its first message in the caller's list."""
     label: str
 
 
 @dataclass(frozen=True, slots=True)
 class ConversationPlan:
-    """A conversation as it is to be rendered."""
-
     messages: list[Message]
     unit_indices: list[int]
-    """For each message the place of its unit."""
     rules: list[AdaptationRule]
     adaptations: list[Adaptation]
     first_unsure_unit: int | None = None
-    """The place of the first unit for which no rule was found."""
     moved_texts: list[str] = field(default_factory=list)
-    """Texts that stand in a message of another role than they were sent in."""
 
 
 @dataclass(slots=True)
 class _AutomatonState:
     steps: tuple[PlanStep, ...]
     transitions: dict[UnitShape, tuple[AdaptationRule, _AutomatonState, bool]] = field(default_factory=dict)
-    """The rule for a shape, the state that it leads to, and whether the template takes it."""
+    """(rule, next state, whether the template accepts it)"""
     closing_messages: dict[bool, list[Message]] = field(default_factory=dict)
-    """What is added at a conversation's end, with a generation prompt and without."""
 
 
 class ConversationPlanner:
-    """The rules of one template."""
-
     def __init__(self, render: RenderProbe, writer: UnitWriter, *, text_results: bool) -> None:
         self._render = render
         self._writer = writer
@@ -81,8 +67,7 @@ class ConversationPlanner:
     def plan(
         self, units: Sequence[MessageUnit], *, tools: bool, prompt: bool | None, banned_rules: BannedRules
     ) -> ConversationPlan:
-        """How to write the units. `tools`: the template shows some. `prompt`: with a generation prompt; None: the last
-        message is continued."""
+        """`prompt`: add a generation prompt; None continues the last message."""
         state = self._get_state(tools, ())
         plan = ConversationPlan([], [], [], [])
         first_unsure_unit = None
@@ -141,14 +126,13 @@ class ConversationPlanner:
 
     def _learn_transition(self, state: _AutomatonState, shape: UnitShape, tools: bool) -> None:
         rule, sure = self._choose_rule_and_certainty(state, shape, tools, frozenset())
-        if len(state.transitions) > MAX_CACHED_STATES:  # only where callers may make up roles
+        if len(state.transitions) > MAX_CACHED_STATES:  # only if callers may invent roles
             state.transitions.clear()
         state.transitions[shape] = rule, self._state_after_rule(state, shape, rule, tools), sure
 
     def _choose_rule_and_certainty(
         self, state: _AutomatonState, shape: UnitShape, tools: bool, banned: Set[AdaptationRule | tuple[Fix, ...]]
     ) -> tuple[AdaptationRule, bool]:
-        """The first rule that suits the template, and what mostly follows; without one the first that suits it."""
         fallback: AdaptationRule | None = None
         partial: AdaptationRule | None = None
         for rule in candidate_rules(shape, text_results=self._text_results, prefer_merge=_prefers_merging(state.steps)):
@@ -173,8 +157,7 @@ class ConversationPlanner:
     def _rule_suits_and_continues(
         self, steps: tuple[PlanStep, ...], shape: UnitShape, rule: AdaptationRule, tools: bool, *, partly: bool = False
     ) -> tuple[bool, bool]:
-        """Whether a rule suits a shape behind these steps, and whether a conversation can go on after it. `partly`: the
-        template may leave arguments of calls out, as it may show only some that it knows, and show calls elsewhere."""
+        """`partly`: call arguments may be missing, and calls stand elsewhere."""
         trial = self._write_trial_of_steps((*steps, (shape, rule)))
         if trial is None:
             return False, False
@@ -194,7 +177,7 @@ class ConversationPlanner:
         return alone or any(lengths), ends_here and goes_on and stays
 
     def _keeps_prefix(self, steps: tuple[PlanStep, ...], messages: list[Message], tools: bool) -> bool:
-        """True if what stood before a late system message stands before it still: some templates write another head."""
+        """False if a late system message changes the text before it, as in some templates."""
         if all(shape.role in SYSTEM_ROLES for shape, _ in steps):
             return True
         trial = self._write_trial_of_steps(steps)
@@ -208,7 +191,6 @@ class ConversationPlanner:
     def _count_accepted_following_shapes(
         self, messages: list[Message], probe_units: list[ProbeUnit], way: Sequence[UnitShape], tools: bool
     ) -> int:
-        """How many messages of these shapes the template takes behind others."""
         for length, shape in enumerate(way):
             behind = self._extended_trial_or_none(messages, probe_units, shape, tools)
             if behind is None:
@@ -219,7 +201,7 @@ class ConversationPlanner:
     def _extended_trial_or_none(
         self, messages: list[Message], probe_units: list[ProbeUnit], shape: UnitShape, tools: bool
     ) -> tuple[list[Message], list[ProbeUnit]] | None:
-        """With a message behind them, merged if need be; None where the template does not show all of it."""
+        """None if the template does not show everything."""
         one = self._make_probe_unit(shape, 100 + len(probe_units))
         for rule in (AS_SENT, AdaptationRule((), "merged")):
             written = self._writer.write_unit(one.unit, rule, messages)
@@ -247,7 +229,7 @@ class ConversationPlanner:
         return True
 
     def _write_trial_of_steps(self, steps: Sequence[PlanStep]) -> tuple[list[Message], list[ProbeUnit]] | None:
-        """Specimens of these steps, written; None where the last one's rule does not fit them."""
+        """None if the last rule does not fit."""
         messages: list[Message] = []
         probe_units: list[ProbeUnit] = []
         for place, (shape, rule) in enumerate(steps):
@@ -265,7 +247,6 @@ class ConversationPlanner:
         return make_probe_unit(shape, serial, first=serial == 0, text_arguments=self._writer.text_arguments)
 
     def _get_closing_messages(self, state: _AutomatonState, tools: bool, prompt: bool) -> list[Message]:
-        """What is added where the template does not take a conversation that ends here."""
         if prompt not in state.closing_messages:
             state.closing_messages[prompt] = self._find_closing_messages(state, tools, prompt)
         return state.closing_messages[prompt]
@@ -286,7 +267,6 @@ class ConversationPlanner:
 
 
 def _prefers_merging(steps: Sequence[PlanStep]) -> bool:
-    """True if a user's message joins what was written before it as a user's."""
     if not steps:
         return False
     shape, rule = steps[-1]
@@ -294,7 +274,7 @@ def _prefers_merging(steps: Sequence[PlanStep]) -> bool:
 
 
 def _abbreviate_steps(steps: tuple[PlanStep, ...]) -> tuple[PlanStep, ...]:
-    """Steps that a template treats alike: of earlier exchanges the first and the last, of what repeats itself two."""
+    """Templates distinguish the first and last exchange, and two of any repetition."""
     start = next((place for place, (shape, _) in enumerate(steps) if shape.role not in SYSTEM_ROLES), len(steps))
     head, rest = steps[:start], steps[start:]
     begins = [0, *_exchange_starts(rest)]
@@ -313,7 +293,6 @@ def _abbreviate_steps(steps: tuple[PlanStep, ...]) -> tuple[PlanStep, ...]:
 
 
 def _exchange_starts(steps: Sequence[PlanStep]) -> Iterator[int]:
-    """Where users speak behind an assistant's answer."""
     for place in range(1, len(steps)):
         before, shape = steps[place - 1][0], steps[place][0]
         if shape.role == "user" and before.role == "assistant" and not before.num_calls:

@@ -1,5 +1,3 @@
-"""Units of made-up texts, one for each shape, and whether a rendering shows them where they stand."""
-
 from __future__ import annotations
 
 import json
@@ -14,11 +12,10 @@ PROBE_KEY = "qkeyq"
 class ProbeUnit(NamedTuple):
     unit: MessageUnit
     expected_texts: list[tuple[str, ...]]
-    """The texts that a rendering must show; of several in one entry one is enough."""
+    """One text of each entry must appear."""
     any_position: bool = False
-    """The template may show it elsewhere, as some do with the first system message."""
+    """Some templates move the first system message."""
     argument_texts: frozenset[str] = frozenset()
-    """Those of the wanted texts that are arguments of calls."""
 
     def without_expected_arguments(self) -> ProbeUnit:
         expected_texts = [texts for texts in self.expected_texts if not self.argument_texts & set(texts)]
@@ -26,7 +23,7 @@ class ProbeUnit(NamedTuple):
 
 
 def make_probe_unit(shape: UnitShape, serial: int, *, first: bool, text_arguments: bool) -> ProbeUnit:
-    """`serial`: no two units of a conversation have the same. `first`: it begins the conversation."""
+    """`serial` must be unique within a conversation."""
     content = f"qz{serial}czq"
     message: Message = {"role": shape.role, "content": _make_content(shape.content, content)}
     if shape.has_reasoning:
@@ -71,7 +68,6 @@ def make_probe_unit(shape: UnitShape, serial: int, *, first: bool, text_argument
 
 
 def _answered_call_indices(shape: UnitShape) -> list[int]:
-    """The places of the calls that have results, in the order of these."""
     places = list(range(shape.num_calls))
     if shape.results == "reordered":
         return places[::-1]
@@ -115,14 +111,12 @@ def _make_call(shape: UnitShape, serial: int, call_index: int, *, text_arguments
 
 
 def _result_fields(shape: UnitShape, serial: int, call_index: int) -> dict[str, str]:
-    """Which call a result answers."""
     id = {} if shape.is_legacy else _make_id_field(shape, serial, call_index)
     ids = {"tool_call_id": id["id"]} if id else {}
     return {**ids, "name": f"qz{serial}n{call_index}zq"} if shape.has_result_names or shape.is_legacy else ids
 
 
 def shows_in_order(text: str, probe_units: Iterable[ProbeUnit]) -> bool:
-    """True if a rendering shows each specimen behind those before it."""
     search_start = 0
     for each in probe_units:
         start = 0 if each.any_position else search_start

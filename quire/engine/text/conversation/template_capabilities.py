@@ -1,5 +1,3 @@
-"""What a chat template takes and shows, whatever the conversation is; found out by rendering a few made-up messages."""
-
 from __future__ import annotations
 
 import json
@@ -22,17 +20,14 @@ _CALL_MARKS = ("qcalledq", "qidqidqid", "qvalueq")
 
 @dataclass(frozen=True, slots=True)
 class TemplateInputFormat:
-    """The form in which a template takes its variables."""
-
     content_parts: bool = False
-    """Content is a list of parts, as some templates of models that see want it: of a string they show nothing."""
+    """Content is a list of parts: some multimodal templates show nothing of a string."""
     empty_tool_list: bool = False
-    """`tools` is an empty list where there are none."""
     functions_variable: bool = False
-    """`functions_variable`, JSON, and `datetime` are variables, as FireFunction's template has them."""
+    """FireFunction's template needs it."""
 
     shows_user_text: bool = True
-    """A user's text. A template that never shows it, such as one that is the same for all, is rendered as it is."""
+    """A constant template is rendered unchecked."""
 
     def make_template_variables(self, messages: list[Message], tools: Tools) -> dict[str, Any]:
         more: Mapping[str, Any] = {}
@@ -48,22 +43,15 @@ class TemplateInputFormat:
 
 @dataclass(frozen=True, slots=True)
 class TemplateCapabilities:
-    """What a template shows of tools."""
-
     shows_tools: bool
-    """The tools that a model may call."""
     shows_calls: bool
-    """Calls that an assistant made."""
     text_arguments: bool
-    """It wants the arguments of calls as JSON in a string."""
     undescribed_tools: bool
-    """Tools that have no description; it fails on them where it shows only others."""
     undescribed_parameters: bool
-    """The same of parameters."""
 
 
 def detect_input_format(render: Callable[[TemplateInputFormat, list[Message]], str | None]) -> TemplateInputFormat:
-    """The first form in which a template shows a user's text. `render` gives None where the template refuses."""
+    """`render` returns None if the template refuses."""
     for functions_variable, empty_tool_list, content_parts in product((False, True), repeat=3):
         input_format = TemplateInputFormat(content_parts, empty_tool_list, functions_variable)
         if _USER_TEXT in (render(input_format, [_USER_MESSAGE]) or ""):
@@ -74,8 +62,7 @@ def detect_input_format(render: Callable[[TemplateInputFormat, list[Message]], s
 def detect_capabilities(
     render: Callable[[list[Message], Tools], str | None], *, tool_template: bool
 ) -> TemplateCapabilities:
-    """`render` gives None where the template refuses. `tool_template`: the model has one for conversations with tools
-    alone."""
+    """`tool_template`: the model has a separate template for tools."""
 
     def renders_any(messages: list[Message], tools: Tools, *marks: str) -> bool:
         text = render(messages, tools) or ""

@@ -1,5 +1,3 @@
-"""Looks for the texts of a conversation in what a chat template made of it."""
-
 from __future__ import annotations
 
 import json
@@ -12,14 +10,12 @@ from markupsafe import escape
 from quire.engine.text.conversation.message_units import Message, message_calls, tool_call_function
 
 _REASONING_ENDS = ("</think>", "[/THINK]", "</thinking>", "</seed:think>")
-"""Text before the last of these in an assistant's content is earlier reasoning, which templates drop on purpose."""
+"""Templates drop the text before the last of these in an assistant's content."""
 _WORD = re.compile(r"[A-Za-z0-9]+")
 _MAX_SEARCHED_CHARACTERS = 200
-"""Characters of an argument in which a word is looked for."""
 
 
 def find_missing_message_indices(text: str, messages: Sequence[Message]) -> list[int]:
-    """The indices of the messages that have a text which the rendered `text` does not show."""
     search_start = 0
     missing_indices = []
     for index, message in enumerate(messages):
@@ -38,7 +34,7 @@ def find_missing_message_indices(text: str, messages: Sequence[Message]) -> list
 
 
 def contains_text(text: str, expected: str, *, by_assistant: bool = False) -> bool:
-    """True if `text` has `expected`, trimmed or escaped as in JSON as it may be. `by_assistant`: by an assistant."""
+    """`expected` may be trimmed, or escaped as JSON or HTML."""
     if by_assistant:
         for end in _REASONING_ENDS:
             expected = expected.rpartition(end)[2]
@@ -53,7 +49,7 @@ def contains_text(text: str, expected: str, *, by_assistant: bool = False) -> bo
 
 
 def _contains_lines(text: str, expected: str) -> bool:
-    """True if all lines are there in order: templates may indent them, or cut a text at marks of their own."""
+    """Templates may indent lines or cut a text at their marks."""
     search_start = 0
     for line in expected.splitlines():
         line = line.strip()
@@ -71,8 +67,7 @@ def _part_texts(content: Any) -> list[str]:
 
 
 def _argument_words(message: Message) -> Iterator[str]:
-    """A word of each text in the arguments of a message's calls, as templates write them in many ways. That a template
-    shows all arguments is known from specimens."""
+    """One word per argument text suffices: spellings differ, and probes prove that all are shown."""
     rest: list[Any] = [tool_call_function(call).get("arguments") for call in message_calls(message)]
     while rest:
         value = rest.pop()

@@ -1,5 +1,3 @@
-"""Writes a unit of a conversation by a rule."""
-
 from __future__ import annotations
 
 import hashlib
@@ -30,21 +28,15 @@ _RESULT_END = "</tool_response>"
 class WrittenUnit(NamedTuple):
     messages: list[Message]
     num_replaced: int
-    """Messages before these that they stand for: 1 where they were merged."""
     moved_texts: list[str]
-    """Texts that now stand in a message of another role, or are text and were a call."""
 
 
 class UnitWriter(NamedTuple):
-    """How rules are written for one template."""
-
     call_format: str
-    """The form in which a call is written as text."""
     text_arguments: bool
-    """Arguments are JSON in a string."""
 
     def write_unit(self, unit: MessageUnit, rule: AdaptationRule, before: Sequence[Message]) -> WrittenUnit | None:
-        """The unit's messages behind those `before`; None where the rule does not fit them."""
+        """None if the rule does not fit."""
         messages, moved_texts = list(unit.messages), list[str]()
         for fix in rule.fixes:
             apply_fix = _FIX_FUNCTIONS[fix]
@@ -76,7 +68,6 @@ def _merge_messages(first: Message, second: Message) -> Message:
 
 
 def _message_texts(message: Message, *, calls: bool) -> list[str]:
-    """The texts of a message; with `calls` those of its calls too."""
     content = message.get("content", "")
     texts = [content] if isinstance(content, str) else [part["text"] for part in content or () if "text" in part]
     for call in message_calls(message) if calls else ():
@@ -86,7 +77,6 @@ def _message_texts(message: Message, *, calls: bool) -> list[str]:
 
 
 def _modernize_calls(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
-    """The deprecated function_call and role `function` as tool_calls and `tool`."""
     modernized = []
     for place, message in enumerate(messages):
         if message.get("role") == "function":
@@ -111,7 +101,6 @@ def _modernize_call(call: dict[str, Any], index: int, writer: UnitWriter) -> dic
 
 
 def _make_short_id(text: str, index: int) -> str:
-    """Nine letters and digits: those of an id that is some already, or else made of it and of a message's index."""
     number = int.from_bytes(hashlib.blake2b(f"{index}:{text}".encode(errors="replace"), digest_size=8).digest())
     digits = []
     for _ in range(_ID_LENGTH):
@@ -121,7 +110,7 @@ def _make_short_id(text: str, index: int) -> str:
 
 
 def _with_short_ids(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
-    """The same ids in nine letters and digits; an id is always written alike, whatever stands around it."""
+    """An id maps to the same short id in every context."""
 
     def shorten_id(id: str | None, place: int) -> str:
         if id is None:
@@ -132,7 +121,7 @@ def _with_short_ids(writer: UnitWriter, messages: list[Message], unit: MessageUn
 
 
 def _with_kimi_style_call_ids(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
-    """Ids such as `functions.name:3`, which Kimi K2 reads the name from."""
+    """Kimi K2 reads the name from ids like `functions.name:3`."""
     return _rename_ids(messages, lambda id, place, name: f"functions.{name}:{unit.index + place}")
 
 
@@ -154,7 +143,6 @@ def _rename_ids(messages: list[Message], rename: Callable[[str | None, int, str]
 
 
 def _move_bad_arguments_to_content(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
-    """Arguments that are no object are empty, and stand in the content as they were sent."""
     calls, notes = [], []
     for call in message_calls(messages[0]):
         function = tool_call_function(call)
@@ -179,7 +167,6 @@ def _is_object(arguments: Any, *, text_arguments: bool) -> bool:
 
 
 def _sort_results(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
-    """Results in the order of their calls; those that answer none come last."""
     matched = match_results_to_calls(MessageUnit(tuple(messages), 0))
     pairs = list(zip(matched, messages[1:], strict=True))
     pairs.sort(key=lambda pair: len(messages) if pair[0] is None else pair[0])
@@ -187,7 +174,6 @@ def _sort_results(writer: UnitWriter, messages: list[Message], unit: MessageUnit
 
 
 def _add_missing_results(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
-    """A result for each call."""
     calls, matched = message_calls(messages[0]), match_results_to_calls(MessageUnit(tuple(messages), 0))
     results = list(messages[1:])
     for index, call in enumerate(calls):
@@ -198,7 +184,6 @@ def _add_missing_results(writer: UnitWriter, messages: list[Message], unit: Mess
 
 
 def _move_images_to_user(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
-    """The images of results in a user's message behind them."""
     rewritten, images = [], list[dict[str, Any]]()
     for message in messages:
         content: Content = message.get("content", "")
@@ -215,7 +200,6 @@ def _move_images_to_user(writer: UnitWriter, messages: list[Message], unit: Mess
 
 
 def _move_content_to_reasoning(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
-    """The content of a message with calls behind its thinking."""
     message = messages[0]
     content = message.get("content", "")
     if not isinstance(content, str) or not content:
@@ -225,7 +209,6 @@ def _move_content_to_reasoning(writer: UnitWriter, messages: list[Message], unit
 
 
 def _move_content_to_own_message(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
-    """The content of a message with calls as a message before it."""
     message = messages[0]
     if not message.get("content"):
         return messages
@@ -233,7 +216,6 @@ def _move_content_to_own_message(writer: UnitWriter, messages: list[Message], un
 
 
 def _split_calls(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
-    """Each call in a message of its own, its result behind it."""
     place = next(index for index, message in enumerate(messages) if message.get("tool_calls"))
     before = messages[:place]
     message = messages[place]
@@ -252,7 +234,6 @@ def _to_system_role(writer: UnitWriter, messages: list[Message], unit: MessageUn
 
 
 def _to_tagged_user_messages(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
-    """Instructions as a user's text, marked; the description of the tools needs no mark."""
     if unit.is_tool_description:
         return [{**message, "role": "user"} for message in messages]
     role = messages[0].get("role")

@@ -1,1 +1,1 @@
-"""Tool formats made of data: what stands around calls, names, arguments, keys and values, and what reads it."""
+"""Tool formats defined by data: the texts around calls, names, arguments, keys and values."""

@@ -1,5 +1,3 @@
-"""How the arguments of a call are written: what reads them, and the grammar that allows nothing else."""
-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -22,9 +20,7 @@ from quire.server.formats.tools.tool_parser import Schema, Tool
 
 class ArgumentsForm(ABC):
     sort: bool
-    """The template writes keys in the order of the alphabet."""
     before_key: str
-    """What arguments begin with, if there are any."""
 
     @property
     def example(self) -> str:
@@ -32,21 +28,19 @@ class ArgumentsForm(ABC):
 
     @property
     def literals(self) -> tuple[str, ...]:
-        """All texts around keys and values."""
         return ()
 
     def try_skip_space_before_arguments(self, source: TextSource) -> ParserSteps[bool]:
-        """Whether arguments may begin here. Takes white space that is none of theirs."""
+        """Return whether arguments may begin here; skip whitespace before them."""
         return True
         yield
 
     def is_argument_or_tail_next(self, source: TextSource, tail: str) -> ParserSteps[bool]:
-        """Whether arguments come next, or the `tail` that follows them. Takes nothing."""
         return (yield from is_literal_next(source, self.before_key)) or (yield from is_literal_next(source, tail))
 
     @abstractmethod
     def stream_arguments(self, source: TextSource, sink: ToolCallSink, schema: Schema, tail: str) -> ParserSteps[bool]:
-        """Pass on the arguments of the open call as JSON; `tail` follows them. False: they break off or are broken."""
+        """Pass on arguments as JSON, up to `tail`. False: they are broken or incomplete."""
 
     @abstractmethod
     def lark_expressions(self, tool: Tool, rules: LarkRules) -> list[str]:
@@ -55,13 +49,10 @@ class ArgumentsForm(ABC):
 
 @dataclass(frozen=True, slots=True)
 class JsonArguments(ArgumentsForm):
-    """One JSON object."""
-
     before_key: str = "{"
     sort: bool = False
     indented: bool = False
     is_json_string: bool = False
-    """The object is written into a JSON string."""
 
     def try_skip_space_before_arguments(self, source: TextSource) -> ParserSteps[bool]:
         if (yield from source.peek_non_space_character()) not in ("{", '"'):
@@ -97,7 +88,7 @@ class JsonArguments(ArgumentsForm):
 
 @dataclass(frozen=True, slots=True)
 class LiteralArguments(ArgumentsForm):
-    """Keys and values as literals: f(a='x', b=1), {'a': 'x'}, {a:<|"|>x<|"|>}. Brackets around them are not part."""
+    """Keys and values as literals, without the brackets: f(a='x', b=1), {'a': 'x'}, {a:<|"|>x<|"|>}."""
 
     before_key: str
     colon: str
@@ -160,7 +151,6 @@ class LiteralArguments(ArgumentsForm):
         return ordered_optional_items_expressions(entries, " ".join(rules.split_literal(self.separator)))
 
     def rule_writer(self, rules: LarkRules) -> LiteralRuleWriter:
-        """Writes the rules of values. What stands inside other values has the words and quotes of these."""
         uses_own_quotes = len(self.syntax.quote) > 1
         colon, comma = (self.colon, self.separator) if uses_own_quotes else (": ", ", ")
         return LiteralRuleWriter(
@@ -169,7 +159,6 @@ class LiteralArguments(ArgumentsForm):
 
 
 def schema_with_sorted_properties(schema: Any) -> Any:
-    """A schema with all properties in the order of the alphabet."""
     if isinstance(schema, Mapping):
         ordered = {name: schema_with_sorted_properties(value) for name, value in schema.items()}
         if isinstance(ordered.get("properties"), dict):
@@ -183,7 +172,7 @@ def _property_entry_name(property_entry: tuple[str, SchemaNode, bool]) -> str:
 
 
 def is_literal_next(source: TextSource, literal: str) -> ParserSteps[bool]:
-    """Whether a literal comes next. Takes nothing."""
+    """Consumes nothing."""
     if not literal.strip():
         return not (yield from source.peek_non_space_character())
     place = source.save_place()
@@ -194,7 +183,6 @@ def is_literal_next(source: TextSource, literal: str) -> ParserSteps[bool]:
 
 
 def _stream_string_text(source: TextSource, sink: ToolCallSink, end: str) -> ParserSteps[None]:
-    """Pass on text as a JSON string while it comes, up to `end`."""
     sink.add_arguments('"')
     while (place := source.text.find(end)) < 0:
         if source.is_closed:

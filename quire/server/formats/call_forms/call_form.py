@@ -1,5 +1,3 @@
-"""A tool format made of data: the texts around calls, names and arguments, as a chat template shows them."""
-
 from __future__ import annotations
 
 import string
@@ -21,11 +19,8 @@ ID_CHARACTERS = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class CallForm(CallFormTexts, ToolFormat):
-    """The format whose calls have these texts around them."""
-
     @cached_property
     def markers(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The texts that calls begin with, wherever they stand."""
         marker_texts = [
             marker_prefix(self.opening),
             *map(marker_prefix, self.other_heads),

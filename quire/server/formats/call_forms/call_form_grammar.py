@@ -1,5 +1,3 @@
-"""Writes a Lark grammar that allows calls in a form, and nothing else."""
-
 from __future__ import annotations
 
 import json
@@ -23,28 +21,25 @@ ID_REGEX, INDEX_REGEX = "/[A-Za-z0-9_.:-]{1,64}/", "/[0-9]{1,3}/"
 
 
 class CallFormGrammarWriter:
-    """Writes one grammar."""
-
     def __init__(self, form: CallFormTexts, markers: Sequence[str], token: LiteralEncoder) -> None:
         self._form = form
         self._markers = markers
         self._rules = LarkRules(token)
 
     def write_grammar(self, tools: Sequence[Tool], many: bool, *, must_call: bool) -> str:
-        """As ToolFormat.build_calls_grammar."""
         form = self._form
         rules = self._rules
         first = self._form.opening_after_prompt
         opening = rules.split_literal(first.lstrip())
         calls = [self._call_expression_sequence(tool) for tool in tools]
-        space = form.tail[len(form.tail.rstrip()) :]  # behind the last call it may be missing
+        space = form.tail[len(form.tail.rstrip()) :]  # optional after the last call
         between = " ".join(rules.split_literal(space + form.between + form.fixed_head))
         more = f"( {between} call )*" if many and form.allows_many else ""
         end = " ".join(rules.split_literal((space + form.end).rstrip()))
         ended, after = "", space + form.end
         after = after[len(after.rstrip()) :] + form.turn_end
         for part in reversed(re.findall(r"\s+|\S+", after)):
-            for piece in reversed(rules.split_literal(part)):  # the model may stop at any token of it
+            for piece in reversed(rules.split_literal(part)):  # the model may stop at any of its tokens
                 ended = f"( {piece} {ended} )?"
         rest = f"call {more} {end} {ended}"
         space = first[: len(first) - len(first.lstrip())]
@@ -55,7 +50,6 @@ class CallFormGrammarWriter:
         return "\n".join(lines) + "\n" + rules.render_rules()
 
     def _required_start_rule(self, space: str) -> str:
-        """The beginning of the start rule where calls must be made: empty content, and white space."""
         form, rules = self._form, self._rules
         empty = " ".join(rules.split_literal(form.content_begin + form.content_end)) if form.content_end else ""
         return " ".join(
@@ -63,7 +57,6 @@ class CallFormGrammarWriter:
         )
 
     def _optional_start_rule(self, opening: Sequence[str], rest: str) -> str:
-        """The start rule where an answer may be text, in which calls follow the `opening`, and the rules it needs."""
         form = self._form
         rules = self._rules
         first = self._form.opening_after_prompt
@@ -116,6 +109,5 @@ class CallFormGrammarWriter:
         return expressions
 
     def _call_start_regex(self) -> str:
-        """A regular expression of how an answer begins that is calls, and not text."""
         start = marker_prefix(self._form.opening_after_prompt)
         return r"\s*" + r"\s*".join(map(re.escape, split_into_atoms(start)[:3]))

@@ -1,5 +1,3 @@
-"""Reads calls that are written in a form, while their text comes."""
-
 from __future__ import annotations
 
 import re
@@ -13,13 +11,11 @@ from quire.server.formats.tools.tool_parser import ToolsByName
 
 CALL_NAME = re.compile(r"[\w.:-][\w.:/-]*")
 EXTRA_CALL_SEPARATORS = (";", ",")
-"""What models write between calls whose template shows one alone."""
+"""Models write these even if the template shows only one call."""
 VALID_CALL_ID = re.compile(r"[\w.:-]{1,64}")
 
 
 class CallFormReader:
-    """Reads from one answer."""
-
     def __init__(self, form: CallFormTexts, source: TextSource, sink: ToolCallSink, tools: ToolsByName) -> None:
         self._form = form
         self._source = source
@@ -27,7 +23,6 @@ class CallFormReader:
         self._tools = tools
 
     def read_form_calls(self, marker: str) -> ParserSteps[bool]:
-        """As ToolFormat.read_calls."""
         form = self._form
         source = self._source
         sink = self._sink
@@ -64,15 +59,12 @@ class CallFormReader:
         prompt_head = form.prompt_head if head != form.head else ""
         heads = [other.removeprefix(prompt_head) for other in form.other_heads]
         heads += [] if form.json_keys is not None or (outside and head in form.unwrapped_heads) else [head]
-        for one in sorted(
-            {*heads, *form.unwrapped_heads}, key=len, reverse=True
-        ):  # a short one fits where a long one does
+        for one in sorted({*heads, *form.unwrapped_heads}, key=len, reverse=True):  # longest first
             if (yield from self._read_call_parts(one, unwrapped=one in form.unwrapped_heads and one not in heads)):
                 return True
         return False
 
     def _read_json_call(self, keys: JsonCallKeys, head: str) -> ParserSteps[bool]:
-        """Read a call that is a JSON object."""
         form, source = self._form, self._source
         names = None if form.has_distinct_marker else self._tools
         place = source.save_place()
@@ -88,8 +80,7 @@ class CallFormReader:
         return True
 
     def _read_call_parts(self, head: str, *, unwrapped: bool) -> ParserSteps[bool]:
-        """Read a call that begins with a head: an `unwrapped` one may be spoken of, so the name must be a tool's, and
-        arguments must follow."""
+        """Text may merely mention an `unwrapped` head, so the name must be a tool's, and arguments must follow."""
         must_be_known = unwrapped or not self._form.has_distinct_marker
         form = self._form
         source = self._source
@@ -123,7 +114,7 @@ class CallFormReader:
         return True
 
     def _read_head_slots(self, head: str, *, must_be_known: bool) -> ParserSteps[dict[str, str] | None]:
-        """Read a head, and return what stands in its slots; None if something else comes."""
+        """None if something else comes."""
         source = self._source
         slot_values: dict[str, str] = {}
         pieces = SLOT_PATTERN.split(head)
@@ -140,10 +131,10 @@ class CallFormReader:
         return slot_values
 
     def _read_slot(self, next_piece: str) -> ParserSteps[str | None]:
-        """Read the text of a slot up to the literal that follows it; None if that does not come."""
+        """None if the literal after the slot does not come."""
         form, source = self._form, self._source
         follows = re.findall(rf"{TAG.pattern}|\S+", next_piece)[:1]
-        if not follows and next_piece:  # names have no white space, but may have what begins arguments
+        if not follows and next_piece:
             follows = [next_piece[0], *(one for one in form.texts_after_head_slot if len(one) > 1)]
         follows = follows or form.texts_after_head_slot
         yield from source.peek_non_space_character()
@@ -155,7 +146,6 @@ class CallFormReader:
         return read[0].strip()
 
     def _skip_literal(self, literal: str) -> ParserSteps[None]:
-        """Pass over a literal, or as much of it as is there."""
         source = self._source
         for piece in SLOT_PATTERN.split(literal):
             if piece in (ID_SLOT, INDEX_SLOT):
@@ -165,7 +155,7 @@ class CallFormReader:
 
 
 def _may_be_tool_name(source: TextSource, tools: ToolsByName) -> ParserSteps[bool]:
-    """Whether the text that comes may be the name of a tool: other text is not held back."""
+    """Other text is not held back."""
     while True:
         text = source.text.lstrip()
         if any(text.startswith(name) for name in tools):

@@ -1,7 +1,4 @@
-"""Values written as elements, as MiniMax M3 writes them: <key>…</key> for an object's, <item>…</item> for a list's.
-
-The text between does not tell types apart, so the schema does where it can.
-"""
+"""Values written as elements, as by MiniMax M3: <key>…</key> in objects, <item>…</item> in lists."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from quire.server.formats.tools import strict_json
 
 
 def parse_element(written: str, before: str, item: str, node: SchemaNode) -> Any:
-    """The value of a text. `before`: what stands before a key, such as "<"; `item`: the name of a list's elements."""
+    """`before`: text before a key, such as "<". `item`: name of list elements."""
     kinds = node.variant_types()
     if kinds == {"string"}:
         return written
@@ -36,7 +33,7 @@ def parse_element(written: str, before: str, item: str, node: SchemaNode) -> Any
 
 
 def _child_elements(written: str, before: str) -> list[tuple[str, str]] | None:
-    """The elements that a text is made of; None when it is made of something else."""
+    """None if the text does not consist of elements."""
     begin = re.compile(rf"\s*{re.escape(before)}([^<>/\s]+)>")
     children: list[tuple[str, str]] = []
     place = 0
@@ -52,7 +49,7 @@ def _child_elements(written: str, before: str) -> list[tuple[str, str]] | None:
 
 
 def _find_closing_tag(written: str, begin: str, close: str, start: int) -> int:
-    """Where the element that was opened before `start` is closed; -1 if nowhere."""
+    """-1 if it does not close."""
     depth, place = 1, start
     while True:
         end = written.find(close, place)

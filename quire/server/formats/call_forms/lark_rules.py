@@ -1,5 +1,3 @@
-"""Lark rules for values that are written as literals, but not as JSON."""
-
 from __future__ import annotations
 
 import json
@@ -17,36 +15,28 @@ from quire.server.formats.tools.lark_calls import ordered_optional_items_express
 LiteralEncoder = Callable[[str], str]
 LITERAL_PIECES = re.compile(r'"(?:[^"\\]|\\.)*"|<\[\d+\]>')
 JSON_STRING_QUOTE = '\\"'
-"""The quote of JSON that is written into a JSON string."""
+"""Quote of JSON within a JSON string."""
 MAX_DEPTH = 12
 NUMBER_REGEX = r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/"
 
 
 @dataclass(frozen=True, slots=True)
 class LiteralSpelling:
-    """How a template writes constants, and values that hold others."""
-
     true: str = "true"
     false: str = "false"
     null: str = "null"
     json_lists: bool = True
     json_objects: bool = True
-    """Lists and objects are written as JSON, with what is in them."""
 
 
 @dataclass(slots=True)
 class LarkRules:
-    """Collects the rules that a grammar's expressions refer to."""
-
     encode_literal: LiteralEncoder
     names_by_body: dict[str, str] = field(default_factory=dict)
-    """Names of rules by their bodies."""
 
     def split_literal(self, literal: str) -> list[str]:
-        """The expressions of a literal: its special tokens, and the texts between them.
-
-        White space that a text begins with is a piece of its own: llguidance reads the longest word that fits and does
-        not go back, so that of two words at one place neither may be the beginning of the other.
+        """Split a literal into special tokens, texts, and each text's leading whitespace. llguidance takes the longest
+        matching word and does not backtrack, so no word may be a prefix of another at one place.
         """
         expressions = []
         for piece in self.literal_parts(literal):
@@ -56,28 +46,24 @@ class LarkRules:
         return expressions
 
     def literal_parts(self, literal: str) -> list[str]:
-        """The same, with texts as they are."""
         return LITERAL_PIECES.findall(self.encode_literal(literal)) if literal else []
 
     def add_rule(self, head: str, body: str) -> str:
-        """The name of the rule with this body; `head` says its options, such as [suffix="…"]."""
         return self.names_by_body.setdefault(f"{head}: {body}", f"r{len(self.names_by_body)}")
 
     def add_terminal(self, body: str) -> str:
         return self.names_by_body.setdefault(f": {body}", f"T{len(self.names_by_body)}")
 
     def text_then_end(self, end: str, pattern: str | None = None) -> str:
-        """Any text up to `end`, and that; with `pattern`, only texts all of which it matches. Where the end begins with
-        a special token, text stops by itself.
-
-        Of a text, the first tag ends it, whatever white space is around: parsers read that tag as the end, too.
+        """Match any text, or a match of `pattern`, up to `end`. As in the parsers, the end's first tag ends the text,
+        whatever the whitespace.
         """
         if pattern is not None:
             return self._pattern_then_end_expression(end, pattern)
         pieces = self.literal_parts(end)
         anything = "/(?s:.*)/"
         if not pieces[0].startswith("<[") and len(pieces) > 1 and not json.loads(pieces[0]).strip():
-            pieces = pieces[1:]  # white space in front of a special token is part of the text
+            pieces = pieces[1:]  # whitespace before a special token belongs to the text
         if pieces[0].startswith("<["):
             return " ".join([self.add_terminal(anything), *pieces])
         literal = json.loads(pieces[0])
@@ -89,7 +75,7 @@ class LarkRules:
         return " ".join([self.add_rule(f"[suffix={quote_lark_string(tag[0])}]", anything), *after, *pieces[1:]])
 
     def _pattern_then_end_expression(self, end: str, pattern: str) -> str:
-        """White space before the end's first tag is written as it is there: parsers leave out no more than that."""
+        """Whitespace before the end's first tag is required: parsers remove no more than that."""
         core = end.lstrip() or end
         space = end[: len(end) - len(core)]
         first, *more = self.literal_parts(core)
@@ -109,8 +95,6 @@ class LarkRules:
 
 @dataclass(frozen=True, slots=True)
 class LiteralRuleWriter:
-    """Writes rules of values that fit a JSON schema. What Lark cannot say of a schema is left open."""
-
     rules: LarkRules
     spelling: LiteralSpelling
     quote: str = "'"
@@ -121,7 +105,6 @@ class LiteralRuleWriter:
     sort: bool = False
 
     def value_expression(self, node: SchemaNode, depth: int = 0) -> str:
-        """The expression of a value."""
         if depth > MAX_DEPTH:
             return self._any_value_expression(depth)
         expressions = dict.fromkeys(self._variant_expression(variant, node, depth) for variant in node.variants())
@@ -184,7 +167,6 @@ class LiteralRuleWriter:
         return f'"{{" ( {entry} ( {quote_lark_string(self.comma)} {entry} )* )? "}}"'
 
     def _any_value_expression(self, depth: int) -> str:
-        """Any value, by a rule that refers to itself."""
         if not depth and self.spelling.json_lists and self.spelling.json_objects:
             constants = " | ".join(
                 quote_lark_string(word) for word in (self.spelling.true, self.spelling.false, self.spelling.null)
@@ -200,8 +182,7 @@ class LiteralRuleWriter:
         )
 
     def string_expression(self, schema: Any = None) -> str:
-        """A string in quotes. Where escapes stand for characters, one with a pattern is JSON's, which parsers read
-        too; in a string inside a string, and where quotes are JSON's and escapes are not, a pattern is left open."""
+        """Patterns are ignored in nested strings, and in JSON quotes without escapes."""
         if self.quote == JSON_STRING_QUOTE:
             return r"""/\\"([^"\\\x00-\x1f]|\\\\(\\"|\\\\|[bfnrt\/]))*\\"/"""
         pattern = schema_pattern(schema)
@@ -218,7 +199,6 @@ class LiteralRuleWriter:
         return " ".join(self.rules.split_literal(self.format_literal(value)))
 
     def format_literal(self, value: Any) -> str:
-        """A value as the template writes it."""
         spelling = self.spelling
         if isinstance(value, str):
             return self.quote_string(value)

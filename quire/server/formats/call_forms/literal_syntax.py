@@ -1,5 +1,3 @@
-"""Reads values written as Python's or JSON's literals, or with other quotes around strings, while they come."""
-
 from __future__ import annotations
 
 import ast
@@ -24,17 +22,15 @@ class UnreadableLiteral(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LiteralSyntax:
-    """How literals are written."""
-
     quote: str = '"'
-    """What stands around strings. Strings with " or ' in place of it are read too."""
+    """Strings in " or ' are read too."""
     raw: bool = False
-    """A quoted string has no escapes."""
+    """Quoted strings have no escapes."""
     string_end_pattern: str = r"\s*[,\])}]"
-    """What follows a raw string whose quote may also stand inside it: a regular expression."""
+    """Must follow a raw string that may contain its own quote."""
 
     def parse_next_literal(self, source: TextSource, depth: int = 0) -> ParserSteps[Any]:
-        """The next value. Raises Unreadable."""
+        """Raises UnreadableLiteral."""
         first = yield from source.peek_non_space_character()
         if depth > MAX_DEPTH or not first:
             raise UnreadableLiteral
@@ -53,7 +49,6 @@ class LiteralSyntax:
         return (yield from _read_word(source))
 
     def parse_string_after_quote(self, source: TextSource, quote: str, *, raw: bool) -> ParserSteps[str]:
-        """The rest of a string behind its quote."""
         pieces: list[str] = []
         while True:
             place = source.text.find(quote)
@@ -75,7 +70,6 @@ class LiteralSyntax:
             pieces.append(quote)
 
     def _is_string_end(self, source: TextSource) -> ParserSteps[bool]:
-        """Whether a raw string ends here, by what follows."""
         while len(source.text) < 80 and not source.is_closed and not re.match(self.string_end_pattern, source.text):
             yield
         return re.match(self.string_end_pattern, source.text) is not None
@@ -109,7 +103,6 @@ class LiteralSyntax:
         return entries
 
     def parse_next_key(self, source: TextSource, ends: tuple[str, ...]) -> ParserSteps[str]:
-        """A key, in quotes or bare."""
         first = yield from source.peek_non_space_character()
         for quote in (self.quote, *"\"'"):
             if (yield from source.take_after_space(quote)):
@@ -122,7 +115,6 @@ class LiteralSyntax:
 
 
 def _read_word(source: TextSource) -> ParserSteps[Any]:
-    """A number, a constant, or a bare word as a string."""
     while True:
         text = source.text.lstrip()
         match = BARE_WORD.match(text)
@@ -148,7 +140,6 @@ def _read_word(source: TextSource) -> ParserSteps[Any]:
 
 
 def unescape_literal(text: str) -> str:
-    """A string with its escapes, of Python or JSON, replaced by what they mean."""
     text = ESCAPE.sub(_unescape_match, text)
     return SURROGATE_PAIR.sub(lambda pair: pair[0].encode("utf-16", "surrogatepass").decode("utf-16"), text)
 

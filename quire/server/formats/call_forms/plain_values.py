@@ -1,4 +1,4 @@
-"""Values between tags, where strings stand as they are and all others as literals: which of the two a text is."""
+"""Values between tags: plain strings, or literals of other types."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ JSON_BY_PYTHON_CONSTANT = {"True": "true", "False": "false", "None": "null"}
 
 
 def is_string_only(variants: list[TypeVariant]) -> bool:
-    """Whether values are strings and nothing else, so that their text need not be looked at."""
     return all(variant.type == "string" for variant in variants)
 
 
 def may_be_literal(begun: str, variants: list[TypeVariant], spelling: LiteralSpelling) -> bool:
-    """Whether a text that begins so may turn out to be another value than a string."""
     kinds = {variant.numeric_merged_type for variant in variants}
     if kinds & {ANY_TYPE} or not kinds & {"string"}:
         return True
@@ -33,11 +31,8 @@ def may_be_literal(begun: str, variants: list[TypeVariant], spelling: LiteralSpe
 
 
 def value_to_json(written: str, variants: list[TypeVariant], spelling: LiteralSpelling) -> str:
-    """The value of a text as JSON.
-
-    Where a schema allows strings among others, a text is another value only if it is, from its first character to its
-    last, how the template writes one that the schema allows; `null` is null. Where it allows no strings, or says
-    nothing, a text is a string only if it is no literal of JSON or Python.
+    """If the schema allows strings, a text is another value only if the template would write an allowed value exactly
+    so. Otherwise it is a string only if it is no literal of JSON or Python.
     """
     kinds = {variant.numeric_merged_type for variant in variants}
     if "string" in kinds and ANY_TYPE not in kinds:
@@ -71,8 +66,7 @@ def _json_constant_by_spelling(spelling: LiteralSpelling) -> dict[str, str]:
 def _literal_to_json_or_none(
     written: str, constants: dict[str, str], spelling: LiteralSpelling, *, python: bool = False
 ) -> str | None:
-    """The JSON of a literal; None for any other text. Literals of Python are read too with `python`, or where the
-    template writes such lists or objects."""
+    """Python literals count with `python`, or if the template writes lists or objects so."""
     if written in constants:
         return constants[written]
     try:
@@ -91,7 +85,7 @@ def _literal_to_json_or_none(
 
 
 def _matches_any_nonstring_variant(value: Any, variants: list[TypeVariant]) -> bool:
-    """Whether a value is of one of the types; a string is not, for strings are written without quotes."""
+    """Strings never match: they are written unquoted."""
     type = json_type_of_value(value)
     for variant in variants:
         same = type == variant.type or (type == "integer" and variant.type == "number")

@@ -1,5 +1,3 @@
-"""A JSON schema's `pattern` as the terminal of a Lark grammar, for strings that stand in a call as they are."""
-
 from __future__ import annotations
 
 import re
@@ -9,20 +7,18 @@ from typing import Any
 from quire.server.formats.lark_to_regex import escape_regex
 
 REGEX_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()|]|[^\\\[()|]+|.", re.DOTALL)
-"""An escape, a class, a bracket or a bar of a regular expression, or what stands between."""
 LARK_SPECIAL = re.compile(r"\\.|[/\n]", re.DOTALL)
 
 
 def schema_pattern(schema: Any) -> str | None:
-    """What a schema wants strings to match, from their beginning to their end."""
+    """Anchored to the whole string."""
     pattern = schema.get("pattern") if isinstance(schema, Mapping) else None
     return full_match_pattern(pattern) if isinstance(pattern, str) else None
 
 
 def full_match_pattern(pattern: str) -> str:
-    """An expression that matches all of a text wherever this one, as JSON schema reads it, finds something in it.
-
-    Anchors elsewhere than at the ends of an alternative stay, for the grammar's compiler to refuse.
+    """Convert JSON schema's search semantics to a full match. Anchors inside an alternative stay, for the grammar
+    compiler to refuse.
     """
     alternatives, depth = [""], 0
     for part in REGEX_PART.findall(pattern):
@@ -35,8 +31,7 @@ def full_match_pattern(pattern: str) -> str:
 
 
 def pattern_then_end_terminal(pattern: str, end: str, stop: str | None) -> str:
-    """The body of a terminal: a text all of which the pattern matches, and `end`. A parser takes the first `stop` for
-    the end of the text, so that there is none but one that `end` ends with."""
+    """A matching text, then `end`. Parsers end the text at the first `stop`, so it must not occur earlier."""
     body = f"/{_escape_for_lark(f'(?:{pattern}){escape_regex(end)}')}/"
     if stop is None:
         return body
@@ -53,5 +48,4 @@ def _anchor_alternative(alternative: str) -> str:
 
 
 def _escape_for_lark(expression: str) -> str:
-    """As it stands between slashes."""
     return LARK_SPECIAL.sub(lambda match: {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(match[0], match[0]), expression)

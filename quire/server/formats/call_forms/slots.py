@@ -1,11 +1,11 @@
-"""Texts with places for names and arguments, cut into atoms, so that no comparison ends inside a tag or a word."""
+"""Texts with slots, split into atoms so that no comparison ends inside a tag or word."""
 
 from __future__ import annotations
 
 import re
 from itertools import takewhile
 
-# Characters for private use that stand for a call's name, id, number, arguments, and for an argument's key.
+# Private-use characters.
 NAME_SLOT = "\ue000"
 ID_SLOT = "\ue001"
 INDEX_SLOT = "\ue002"
@@ -22,7 +22,6 @@ TAG_GROUP = rf"(?:{TAG.pattern})(?:\w+(?:{TAG.pattern}))?"
 
 
 TAG_START = rf"(?:{TAG.pattern})(?:\w+(?:{TAG.pattern})?)?"
-"""The same, or a tag and a word."""
 
 
 def split_into_atoms(text: str) -> list[str]:
@@ -43,6 +42,6 @@ def _common_leading_atoms(one: list[str], other: list[str]) -> list[str]:
 
 
 def last_tag(text: str) -> str:
-    """The last tag of a text; empty if there is none."""
+    """Empty if there is none."""
     tags = TAG.findall(text)
     return tags[-1] if tags else ""

@@ -1,5 +1,3 @@
-"""Arguments between tags: what reads them, and the grammar that allows nothing else."""
-
 from __future__ import annotations
 
 import html
@@ -31,23 +29,21 @@ VALID_KEY = re.compile(r"[^\s<>\"'=/][^<>\"'\n]*")
 
 @dataclass(frozen=True, slots=True)
 class TaggedArguments(ArgumentsForm):
-    """Keys between tags, and values between tags: strings as they are, others as JSON or Python writes them."""
+    """Keys and values between tags: plain strings, other values as JSON or Python literals."""
 
     before_key: str
     infixes: Mapping[str, str]
-    """What stands between key and value, by the JSON type of the value."""
+    """Text between key and value, by the value's JSON type."""
     end: str
-    """What follows a value. It may hold the character for the KEY."""
+    """May contain KEY_SLOT."""
     separator: str
     spelling: LiteralSpelling
     sort: bool = False
     uses_cdata: bool = False
-    """Strings with markup stand in a CDATA section."""
     has_html_entities: bool = False
-    """Strings have HTML's entities."""
     element_prefix: str = ""
     item_name: str = ""
-    """If lists and objects are written as elements: what stands before an element's name, and the name of a list's."""
+    """If lists and objects are elements: text before element names, and the name of list elements."""
 
     @property
     def example(self) -> str:
@@ -80,7 +76,7 @@ class TaggedArguments(ArgumentsForm):
                 return False
             end = self.end.replace(KEY_SLOT, key).strip()
             while end and (yield from source.take_after_space(end)):
-                pass  # some models write it twice
+                pass  # some models repeat it
         sink.add_arguments("}")
         return True
 
@@ -96,7 +92,7 @@ class TaggedArguments(ArgumentsForm):
 
 
 def _is_call_end(source: TextSource, tail: str) -> ParserSteps[bool]:
-    """Whether the end of the call comes next: one of its tags, for models forget some, or all of it if it has none."""
+    """Some models forget tags, so any of the tail's tags counts."""
     for mark in TAG.findall(tail) or [tail]:
         if (yield from is_literal_next(source, mark)):
             return True
@@ -104,7 +100,7 @@ def _is_call_end(source: TextSource, tail: str) -> ParserSteps[bool]:
 
 
 def _read_key_and_value_type(form: TaggedArguments, source: TextSource) -> ParserSteps[tuple[str, str] | None]:
-    """The next key, and the type of its value where the text tells it. None, when no key comes."""
+    """The type is empty if the text does not determine it. None: no key comes."""
     if form.before_key.strip() and not (yield from source.take_ignoring_space(form.before_key)):
         return None
     infixes: dict[str, list[str]] = {}
@@ -129,8 +125,7 @@ def _read_key_and_value_type(form: TaggedArguments, source: TextSource) -> Parse
 def _stream_value(
     form: TaggedArguments, source: TextSource, sink: ToolCallSink, key: str, node: SchemaNode, kind: str
 ) -> ParserSteps[bool]:
-    """Pass on a value, and take what follows it. `kind`: "string" or "other" where the text tells it. False when it
-    does not end."""
+    """`kind` is "string" or "other" if the text determines it. False if the value does not end."""
     end = form.end.replace(KEY_SLOT, key)
     core = end.strip()
     space = end[: len(end) - len(end.lstrip())]
@@ -166,7 +161,6 @@ def _stream_value(
 def _stream_text(
     source: TextSource, sink: ToolCallSink, ends: tuple[str, ...], *, html_entities: bool
 ) -> ParserSteps[bool]:
-    """Pass on text up to the first of `ends`, which is taken too."""
     pieces: list[str] = []
 
     def stream_piece(piece: str) -> None:
@@ -193,7 +187,7 @@ def _stream_text(
 
 
 def _read_until_end(source: TextSource, end: str, begin: str) -> ParserSteps[str | None]:
-    """The text up to `end`, which is taken too; with `begin`, as many ends are passed over as there are begins."""
+    """Consumes `end`. Each `begin` on the way skips one more end."""
     start = 0
     while True:
         place = source.text.find(end, start)
@@ -208,7 +202,6 @@ def _read_until_end(source: TextSource, end: str, begin: str) -> ParserSteps[str
 
 
 def _may_become_literal(form: TaggedArguments, begun: str, ends: tuple[str, ...], variants: list[TypeVariant]) -> bool:
-    """Whether a value that begins so, of which the last characters may begin its end, may be no string."""
     return bool(form.item_name) or may_be_literal(
         begun[: len(begun) - partial_match_length(begun, ends)], variants, form.spelling
     )
@@ -223,7 +216,6 @@ def _tagged_value_to_json(form: TaggedArguments, written: str, node: SchemaNode,
 
 
 def _argument_expression(form: TaggedArguments, name: str, node: SchemaNode, rules: LarkRules) -> str:
-    """One argument: its key, and its value of any type that the schema allows."""
     end = form.end.replace(KEY_SLOT, name)
     alternatives = []
     for variant in node.variants():
@@ -238,7 +230,6 @@ def _argument_expression(form: TaggedArguments, name: str, node: SchemaNode, rul
 def _variant_value_expressions(
     form: TaggedArguments, variant: TypeVariant, node: SchemaNode, end: str, rules: LarkRules
 ) -> list[str]:
-    """The expressions of a value of one of the types that `node` allows."""
     closing = rules.split_literal(end)
     if variant.type == "string":
         return _string_expressions(form, variant, end, rules)
@@ -271,7 +262,6 @@ def _string_expressions(form: TaggedArguments, variant: TypeVariant, end: str, r
 def _element_expressions(
     form: TaggedArguments, variant: TypeVariant, node: SchemaNode, end: str, rules: LarkRules, depth: int
 ) -> list[str]:
-    """A value that may be made of elements, and its end."""
     if variant.type == ANY_TYPE or depth > MAX_DEPTH:
         return [rules.text_then_end(end)]
     if variant.type not in ("array", "object"):
@@ -293,7 +283,6 @@ def _element_expressions(
 
 
 def encode_tagged_string(form: TaggedArguments, value: str) -> str:
-    """A string as the template writes it."""
     if form.uses_cdata and any(one in value for one in "<&\n"):
         return f"{CDATA_BEGIN}{value}{CDATA_END}"
     return html.escape(value) if form.has_html_entities else value

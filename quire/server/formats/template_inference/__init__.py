@@ -1,1 +1,1 @@
-"""Finds out from a chat template's own rendering how a model writes tool calls, reasoning and content."""
+"""Infers from a chat template's renderings how a model writes tool calls, reasoning and content."""

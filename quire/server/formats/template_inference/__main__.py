@@ -1,5 +1,6 @@
-"""`python -m quire.server.formats.template_inference FILE.jinja ...` prints what is found out from chat templates, as a
-table."""
+"""`python -m quire.server.formats.template_inference FILE.jinja ...` prints what is inferred from chat templates as a
+table.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,6 @@ def main(paths: Sequence[str]) -> None:
 
 
 def inference_table_row(name: str, template: str) -> str:
-    """What is found out from one template, and how long that takes."""
     renderer = ChatRenderer({"default": template}, SPECIAL_TOKENS)
     began = time.perf_counter()
     thought = ""
@@ -53,7 +53,6 @@ def inference_table_row(name: str, template: str) -> str:
 
 
 def format_call(form: CallForm) -> str:
-    """A turn with one call."""
     text = form.begin + form.head + "…" + form.tail + form.end
     for slot, name in SLOT_NAMES.items():
         text = text.replace(slot, name)

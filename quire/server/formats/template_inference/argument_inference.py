@@ -1,4 +1,4 @@
-"""Infers how a template writes arguments that are no JSON object: keys and values between tags or as literals."""
+"""Infers the form of arguments that are not a JSON object: tags or literals."""
 
 from __future__ import annotations
 
@@ -37,13 +37,11 @@ TRICKY_STRING = "q'a\"b\\n\\c\nd&<e>q"
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsRegion:
-    """Where arguments stand in a turn."""
-
     before: str
     after: str
 
     def extract_arguments_text(self, turn: str) -> str:
-        """The arguments in a turn that has one call. Raises TemplateInferenceError."""
+        """The turn must have one call. Raises TemplateInferenceError."""
         if not turn.startswith(self.before) or not turn.endswith(self.after):
             raise TemplateInferenceError("calls look different with other arguments")
         return turn[len(self.before) : len(turn) - len(self.after)]
@@ -51,21 +49,15 @@ class ArgumentsRegion:
 
 @dataclass(frozen=True, slots=True)
 class EntryLayout:
-    """How a template writes one argument after the other."""
-
     before_key: str
     infixes: dict[str, str]
-    """By type of the value: the text between a key and its value."""
     ends: dict[str, str]
-    """By type of the value: the text after it."""
     separator: str
     spelling: LiteralSpelling
     sort: bool
-    """The template sorts arguments by key."""
 
 
 def find_arguments_region(prober: TemplateProber) -> ArgumentsRegion:
-    """What stands around the arguments of a call: what a call without any has in common with one that has two."""
     empty = prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], {})])
     full = prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], dict(zip(PROBE_KEYS, PROBE_VALUES, strict=True)))])
     before = common_prefix_by_atoms(empty, full)
@@ -112,7 +104,6 @@ def infer_arguments_form(prober: TemplateProber, region: ArgumentsRegion) -> Arg
 
 
 def _texts_around_two_entries(full: str, key: str, value: str, key2: str, value2: str) -> tuple[str, str, str, str]:
-    """What stands before the first key, between a key and its value, behind the first value, and behind the second."""
     places = [full.index(one) for one in (key, value, key2, value2)]
     if places != sorted(places):
         raise TemplateInferenceError("its arguments are in no order that is known here")
@@ -129,7 +120,6 @@ def _texts_around_two_entries(full: str, key: str, value: str, key2: str, value2
 def _split_entry_after_key(
     arguments_text: str, before_key: str, after: str, kind: str, sample: Any, string_infix: str
 ) -> tuple[str, str, str]:
-    """What stands between key and value, the value as written, and what follows it."""
     rest = arguments_text.removeprefix(before_key)
     if not rest.startswith(SAMPLE_KEY):
         raise TemplateInferenceError("keys look different with other values")
@@ -151,7 +141,6 @@ def _find_occurrences(text: str, part: str) -> list[int]:
 
 
 def candidate_value_texts(value: Any) -> Iterator[str]:
-    """How templates write a value that is no string."""
     yield json.dumps(value)
     yield json.dumps(value, separators=(",", ":"))
     yield repr(value)
@@ -171,7 +160,7 @@ def _infer_literal_spelling(written: dict[str, str]) -> LiteralSpelling:
 
 
 def _infer_quote(infixes: dict[str, str], ends: dict[str, str]) -> str | None:
-    """What stands around strings, if values end by themselves: it is what a string has more than a number."""
+    """None if values do not end by themselves."""
     infix, end = infixes["number"], ends["number"]
     if not infixes["string"].startswith(infix) or not ends["string"].endswith(end):
         return None
@@ -224,7 +213,6 @@ def _infer_tagged_arguments(prober: TemplateProber, region: ArgumentsRegion, lay
 
 
 def _render_array(prober: TemplateProber, region: ArgumentsRegion, infix: str) -> str:
-    """A list as it is written, and what follows."""
     try:
         arguments_text = region.extract_arguments_text(
             prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], {SAMPLE_KEY: ["qitemq"]})])

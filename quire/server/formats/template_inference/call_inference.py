@@ -1,4 +1,4 @@
-"""Finds out a template's form of tool calls, and proves it by reading back calls that it was not made from."""
+"""Infers a template's form of tool calls, and verifies it by reading back other calls."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ VERIFICATION_PROPERTIES = {
 
 
 def infer_call_form(renderer: ChatRenderer, turn: AssistantTurnForm | None = None) -> CallForm:
-    """Raises TemplateInferenceError, which says why."""
+    """Raises TemplateInferenceError."""
     prober = TemplateProber(renderer)
     prober.learn_generation_prompt()
     turn = turn or infer_turn_form(prober)
@@ -106,14 +106,12 @@ def _infer_unverified_form(prober: TemplateProber, turn: AssistantTurnForm) -> C
 
 
 def _heads_without_outer_tag(begin: str, head: str) -> tuple[str, ...]:
-    """The head of a call without the tag around it, or around all calls, if it still has one."""
     outer = TAG.match(head.lstrip())
     inner = head.lstrip()[outer.end() :].lstrip() if outer is not None else head if TAG.search(begin) else ""
     return (inner,) if NAME_TAG_OPENING.match(inner) else ()
 
 
 def _find_arguments_and_form(prober: TemplateProber, turn: str) -> tuple[str, ArgumentsForm]:
-    """The text of the arguments in a turn, and how it is written."""
     json_arguments = _find_json_arguments_and_form(turn)
     if json_arguments is not None:
         return json_arguments
@@ -140,7 +138,6 @@ def _needs_short_ids(prober: TemplateProber) -> bool:
 
 
 def _find_json_arguments_and_form(turn: str) -> tuple[str, ArgumentsForm] | None:
-    """The text of the arguments if they are a JSON object, or one in a JSON string, and how it is written."""
     for place, value, end in _find_json_values(turn):
         arguments_text = turn[place:end]
         sort = arguments_text.find(PROBE_KEYS[1]) < arguments_text.find(PROBE_KEYS[0])
@@ -152,7 +149,6 @@ def _find_json_arguments_and_form(turn: str) -> tuple[str, ArgumentsForm] | None
 
 
 def _find_json_values(text: str) -> list[tuple[int, Any, int]]:
-    """The JSON objects and strings in a text, with where they begin and end."""
     decoder, values = json.JSONDecoder(), []
     for place, character in enumerate(text):
         if character in '{"':
@@ -165,7 +161,7 @@ def _find_json_values(text: str) -> list[tuple[int, Any, int]]:
 
 
 def _infer_json_keys(answer: str) -> JsonCallKeys | None:
-    """The keys of a call that is a JSON object; None if it is none, or names no name."""
+    """None if the call is not a JSON object with a name."""
 
     def is_arguments(value: Any) -> bool:
         return value == FULL_ARGUMENTS or (isinstance(value, str) and parse_json_or_none(value) == FULL_ARGUMENTS)
@@ -190,7 +186,6 @@ def _infer_json_keys(answer: str) -> JsonCallKeys | None:
 
 
 def can_read_back(format: ToolFormat, renderer: ChatRenderer, turn: AssistantTurnForm) -> bool:
-    """Whether a format reads the single calls that a template writes."""
     prober = TemplateProber(renderer)
     try:
         prober.learn_generation_prompt()
@@ -200,7 +195,7 @@ def can_read_back(format: ToolFormat, renderer: ChatRenderer, turn: AssistantTur
 
 
 def verify_form(form: CallForm, prober: TemplateProber, turn: AssistantTurnForm) -> None:
-    """Read back turns of calls that the form was not made from, whole and in pieces. Raises TemplateInferenceError."""
+    """Read other calls back, whole and by characters. Raises TemplateInferenceError."""
     for calls in VERIFICATION_CALLS:
         mismatch = _find_mismatch(form, prober, turn, calls if form.allows_many else calls[:1])
         if mismatch is not None:
@@ -210,7 +205,7 @@ def verify_form(form: CallForm, prober: TemplateProber, turn: AssistantTurnForm)
 def _find_mismatch(
     format: ToolFormat, prober: TemplateProber, turn: AssistantTurnForm, calls: Sequence[ProbeCall]
 ) -> str | None:
-    """What was read instead of the calls; None if all is well."""
+    """None if all calls are read back."""
     tools = {
         name: Tool(name, {"type": "object", "properties": VERIFICATION_PROPERTIES}) for name in ("get_it", "set-x")
     }
@@ -226,7 +221,6 @@ def _find_mismatch(
 def parse_answer_pieces(
     format: ToolFormat, tools: dict[str, Tool], pieces: Sequence[str]
 ) -> tuple[str, list[tuple[str, Any]]]:
-    """The content and the calls of an answer that comes in pieces."""
     parser = ToolParser(format, tools)
     content, call_pieces = "", list[list[str]]()
     for index, piece in enumerate(pieces):

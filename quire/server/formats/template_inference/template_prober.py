@@ -1,4 +1,4 @@
-"""Renders made-up turns of an assistant, and cuts out of each rendering what the model writes in its turn."""
+"""Renders made-up assistant turns, and cuts out the model's part."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ USER_TEXT = "quserq"
 CONTENT_TEXT, REASONING_TEXT = "qcontentq", "qthoughtq"
 PROBE_NAMES = ("qfirstq", "qsecondq")
 PROBE_KEYS = ("qkeyoneq", "qkeyaq")
-"""In another order than the alphabet's."""
 PROBE_VALUES = ("qvaloneq", "qvaltwoq")
 SHORT_IDS = ("qidaaaaa1", "qidaaaaa2")
-"""Mistral's templates refuse ids that are not nine letters and digits."""
+"""Mistral's templates refuse ids other than nine letters and digits."""
 LONG_IDS = ("call_qidaaaaaaaaaaaaaaa1", "call_qidaaaaaaaaaaaaaaa2")
 PROBE_TOOLS = [
     {
@@ -38,7 +37,7 @@ PROBE_TOOLS = [
 
 
 class TemplateInferenceError(Exception):
-    """Says why a template's form cannot be found out."""
+    """Its message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +48,16 @@ class ProbeCall:
 
 @dataclass(slots=True)
 class TemplateProber:
-    """Renders turns with one template."""
-
     renderer: ChatRenderer
     tools: Sequence[dict[str, Any]] | None = field(default_factory=lambda: PROBE_TOOLS)
     ids: tuple[str, ...] = SHORT_IDS
     named_ids: bool = False
-    """Calls have ids like functions.name:0."""
+    """Ids like functions.name:0."""
     prompt_before: str = ""
-    """The prompt without what begins the answer."""
     generation_prompt: str = ""
-    """What the prompt ends with when an answer is asked for."""
 
     def learn_generation_prompt(self) -> None:
-        """Render the prompt. Raises TemplateInferenceError."""
+        """Raises TemplateInferenceError."""
         user = {"role": "user", "content": USER_TEXT}
         self.prompt_before = self._render_probe([user], False)
         prompt = self._render_probe([user], True)
@@ -71,10 +66,7 @@ class TemplateProber:
     def render_assistant_turn(
         self, calls: Sequence[ProbeCall] = (), *, content: str = "", reasoning: str | None = None
     ) -> str:
-        """An assistant's turn as the template writes it, with what the prompt may have begun of it.
-
-        Ids in it are replaced by the character ID. Raises TemplateInferenceError.
-        """
+        """Ids become ID_SLOT. Raises TemplateInferenceError."""
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if reasoning is not None:
             message["reasoning_content"] = reasoning
@@ -103,7 +95,6 @@ class TemplateProber:
 
 
 def parse_json_or_none(text: str) -> Any:
-    """The value of a JSON text; None for any other text."""
     try:
         return json.loads(text)
     except ValueError:

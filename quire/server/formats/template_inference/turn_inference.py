@@ -1,5 +1,3 @@
-"""Infers what stands around content and around reasoning in an assistant's turn."""
-
 from __future__ import annotations
 
 import re
@@ -18,24 +16,17 @@ from quire.server.formats.template_inference.template_prober import (
 
 @dataclass(frozen=True, slots=True)
 class AssistantTurnForm:
-    """An assistant's turn, without calls."""
-
     generation_prompt: str
-    """What the prompt ends with when an answer is asked for."""
     content_begin: str = ""
     content_end: str = ""
     end: str = ""
     reasoning_begin: str = ""
     reasoning_end: str = ""
     reasoning_space: str = ""
-    """White space in front of what begins reasoning."""
     repeats_generation_prompt: bool = False
-    """The lead stands again between reasoning and content."""
     content_only_turn: str = ""
-    """A turn with content and nothing else."""
 
     def extract_model_text(self, turn: str) -> str:
-        """What the model writes of a turn: behind the prompt's end, and behind empty reasoning."""
         if turn.startswith(self.generation_prompt):
             rest = turn[len(self.generation_prompt) :]
         else:
@@ -56,7 +47,7 @@ class AssistantTurnForm:
 
 
 def infer_turn_form(prober: TemplateProber) -> AssistantTurnForm:
-    """Raises TemplateInferenceError if the template does not show content."""
+    """Raises TemplateInferenceError if content is not shown."""
     content_only_turn = prober.render_assistant_turn(content=CONTENT_TEXT)
     if CONTENT_TEXT not in content_only_turn:
         raise TemplateInferenceError("it does not show the content of an assistant's turn")
@@ -92,8 +83,7 @@ def infer_turn_form(prober: TemplateProber) -> AssistantTurnForm:
 
 
 def infer_reasoning_markers(prober: TemplateProber, content_only_turn: str) -> tuple[str, str, bool]:
-    """What stands before and behind reasoning, and whether what the prompt ends with stands again behind it. Empty
-    texts if the template shows no reasoning."""
+    """Also returns whether the generation prompt is repeated. Empty if reasoning is not shown."""
     for calls, content in (((), CONTENT_TEXT), ((ProbeCall(PROBE_NAMES[0], {}),), "")):
         try:
             turn = prober.render_assistant_turn(calls, content=content, reasoning=REASONING_TEXT)
@@ -118,8 +108,6 @@ def infer_reasoning_markers(prober: TemplateProber, content_only_turn: str) -> t
 
 
 def _infer_reasoning_begin(before: str, turn_without_reasoning: str, lead: str, end: str) -> str:
-    """What stands before reasoning, given all `before` it in its turn, and a turn `turn_without_reasoning`
-    reasoning."""
     if before.startswith(lead):
         begin = before[len(lead) :].rstrip()
     else:

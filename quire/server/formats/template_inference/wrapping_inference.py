@@ -1,5 +1,3 @@
-"""Infers what stands around calls, and around the arguments of each, from turns with one call and with two."""
-
 from __future__ import annotations
 
 import re
@@ -31,9 +29,9 @@ class CallWrapping:
 
 
 def infer_wrapping(lead: str, one: str, two: str | None, end_without_calls: str) -> CallWrapping:
-    """`one` and `two`: answers with one call and with two, arguments replaced by their slot, without the `lead` that
-    the prompt ends with. `end_without_calls`: what follows content in an answer without calls. Raises
-    TemplateInferenceError."""
+    """`one` and `two` are answers with one and two calls, without `lead`, with arguments as slots. Raises
+    TemplateInferenceError.
+    """
     before, _, after = one.partition(ARGUMENTS_SLOT)
     single = two is None or two.count(ARGUMENTS_SLOT) != 2
     if single or two is None:
@@ -61,7 +59,7 @@ def infer_wrapping(lead: str, one: str, two: str | None, end_without_calls: str)
 
 
 def insert_index_slots(start: str, middle: str) -> tuple[str, str, int]:
-    """The texts before two calls, with INDEX where each has its number."""
+    """Also return the first call's number."""
     left, right = split_into_atoms(start), split_into_atoms(middle)
     first = 0
     for place in range(1, min(len(left), len(right)) + 1):
@@ -76,7 +74,6 @@ def insert_index_slots(start: str, middle: str) -> tuple[str, str, int]:
 
 
 def _insert_tail_index(last: str, middle: str) -> str:
-    """The end of the last call, with INDEX where the end of the call before has its number."""
     left, right = split_into_atoms(middle), split_into_atoms(last)
     for place, (one, other) in enumerate(zip(left, right, strict=False)):
         if one != other and one.isdigit() and other.isdigit():
@@ -85,14 +82,13 @@ def _insert_tail_index(last: str, middle: str) -> str:
 
 
 def split_turn_end(text: str, end_without_calls: str) -> tuple[str, str]:
-    """What ends calls, and what ends the turn: what a turn without calls ends with too."""
     shared = common_suffix_by_atoms(text, end_without_calls)
     end = text[: len(text) - len(shared)]
     tag = last_tag(end_without_calls)
     if tag and tag in end:
         end = end[: end.index(tag)]
     elif not shared.strip():
-        # Another token ends a turn with calls: <|eom_id|> and not <|eot_id|>. It is the end's last tag.
+        # Turns with calls may end with another token: <|eom_id|> instead of <|eot_id|>.
         match = re.search(rf"\s*({TAG.pattern})\s*$", end)
         if match is not None and match[1].startswith("<|") | match[1].startswith("<｜"):
             return end[: match.start()], text[match.start() :]

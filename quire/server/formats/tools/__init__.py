@@ -1,1 +1,1 @@
-"""How models write tool calls: one small class per format, chosen from the chat template's text or by flag."""
+"""Tool call formats, chosen from the chat template's text or by flag."""

@@ -1,7 +1,5 @@
-"""Calls in code blocks: what small models write that were told of another form.
-
-Qwen2.5-Coder 1.5B, whose template shows <tool_call>, writes ```json {"name": ..., "arguments": {...}} ``` instead. Such
-a block is a call where it names a tool of the request and has arguments, and text otherwise.
+"""Calls in code blocks, which small models write against instructions: Qwen2.5-Coder 1.5B, whose template shows
+<tool_call>, writes ```json {"name": ..., "arguments": {...}} ```.
 """
 
 from __future__ import annotations
@@ -15,13 +13,12 @@ from quire.server.formats.tools.tool_call_sink import ToolCallSink
 
 CODE_FENCE = "```"
 FENCE_LABELS = ("", "json", "tool_call", "tool_calls", "tool")
-"""What may stand behind a fence that begins calls."""
 _LONGEST_LABEL = 16
 
 
 @dataclass(frozen=True)
 class CodeBlockKeys(JsonCallKeys):
-    """A call must have its arguments, as an object: an example of a name is none."""
+    """Arguments must be an object, which excludes mere examples."""
 
     def name_and_arguments(self, call: dict[str, Any]) -> tuple[Any, Any]:
         name, arguments = super().name_and_arguments(call)
@@ -32,15 +29,13 @@ BLOCK_KEYS = CodeBlockKeys()
 
 
 class CodeBlockReader:
-    """Follows the fences of one answer, and reads the calls of blocks that begin with one."""
-
     def __init__(self) -> None:
         self._is_inside = False
 
     def read_fenced_calls(
         self, source: TextSource, sink: ToolCallSink, names: frozenset[str], before: str
     ) -> ParserSteps[bool]:
-        """Read what follows a fence; `before`: the text before it. False when that is no call."""
+        """`before`: text before the fence. False if it is no call."""
         if before.rpartition("\n")[2].strip():
             return False  # within a line
         if self._is_inside:
@@ -65,7 +60,6 @@ class CodeBlockReader:
 
 
 def _skip_to_another_call(source: TextSource) -> ParserSteps[bool]:
-    """Whether one more object follows in the block."""
     for between in (",", ";"):
         yield from source.take_after_space(between)
     return (yield from source.peek_non_space_character()) == "{"

@@ -1,5 +1,3 @@
-"""Reads calls written as JSON objects, and passes on their arguments while they come."""
-
 from __future__ import annotations
 
 import re
@@ -15,31 +13,27 @@ from quire.server.formats.tools.tool_call_sink import ToolCallSink
 
 FIRST_KEY = re.compile(r"""\s*\{\s*(?:"((?:[^"\\]|\\.)*)"|'([^'\\]*)')""")
 PLAIN_CHARACTERS = frozenset('{}[]:,"+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ \t\n\r')
-"""All characters that JSON has outside strings."""
 CLOSING_BRACKETS = {"{": "}", "[": "]", "(": ")"}
 
 
 @dataclass(frozen=True)
 class JsonCallKeys:
-    """How the object of a call names its parts."""
-
     name: str = "name"
     arguments: str = "arguments"
     other_keys: tuple[str, ...] = ("type", "id")
-    """Keys of its other parts."""
     inner_key: str = ""
-    """If name and arguments stand in an object inside the call's: the key of that."""
+    """Key of a nested object with name and arguments."""
 
     @property
     def possible_first_keys(self) -> frozenset[str]:
-        """The keys that a call may begin with. An object that begins with another is content, and is not held back."""
+        """Objects that begin with another key are content, and are not held back."""
         return frozenset(
             {self.name, self.arguments, "name", "arguments", "parameters", *self.other_keys, self.inner_key}
         )
 
     @cached_property
     def head_pattern(self) -> re.Pattern[str]:
-        """A call up to its arguments, with the keys in the usual order: its arguments can be passed on as they come."""
+        """A call up to its arguments in the usual key order. Only then can arguments be streamed."""
         more = "|".join(map(re.escape, self.other_keys)) or "type"
         skipped = rf'(?:"(?:{more})"\s*:\s*(?:"(?:[^"\\]|\\.)*"|\d+)\s*,\s*)*'
         inner = rf'"{re.escape(self.inner_key)}"\s*:\s*\{{\s*' if self.inner_key else ""
@@ -51,11 +45,10 @@ class JsonCallKeys:
 
     @property
     def arguments_depth(self) -> int:
-        """How many objects are open where the arguments have begun."""
+        """Open objects once arguments begin."""
         return 3 if self.inner_key else 2
 
     def name_and_arguments(self, call: dict[str, Any]) -> tuple[Any, Any]:
-        """The name and the arguments of a whole call."""
         inner = call.get(self.inner_key, call)
         if not isinstance(inner, dict):
             return None, None
@@ -67,18 +60,16 @@ DEFAULT_KEYS = JsonCallKeys()
 
 
 class BracketScanner:
-    """Follows brackets and strings, to find the end of what they are around or the character that breaks it."""
+    """Finds an object's end, or the character that breaks it."""
 
     def __init__(
         self, open_brackets: str = "", *, quotes: str = '"', outside: frozenset[str] | None = PLAIN_CHARACTERS
     ) -> None:
-        """Of a JSON object, whose first brackets may have been read; with other quotes, or any characters `outside` of
-        strings, of other literals."""
+        """`outside`: characters allowed outside strings; None allows all."""
         self._open_closers = [CLOSING_BRACKETS[bracket] for bracket in open_brackets]
         self._has_begun = bool(open_brackets)
         self._quote_characters, self._plain_characters = quotes, outside
         self._quote = ""
-        """That of the string that is open."""
         self._is_escaped = False
         self.is_done = False
         self.is_broken = False
@@ -88,10 +79,7 @@ class BracketScanner:
         return len(self._open_closers)
 
     def scan(self, text: str, start: int = 0, stop_depth: int | None = None) -> int:
-        """Read from `start` to the end of the object, the character that breaks it, or where stop_depth is reached.
-
-        Gives the index of the first character not read.
-        """
+        """Return the index of the first unread character."""
         for position in range(start, len(text)):
             depth = self.depth
             if self._quote:
@@ -131,10 +119,7 @@ class BracketScanner:
 
 
 def read_json_arguments(source: TextSource, sink: ToolCallSink) -> ParserSteps[bool]:
-    """Pass on the JSON object that comes next as the open call's arguments, and close the call at its end.
-
-    False: the call is left open, because the text ends early or goes on with what cannot be mended.
-    """
+    """False leaves the call open: the text ends early or cannot be repaired."""
     reader = JsonRepairer()
     while True:
         written, count = reader.repair_piece(source.text, closed=source.is_closed)
@@ -151,10 +136,7 @@ def read_json_arguments(source: TextSource, sink: ToolCallSink) -> ParserSteps[b
 def read_json_call(
     source: TextSource, sink: ToolCallSink, names: Container[str] | None = None, keys: JsonCallKeys = DEFAULT_KEYS
 ) -> ParserSteps[bool]:
-    """Read a call {"name": …, "arguments": {…}}, or with "parameters", or with the keys given.
-
-    False, with nothing taken, when something else comes, or a name that is not among `names`.
-    """
+    """Read {"name": …, "arguments": {…}}, or "parameters", or with `keys`. False consumes nothing."""
     scanner = BracketScanner()
     position = 0
     depth = keys.arguments_depth
@@ -181,7 +163,6 @@ def read_json_call(
 
 
 def _take_call_end(source: TextSource, depth: int) -> ParserSteps[None]:
-    """Take the text between the arguments and the end of the call's object, which is `depth` objects deep."""
     scanner = BracketScanner("{" * depth)
     while True:
         source.take_text(scanner.scan(source.text))
@@ -193,7 +174,7 @@ def _take_call_end(source: TextSource, depth: int) -> ParserSteps[None]:
 def _read_buffered_call(
     source: TextSource, sink: ToolCallSink, names: Container[str] | None, keys: JsonCallKeys
 ) -> ParserSteps[bool]:
-    """Read a call with another order of keys, or with its arguments in a string. Waits for all of it."""
+    """Handles other key orders, and arguments in a string. Waits for the whole call."""
     reader = JsonRepairer()
     position = 0
     written = ""

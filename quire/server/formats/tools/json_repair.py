@@ -1,8 +1,5 @@
-"""Reads a JSON object as models write them while it comes, and passes it on as JSON.
-
-What has one meaning is mended: control characters in strings and escapes that JSON does not have, quotes and constants
-of Python, bare words, commas and colons that are missing or too many, brackets that are not closed. Text that is JSON
-is passed on as it is, character by character.
+"""Repairs a model's JSON object as it arrives, if its meaning is clear: control characters, invalid escapes, Python's
+quotes and constants, bare words, wrong commas and colons, unclosed brackets. Valid JSON passes unchanged.
 """
 
 from __future__ import annotations
@@ -13,11 +10,10 @@ from typing import Literal
 
 CLOSING_BRACKETS = {"{": "}", "[": "]"}
 PLAIN_RUNS = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^\"'\\\x00-\x1f]+")}
-"""Text of strings that stays as it is, by the quote that ends them."""
 JSON_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 PARTIAL_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
 SPACE = re.compile(r"(?:\s|\\[ntr])+")
-"""Between values, models also write the escapes of white space."""
+"""Models also write escaped whitespace between values."""
 WORD = re.compile(r"[A-Za-z0-9+\-._$]+")
 NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 LOOSE_NUMBER = re.compile(r"\+?(-?)(0|[1-9][0-9]*)?(?:\.([0-9]*))?((?:[eE][+-]?[0-9]+)?)")
@@ -31,30 +27,26 @@ JSON_BY_CONSTANT = {
     "Infinity": "null",
     "-Infinity": "null",
 }
-"""What JSON has for words; null for those that it has nothing for."""
+"""null for constants that JSON lacks."""
 
 
 class JsonRepairer:
-    """Reads one object. A token that is not complete is left until there is more."""
+    """Incomplete tokens wait for more text."""
 
     def __init__(self) -> None:
         self._open_closers: list[str] = []
         self._num_open = dict.fromkeys(CLOSING_BRACKETS.values(), 0)
-        """How many of `_open_closers` are each bracket: brackets that close nothing may be many."""
+        """Counts of `_open_closers`: there may be many stray brackets."""
         self._expected: Literal["value", "key", "colon", "end"] = "value"
-        """What the text goes on with; "end": a comma, or what closes the object or list."""
+        """"end": a comma or a closing bracket."""
         self._is_first = True
-        """Nothing stands in the open object or list yet, or a comma that is not written before something follows."""
         self._pending_comma = ""
-        """A comma, with the white space behind it."""
         self._quote = ""
-        """That of the string that is open."""
         self.is_done = False
         self.is_broken = False
-        """The text goes on with what is no JSON."""
 
     def repair_piece(self, text: str, *, closed: bool) -> tuple[str, int]:
-        """JSON of as much of the text as can be read, and how many characters that is. `closed`: no more will come."""
+        """Return JSON and the number of characters read."""
         written: list[str] = []
         place = 0
         while place < len(text) and not (self.is_done or self.is_broken):
@@ -68,7 +60,7 @@ class JsonRepairer:
         return "".join(written), place
 
     def close_brackets(self) -> str:
-        """What closes the object where its text is broken off; "" if a value is missing there."""
+        """Empty if a value is missing."""
         if not self._open_closers or self._quote or not (self._expected == "end" or self._is_first):
             return ""
         self.is_done = True
@@ -125,7 +117,6 @@ class JsonRepairer:
         return self._read_word(text, place, closed)
 
     def _write_space(self, space: str) -> str:
-        """White space that is written now, as JSON has it; what follows a pending comma waits with it."""
         written = re.sub(r"\\[ntr]|[^\S \t\n\r]", " ", space)
         if not self._pending_comma:
             return written
@@ -145,7 +136,6 @@ class JsonRepairer:
         return before + written, word.end()
 
     def _write_missing_separator(self) -> str:
-        """What is missing before a key or value."""
         before = self._pending_comma
         self._pending_comma = ""
         self._is_first = False
@@ -162,11 +152,9 @@ class JsonRepairer:
         return "key" if self._open_closers[-1] == "}" else "value"
 
     def _is_key_next(self) -> bool:
-        """Whether the text may go on with a key alone, which no object or list is."""
         return self._expected == "key" or (self._expected == "end" and self._next_expected() == "key")
 
     def _missing_value(self) -> str:
-        """A value that a key has none of."""
         if self._expected == "colon":
             return ": null"
         return " null" if self._expected == "value" and self._open_closers[-1] == "}" else ""
@@ -193,7 +181,7 @@ class JsonRepairer:
 
 
 def repair_word(word: str) -> str:
-    """The JSON of a word outside strings: of a number that JSON does not have, such as 007, a string."""
+    """Words that are not numbers or constants become strings."""
     if word in JSON_BY_CONSTANT:
         return JSON_BY_CONSTANT[word]
     if NUMBER.fullmatch(word):
@@ -206,7 +194,7 @@ def repair_word(word: str) -> str:
 
 
 def repair_json(text: str) -> str | None:
-    """A whole text as JSON; None if it is no object, or cannot be mended."""
+    """None if it is not an object or cannot be repaired."""
     reader = JsonRepairer()
     written, place = reader.repair_piece(text, closed=True)
     return written if reader.is_done and not text[place:].strip() else None

@@ -1,5 +1,3 @@
-"""Forms of calls that are known by name: chosen by flag, and where a template does not show its own."""
-
 from __future__ import annotations
 
 from quire.server.formats.call_forms.argument_forms import JsonArguments
@@ -10,7 +8,6 @@ from quire.server.formats.call_forms.tagged_arguments import TaggedArguments
 from quire.server.formats.tools.json_calls import DEFAULT_KEYS
 
 OBJECT_HEAD = f'{{"name": "{NAME_SLOT}", "arguments": '
-"""A call as a JSON object, up to its arguments."""
 
 HERMES = CallForm(
     begin="",
@@ -21,7 +18,7 @@ HERMES = CallForm(
     end="",
     json_keys=DEFAULT_KEYS,
 )
-"""Hermes 2 and 3, Qwen 2.5 and 3, Granite 4, MiMo; and what is described to models whose template knows no tools."""
+"""Hermes 2 and 3, Qwen 2.5 and 3, Granite 4, MiMo; also described to models without tools in their template."""
 
 MISTRAL = CallForm(
     begin="[TOOL_CALLS][",
@@ -34,7 +31,7 @@ MISTRAL = CallForm(
     short_ids=True,
     other_heads=(f"{NAME_SLOT}[CALL_ID]{ID_SLOT}[ARGS]", f"{NAME_SLOT}[ARGS]", NAME_SLOT),
 )
-"""Mistral 7B v0.3, Nemo, Large 2. The newer form is read too."""
+"""Mistral 7B v0.3, Nemo, Large 2. Also reads the newer form."""
 MISTRAL_NAMED = CallForm(
     begin="",
     head=f"[TOOL_CALLS]{NAME_SLOT}[ARGS]",
@@ -62,7 +59,7 @@ DEEPSEEK = CallForm(
     end=CALLS_END,
     other_heads=(PLAIN_HEAD,),
 )
-"""DeepSeek V3 and R1: the arguments are a code block."""
+"""DeepSeek V3 and R1: arguments are in a code block."""
 DEEPSEEK_31 = CallForm(
     begin=CALLS_BEGIN,
     head=PLAIN_HEAD,
@@ -82,7 +79,7 @@ GRANITE = CallForm(
     end="]",
     json_keys=DEFAULT_KEYS,
 )
-"""Granite 3, whose template shows the tools and no calls."""
+"""Granite 3: its template shows tools, but no calls."""
 
 HARMONY_ASSISTANT = "<|start|>assistant"
 HARMONY_COMMENTARY = f"{HARMONY_ASSISTANT}<|channel|>commentary to=functions.{NAME_SLOT}"
@@ -104,7 +101,7 @@ HARMONY = CallForm(
         f"{HARMONY_ASSISTANT} to=functions.{NAME_SLOT}<|channel|>commentary<|constrain|>json<|message|>",
     ),
 )
-"""gpt-oss, https://github.com/openai/harmony: its template shows one of the ways in which it writes calls."""
+"""gpt-oss, https://github.com/openai/harmony. Its template shows only one of several forms."""
 
 
 def xml_call_form(outer: str) -> CallForm:

@@ -1,7 +1,4 @@
-"""Lark grammars of tool calls, as llguidance reads them: https://github.com/guidance-ai/llguidance, docs/syntax.md.
-
-An expression is a string of Lark; a call is a list of expressions in their order.
-"""
+"""Lark grammars for llguidance: https://github.com/guidance-ai/llguidance, docs/syntax.md."""
 
 from __future__ import annotations
 
@@ -23,11 +20,7 @@ def lark_calls_grammar(
     after: Sequence[str] = (),
     must: bool = True,
 ) -> str:
-    """One of the calls, or many of them with `between` between.
-
-    Unless they `must` be made, an answer may be text instead, which does not begin with the regular expression
-    `unlike`.
-    """
+    """Unless calls `must` be made, text is allowed that does not begin with the regular expression `unlike`."""
     more = ["(", *between, "call", ")*"] if many else []
     whole = " ".join([*before, "call", *more, *after])
     rules = [f"start: {whole}"] if must else [f"start: TEXT | {whole}", f"TEXT: /(?s:.*)/ & ~/({unlike})(?s:.*)/"]
@@ -41,10 +34,8 @@ def quote_lark_string(literal: str) -> str:
 
 
 def json_call_expression_sequence(tool: Tool, *, in_words: bool) -> list[str]:
-    """{"name": …, "parameters": …}. `in_words` splits it into the words that %json uses.
-
-    llguidance reads the longest word that fits and does not go back. In a grammar that also allows another object, a
-    longer word here would keep that object from being read where both begin alike.
+    """`in_words` splits it like %json: llguidance takes the longest word and does not backtrack, so a longer word would
+    hide another object with the same start.
     """
     words = ["{", '"name"', ": ", json.dumps(tool.name), ", ", '"parameters"', ": "]
     return [
@@ -55,7 +46,7 @@ def json_call_expression_sequence(tool: Tool, *, in_words: bool) -> list[str]:
 
 
 def keyword_call_expression_sequence(tool: Tool) -> list[str]:
-    """f(a=1, b=2), with the arguments in the schema's order; those not required may be left out."""
+    """Arguments come in the schema's order; optional ones may be omitted."""
     arguments = [
         (f"{quote_lark_string(name + '=')} {lark_json_rule(node.standalone_schema())}", required)
         for name, node, required in tool_property_entries(tool)
@@ -68,10 +59,7 @@ def keyword_call_expression_sequence(tool: Tool) -> list[str]:
 
 
 def ordered_optional_items_expressions(items: Sequence[tuple[str, bool]], separator: str) -> list[str]:
-    """The items that are present, each with whether it must be, with the separator, an expression, between.
-
-    There is one alternative for each item that may come first.
-    """
+    """Items are (expression, required)."""
     alternatives = []
     for index, (item, required) in enumerate(items):
         rest = [f"({separator} {later})" + ("" if needed else "?") for later, needed in items[index + 1 :]]
@@ -85,5 +73,5 @@ def ordered_optional_items_expressions(items: Sequence[tuple[str, bool]], separa
 
 
 def tool_property_entries(tool: Tool) -> list[tuple[str, SchemaNode, bool]]:
-    """Of each property: its name, its schema, and whether it is required."""
+    """(name, schema, required) of each property."""
     return SchemaNode.from_document(tool.parameters).property_entries()

@@ -1,5 +1,3 @@
-"""Llama 3's {"name": …, "parameters": {…}}, with semicolons or lines between several calls; and its pythonic calls."""
-
 from __future__ import annotations
 
 import ast
@@ -21,10 +19,7 @@ from quire.server.formats.tools.tool_parser import LiteralEncoder, Tool, ToolFor
 
 
 class LlamaJsonFormat(ToolFormat):
-    """Calls have the marker <|python_tag|> or none: an answer that begins with the JSON object of a tool is a call.
-
-    Llama 4 puts <|python_start|> and <|python_end|> around them.
-    """
+    """Calls begin with <|python_tag|> or Llama 4's <|python_start|>, or the answer is a tool's JSON object."""
 
     markers = ("<|python_tag|>", "<|python_start|>")
     other_markers = ("<|python_end|>",)
@@ -40,7 +35,6 @@ class LlamaJsonFormat(ToolFormat):
         return True
 
     def _read_next_call(self, source: TextSource, sink: ToolCallSink, tools: ToolsByName) -> ParserSteps[bool]:
-        """Read one more call, behind a semicolon, a comma, white space or its own marker. Else nothing is taken."""
         place = source.save_place()
         for between in (";", ",", *self.other_markers, *self.markers):
             yield from source.take_after_space(between)
@@ -57,10 +51,7 @@ class LlamaJsonFormat(ToolFormat):
 
 
 class PythonicFormat(ToolFormat):
-    """[weather(city="Rome"), clock()] with literals of Python or JSON: Llama 3.2 and 4, LFM2.
-
-    Without a marker, only calls at the beginning of an answer are read.
-    """
+    """[weather(city="Rome"), clock()] in Llama 3.2 and 4, LFM2. Without a marker, calls must begin the answer."""
 
     markers = ("<|python_start|>", "<|tool_call_start|>")
     other_markers = ("<|python_end|>", "<|tool_call_end|>")
@@ -89,7 +80,7 @@ class PythonicFormat(ToolFormat):
             "between": [quote_lark_string(", ")],
             "after": [quote_lark_string("]")],
         }
-        # The bracket must be a token of its own: only then can text that begins with one be told from calls.
+        # The bracket must be a separate token to tell text from calls.
         return lark_calls_grammar(
             [keyword_call_expression_sequence(tool) for tool in tools], many, **around, must=must, unlike=r"\s*\["
         )
@@ -101,7 +92,7 @@ CONSTANT_NAMES = {"true": True, "false": False, "null": None}
 
 
 def read_keyword_call(source: TextSource, sink: ToolCallSink, tools: ToolsByName) -> ParserSteps[bool]:
-    """Read one f(a=1, b="x") with literals. False, with nothing taken, when something else comes or f is no tool."""
+    """Read f(a=1, b="x"). False consumes nothing."""
     while PARTIAL_NAME.fullmatch(source.text) and len(source.text) < MAX_TOOL_NAME_LENGTH and not source.is_closed:
         yield
     head = CALL_NAME.match(source.text[:MAX_TOOL_NAME_LENGTH])
@@ -121,7 +112,7 @@ def read_keyword_call(source: TextSource, sink: ToolCallSink, tools: ToolsByName
 
 
 def _keyword_arguments_to_json(text: str) -> str | None:
-    """Keyword arguments as a JSON object; None when they are not keywords with literals."""
+    """None unless all are keywords with literals."""
     try:
         call = _parse_expression(f"f({text}\n)").body
         if not isinstance(call, ast.Call) or call.args:
@@ -136,8 +127,8 @@ def _parse_expression(text: str) -> ast.Expression:
     try:
         return ast.parse(text, mode="eval")
     except SystemError:
-        # CPython 3.11 raises it for any text if the garbage collector has a traceback logged meanwhile, because that
-        # parses, too (python/cpython#106905).
+        # CPython 3.11 raises it if the garbage collector logs a traceback meanwhile, which parses too
+        # (python/cpython#106905).
         return ast.parse(text, mode="eval")
 
 

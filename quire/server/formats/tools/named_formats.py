@@ -1,5 +1,3 @@
-"""All tool formats that have a name, and which of them a chat template uses."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -11,7 +9,7 @@ from quire.server.formats.tools.tool_parser import ToolFormat
 
 
 def _has_non_hermes_call_format(text: str) -> bool:
-    """Whether a template uses Hermes' marker for another format, as those of GLM 4.5 and Apriel 1.5 do."""
+    """GLM 4.5 and Apriel 1.5 use Hermes' marker for other formats."""
     return "<arg_key>" in text or "<tool_calls>[" in text
 
 
@@ -21,17 +19,16 @@ PYTHONIC_MARKS = (
     "List of tools: [",
     "List of tools: <|tool_list_start|>[",
 )
-"""Texts of templates whose models write Python's calls, though LFM2's show none."""
+"""Templates of models with Python calls; LFM2's show no calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedToolFormat:
-    """A format and its name for --tool-call-parser, which is vLLM's name where vLLM has one."""
+    """Named for --tool-call-parser, like in vLLM if possible."""
 
     name: str
     format: ToolFormat
     matches_template: Callable[[str], bool]
-    """Whether a template's text shows the format."""
 
 
 TOOL_FORMATS = (
@@ -57,11 +54,10 @@ TOOL_FORMATS = (
     NamedToolFormat("pythonic", PythonicFormat(), lambda text: any(one in text for one in PYTHONIC_MARKS)),
     NamedToolFormat("llama3_json", LlamaJsonFormat(), lambda text: '{"name": function name, "parameters":' in text),
 )
-"""A template uses the format of the first row that fits."""
 
 
 def find_tool_format(choice: str, template: str) -> ToolFormat | None:
-    """The format that --tool-call-parser names. "auto" means the template's, "none" gives None."""
+    """The choice "auto" goes by the template; "none" returns None."""
     for row in TOOL_FORMATS:
         if row.matches_template(template) if choice == "auto" else row.name == choice:
             return row.format

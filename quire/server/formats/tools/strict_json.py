@@ -1,4 +1,4 @@
-"""JSON by the standard: without NaN, and without text that UTF-8 cannot write."""
+"""Standard JSON: no NaN, no text that UTF-8 cannot encode."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def parse_json(text: str) -> Any:
-    """Raises ValueError for what is not JSON."""
+    """Raises ValueError."""
     try:
         return json.loads(text, parse_constant=_reject_constant)
     except RecursionError:
@@ -15,13 +15,13 @@ def parse_json(text: str) -> Any:
 
 
 def write_json(value: Any) -> str:
-    """JSON that escapes nothing but halves of surrogate pairs. Raises ValueError for values JSON does not have."""
+    """Escapes only unpaired surrogates. Raises ValueError for values outside JSON."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text if is_encodable(text) else json.dumps(value, allow_nan=False)
 
 
 def is_encodable(text: str) -> bool:
-    """Whether UTF-8 can write the text. An escape in JSON or Python may have spelled half of a surrogate pair."""
+    """False for an unpaired surrogate, which an escape may spell."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,5 +1,3 @@
-"""What a tool format is, and the parser that runs one over an answer."""
-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -19,44 +17,34 @@ ANY_OBJECT: Schema = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call."""
-
     name: str
     parameters: Schema
-    """JSON schema of the arguments."""
+    """JSON schema."""
 
 
 ToolsByName = Mapping[str, Tool]
-"""By name."""
 LiteralEncoder = Callable[[str], str]
-"""Writes a literal for a Lark grammar: what the vocabulary has as special tokens as these, the rest as text."""
 
 
 class ToolFormat(ABC):
-    """One way of writing tool calls. A format has no state; its parsers are generators."""
+    """Stateless; its parsers are generators."""
 
     markers: ClassVar[tuple[str, ...]] = ()
-    """The texts that calls begin with. They may be special tokens; the parser sees them all the same."""
     unwrapped_markers: ClassVar[tuple[str, ...]] = ()
-    """Those of the markers that models also write to speak of calls: they begin one at the beginning of a line alone,
-    and in no code block."""
+    """Models also mention these in text: they count only at the start of a line, outside code blocks."""
     other_markers: ClassVar[tuple[str, ...]] = ()
-    """Special tokens inside and behind calls."""
     bare: ClassVar[str] = ""
-    """What an answer begins with that is calls without a marker; "": they always have one."""
+    """Start of an answer that is calls without a marker; empty if there is always one."""
     example: ClassVar[str] = HERMES_CALL_FORMAT
-    """A call, for a model that is told in words how to write one."""
 
     @property
     def literals(self) -> tuple[str, ...]:
-        """All texts of calls in which special tokens may stand."""
         return (*self.markers, *self.other_markers)
 
     def parse_answer(
         self, source: TextSource, sink: ToolCallSink, tools: ToolsByName, *, in_blocks: bool = False
     ) -> ParserSteps[None]:
-        """Read an answer to its end; the text left in the source is content. in_blocks: calls in code blocks are read
-        too."""
+        """Text left in the source is content. in_blocks: read calls in code blocks too."""
         if self.bare and (yield from source.peek_non_space_character()) == self.bare:
             source.reset_taken("")
             if not (yield from self.read_calls(source, sink, tools, "")):
@@ -85,27 +73,25 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def read_calls(self, source: TextSource, sink: ToolCallSink, tools: ToolsByName, marker: str) -> ParserSteps[bool]:
-        """Read what follows a marker. False when that is no call: all text taken since the mark is content then."""
+        """Read after a marker. False makes all text taken since the marker content."""
 
     @abstractmethod
     def build_calls_grammar(
         self, tools: Sequence[Tool], many: bool, token: LiteralEncoder, *, must: bool = True
     ) -> str:
-        """A Lark grammar for llguidance, whose start rule is `start`: one call of these tools, or `many`.
-
-        Unless calls `must` be made, it matches any text, which may end with such calls.
+        """A Lark grammar for llguidance with the rule `start`. Unless calls `must` be made, text may precede or replace
+        them.
         """
 
     def derive_call_id(self, name: str) -> str:
-        """The id of a call whose model gave it none. `name`: the answer's and the call's number in it; so an answer
-        that is made again has the same ids."""
+        """`name` consists of the answer's name and the call's number, so repeated answers get the same ids."""
         return "call_" + blake2b(name.encode(), digest_size=12).hexdigest()
 
 
 def stream_content_until_marker(
     source: TextSource, sink: ToolCallSink, markers: tuple[str, ...]
 ) -> ParserSteps[str | None]:
-    """Pass on content up to a marker, take the marker and give it; None at the end of the text."""
+    """None at the end of the text."""
     while True:
         next_marker = find_first_literal(source.text, markers)
         if next_marker is not None:
@@ -121,8 +107,6 @@ def stream_content_until_marker(
 
 
 class ToolParser:
-    """Finds the calls of one answer while its text comes."""
-
     def __init__(
         self,
         format: ToolFormat,
@@ -132,21 +116,19 @@ class ToolParser:
         *,
         in_blocks: bool = False,
     ) -> None:
-        """Calls beyond `max_calls` are left out. `name`: the answer's; no other has it. in_blocks: see parse."""
+        """Calls beyond `max_calls` are dropped. `name` is unique to the answer."""
         self._source = TextSource()
         self._sink = ToolCallSink(lambda number: format.derive_call_id(f"{name}/{number}"), max_calls)
         self._steps = format.parse_answer(self._source, self._sink, tools, in_blocks=in_blocks)
 
     @property
     def all_complete(self) -> bool:
-        """Whether there are calls, and all of them are complete."""
         return self._sink.all_complete
 
     def extract_tool_calls(
         self, text: str, final: bool = False, *, complete: bool = False
     ) -> tuple[str, tuple[ToolCallDelta, ...]]:
-        """Content and calls that this text completes. `complete`: the model ended the `final` text by itself, so that
-        brackets which it left open are closed."""
+        """`complete`: the model itself ended the text, so its open brackets are closed."""
         self._source.is_ended_by_model = complete
         if self._source.feed_parser(self._steps, text, final=final):
             self._sink.add_content(self._source.take_text(len(self._source.text)))

@@ -1,1 +1,1 @@
-"""How GGUF files name tensors, and what their headers say."""
+"""GGUF tensor names and metadata of families."""

@@ -1,5 +1,3 @@
-"""How a family's GGUF files name tensors, and what their headers say that config.json would."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -10,8 +8,6 @@ from quire.engine.common.errors import ModelError
 
 
 class GGUFHeader(Protocol):
-    """What a family reads of a file (engine/gguf/header.py)."""
-
     @property
     def name(self) -> str: ...
     @property
@@ -27,8 +23,7 @@ class GGUFHeader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GGUFMetadata:
-    """A header's values below its architecture's name: integer("expert_count") is that of "qwen3moe.expert_count".
-    Each raises ModelError for a value of another type."""
+    """Adds the architecture's prefix, as in "qwen3moe.expert_count". Raises ModelError for a wrong type."""
 
     header: GGUFHeader
     architecture: str
@@ -43,7 +38,7 @@ class GGUFMetadata:
         return self.header.get_bool(f"{self.architecture}.{key}")
 
     def integers(self, key: str) -> list[int]:
-        """A number for each layer. Raises ModelError where it is one for all."""
+        """One per layer. Raises ModelError for a single number."""
         if not self.is_list(key):
             raise self.field_error(key, "expected a number for each layer")
         return self.header.get_integers(f"{self.architecture}.{key}")
@@ -75,7 +70,7 @@ LAYER_MODULES: Mapping[str, str] = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""A layer's modules by what GGUF files of Llama call them: their names in a checkpoint. * is an expert's number."""
+"""GGUF name to checkpoint name, for Llama. * is the expert's index."""
 POST_NORM_MODULES: Mapping[str, str] = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -91,7 +86,6 @@ def expert_modules(
     up: str = "up_proj",
     down: str = "down_proj",
 ) -> Mapping[str, str]:
-    """Those of a mixture of experts that a checkpoint calls `parent_module`."""
     return {
         "ffn_gate_inp": f"{parent_module}.{router}",
         "ffn_gate_exps": f"{parent_module}.experts.*.{gate}",
@@ -109,36 +103,31 @@ MIXTRAL_EXPERT_MODULES = expert_modules("block_sparse_moe", gate="w1", up="w3", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFFormat:
-    """What is left out is as in files of Llama."""
+    """Omitted fields are like Llama's."""
 
     architectures: tuple[str, ...]
-    """What files call themselves, in general.architecture."""
     matches: Callable[[GGUFMetadata], bool] | None = None
-    """Whether a file is of this family, where several families' files call themselves alike. Raises ModelError."""
+    """Distinguishes families with the same architecture name. Raises ModelError."""
     layer_modules: Mapping[str, str] = field(default_factory=lambda: LAYER_MODULES)
     layer_tensors: Mapping[str, str] = field(default_factory=dict)
-    """The same of whole names of tensors, with their endings."""
     model_modules: Mapping[str, str] = field(default_factory=dict)
-    """The same of modules beside the layers that Llama's files do not have, without endings."""
+    """Modules outside layers that Llama lacks."""
     has_optional_experts: bool = False
-    """Files of these architectures may have experts; else they have them where the family does."""
+    """Otherwise files have experts if the family has."""
     has_latent_attention: bool = False
-    """Heads' sizes are those of latent attention, which `read_fields` reads."""
     has_optional_window: bool = False
-    """Files say whether layers have a sliding window."""
     permutes_queries_and_keys: bool = False
-    """Their rows are stored for rotations of neighbours."""
+    """Rows are stored for interleaved RoPE."""
     tiles_value_heads: bool = False
-    """The value heads of delta nets: the first of each key head, then the second."""
+    """Delta nets' value heads are ordered by their index within a key head."""
     read_fields: Callable[[GGUFMetadata, Mapping[str, Any]], Mapping[str, Any]] | None = None
-    """The fields of config.json that only this family has, or has otherwise, given those that all have."""
+    """Reads the family's own fields, given the common ones."""
 
 
 def read_moe_fields(
     metadata: GGUFMetadata, fields: Mapping[str, Any] | None = None, *, is_mlp_sized: bool = False
 ) -> dict[str, Any]:
-    """What headers say alike of the families with experts, as a GGUFFormat's `read_fields`. is_mlp_sized: of experts
-    as wide as intermediate_size says."""
+    """With is_mlp_sized, the experts' width is intermediate_size."""
     groups, inner = metadata.integer("expert_group_count") or None, metadata.integer("expert_feed_forward_length")
     width = {"moe_intermediate_size": inner}
     if is_mlp_sized:
@@ -162,5 +151,5 @@ def read_mlp_sized_moe_fields(metadata: GGUFMetadata, fields: Mapping[str, Any])
 
 
 def read_hybrid_layer_types(metadata: GGUFMetadata, other_type: str = "linear_attention") -> list[str]:
-    """layer_types, by which layers have keys."""
+    """Layers without key-value heads have `other_type`."""
     return ["full_attention" if each else other_type for each in metadata.integers("attention.head_count_kv")]

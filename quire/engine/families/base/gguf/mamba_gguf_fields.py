@@ -1,5 +1,3 @@
-"""What GGUF files say alike of models with selective scans (Mamba) and with selective state spaces (Mamba 2)."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -18,28 +16,24 @@ MAMBA_GGUF_MODULES: Mapping[str, str] = {
     "ssm_norm": "mamba.norm",
     "ssm_out": "mamba.out_proj",
 }
-"""As GGUFFormat.layer_modules."""
 MAMBA_GGUF_TENSORS: Mapping[str, str] = {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D"}
-"""As GGUFFormat.layer_tensors, of selective scans,"""
 MAMBA2_GGUF_TENSORS: Mapping[str, str] = {
     **MAMBA_GGUF_TENSORS,
     "ssm_dt.bias": "mamba.dt_bias",
     "ffn_norm": "post_attention_layernorm.weight",
 }
-"""and of state spaces; the second norm of Falcon-H1's layers is called ffn_norm, without an ending."""
+"""Falcon-H1's second norm is ffn_norm, without a suffix."""
 _ASSUMED_CONTEXT = 131_072
-"""A long context, where the file names a million tokens because nothing limits them."""
+"""Replaces a million tokens, which files give if nothing limits them."""
 _UNLIMITED_CONTEXT = 2**20
 
 
 def read_mamba_fields(metadata: GGUFMetadata) -> dict[str, Any]:
-    """Of selective scans."""
     sizes = {"mamba_d_ssm": metadata.integer("ssm.inner_size"), "mamba_dt_rank": metadata.integer("ssm.time_step_rank")}
     return _read_common_fields(metadata) | sizes
 
 
 def read_mamba2_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Of selective state spaces, as a GGUFFormat's `read_fields`."""
     inner, heads = metadata.integer("ssm.inner_size"), metadata.integer("ssm.time_step_rank")
     return _read_common_fields(metadata) | {
         "mamba_n_heads": heads,

@@ -1,1 +1,1 @@
-"""What is read of config.json: every field, its type and its bounds."""
+"""Types and bounds of config.json's fields."""

@@ -1,7 +1,5 @@
-"""What Quire reads of config.json and generation_config.json: every field, its type and its bounds, in one place.
-
-The bounds are far beyond any real model's sizes. They are there so that no file makes a start compute or allocate for
-ever. A field may be null, which means the same as not being there.
+"""Types and bounds of config.json and generation_config.json. No file within the bounds makes a start compute or
+allocate for ever. null means a missing field.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ MAX_LAYERS = 4096
 MAX_LABELS = 2**16
 MAX_POSITIONS = 2**28
 LONGROPE_TYPES = ("longrope", "su", "yarn")
-"""What Phi's config.json calls LongRoPE; of other families the last one is another."""
+"""Phi's names for LongRoPE; in other families "yarn" is YaRN."""
 _NumLayers = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
 _NumLayersOrZero = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
 _VocabSize = Annotated[int, Meta(ge=1, le=2**26)]
@@ -39,7 +37,7 @@ _NumExpertsOrZero = Annotated[int, Meta(ge=0, le=4096)]
 _TokenId = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 _TokenIds = Annotated[list[_TokenId], Meta(max_length=4096)]
 _LayerLetters = Annotated[str, Meta(pattern="^[LG]+$", max_length=256)]
-"""As EXAONE 4 was published: L for a layer with a window and G for one without, over and over."""
+"""EXAONE 4's repeated pattern: L has a window, G has none."""
 
 SIZE_FIELD_ALIASES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
@@ -51,12 +49,9 @@ SIZE_FIELD_ALIASES = {
     "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
     "experts_per_token": ("num_experts_per_tok", "experts_per_token", "moe_topk"),
 }
-"""Which keys of config.json give a size; families name it differently."""
 
 
 class RopeFields(TypedDict, total=False):
-    """One rotary embedding; see `rope_table` for what each rope_type needs."""
-
     rope_type: ShortText | None
     type: ShortText | None
     rope_theta: _Theta | None
@@ -83,14 +78,12 @@ class RopeFields(TypedDict, total=False):
 
 
 class RopesByLayerType(RopeFields, total=False):
-    """One for all layers, or in Gemma 3 one for each kind of layer."""
-
     full_attention: RopeFields | None
     sliding_attention: RopeFields | None
 
 
 class CommonConfigFields(Gemma4Fields, total=False):
-    """The fields that both a server and `quire plan` read."""
+    """Read by the server and by `quire plan`."""
 
     model_type: ShortText | None
     is_encoder_decoder: bool | None
@@ -169,14 +162,10 @@ class CommonConfigFields(Gemma4Fields, total=False):
 
 
 class CrossEncoderFields(TypedDict, total=False):
-    """What sentence-transformers writes of a classifier."""
-
     activation_fn: ShortText | None
 
 
 class FamilyConfigFields(CommonConfigFields, total=False):
-    """The fields of the families that are served."""
-
     architectures: list[ShortText] | None
     head_dim: Width | None
     rms_norm_eps: _Epsilon | None
@@ -309,7 +298,6 @@ _SIZE_TYPES: dict[str, Any] = {
     "experts": _EXPERT_COUNT_TYPE,
     "experts_per_token": _EXPERT_COUNT_TYPE,
 }
-"""The bounds of what SIZE_FIELD_ALIASES lists, whichever key gives it."""
 _Sizes = TypedDict(  # type: ignore[misc]  # its fields are SIZE_FIELD_ALIASES'
     "_Sizes",
     {
@@ -323,7 +311,7 @@ _Sizes = TypedDict(  # type: ignore[misc]  # its fields are SIZE_FIELD_ALIASES'
 
 
 class PlanConfigFields(CommonConfigFields, _Sizes, total=False):
-    """The fields that `quire plan` reads, of nearly every family. A list, where there may be one, is not read."""
+    """Read by `quire plan`. Lists are ignored."""
 
     head_dim: WidthOrZero | None
     num_kv_heads: Width | list[Any] | None
@@ -338,7 +326,7 @@ class PlanConfigFields(CommonConfigFields, _Sizes, total=False):
 
 
 class TransformersConfigFields(PlanConfigFields, total=False):
-    """What Quire itself reads of a model that transformers' class computes; the class reads the rest."""
+    """Read for transformers' classes, which read the rest themselves."""
 
     architectures: list[ShortText] | None
     is_decoder: bool | None
@@ -346,7 +334,7 @@ class TransformersConfigFields(PlanConfigFields, total=False):
 
 
 class GenerationConfigFields(TypedDict, total=False):
-    """What is read of generation_config.json. The bounds are those of requests (SamplingParams)."""
+    """Bounds are those of SamplingParams."""
 
     do_sample: bool | None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None

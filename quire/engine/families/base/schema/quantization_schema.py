@@ -1,6 +1,4 @@
-"""What Quire reads of quantization_config: every field, its type and its bounds, as
-engine/families/base/schema/config_schema.py has all others. How weights are stored engine/checkpoint/quantization.py
-makes of it."""
+"""Types and bounds of quantization_config; see engine/checkpoint/quantization.py."""
 
 from __future__ import annotations
 
@@ -14,8 +12,6 @@ _ModuleNames = Annotated[list[ShortText], Meta(max_length=2**14)]
 
 
 class WeightQuantizationArgs(TypedDict, total=False):
-    """How compressed-tensors stores the weights of a group of linears."""
-
     num_bits: Annotated[int, Meta(ge=1, le=64)] | None
     type: ShortText | None
     strategy: ShortText | None
@@ -26,7 +22,7 @@ class WeightQuantizationArgs(TypedDict, total=False):
 
 
 class QuantizationGroup(TypedDict, total=False):
-    """Linears that compressed-tensors stores alike. Their activations are rounded as the kernels do it."""
+    """compressed-tensors' group of linears. Activations are rounded by the kernels' rules instead."""
 
     targets: _ModuleNames | None
     weights: WeightQuantizationArgs | None
@@ -34,12 +30,10 @@ class QuantizationGroup(TypedDict, total=False):
 
 
 class QuantizationConfig(TypedDict, total=False):
-    """quantization_config: how weights are stored; see `engine/checkpoint/quantization.py`."""
-
     quant_method: ShortText | None
     fmt: ShortText | None
     activations: str | None
-    """In GGUF's, ours: what a CPU computes in (engine/checkpoint/config_reader.py)."""
+    """Quire's own, for GGUF: dtype that a CPU computes in."""
     bits: Annotated[float, Meta(ge=0, le=64)] | None
     w_bit: Annotated[float, Meta(ge=0, le=64)] | None
     group_size: Annotated[int, Meta(ge=-1, le=2**24)] | None

@@ -1,1 +1,1 @@
-"""What a model reads of images, as data: the spec, and the fields of the files that say it."""
+"""Vision specs and image fields of a model's files."""

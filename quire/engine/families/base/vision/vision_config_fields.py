@@ -1,5 +1,4 @@
-"""The fields that are read of a model's files about images, with their types and bounds. A field may be null, which
-means the same as not being there."""
+"""Types and bounds of image fields. null means a missing field."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ LayerWidth = Annotated[int, Meta(ge=1, le=2**20)]
 PixelSide = Annotated[int, Meta(ge=1, le=2**14)]
 """In pixels."""
 PixelArea = Annotated[int, Meta(ge=1, le=2**28)]
-"""The same, or a side, where it is one of several meanings of a name."""
+"""A number of pixels, or a side length: some fields may be either."""
 _ShortText = Annotated[str, Meta(max_length=256)]
 _RGBValues = Annotated[list[Annotated[float, Meta(ge=-1e3, le=1e3)]], Meta(min_length=3, max_length=3)]
 _LayerCount = Annotated[int, Meta(ge=1, le=4096)]
@@ -25,8 +24,6 @@ _SizePairs = Annotated[
 
 
 class VisionConfigFields(TypedDict, total=False):
-    """What is read of vision_config. Without a value transformers' default holds."""
-
     model_type: _ShortText | None
     hidden_size: LayerWidth | None
     embed_dim: LayerWidth | None
@@ -69,8 +66,6 @@ class VisionConfigFields(TypedDict, total=False):
 
 
 class ModelConfigFields(TypedDict, total=False):
-    """What is read beside it."""
-
     scale_factor: _SmallCount | None
     image_token_id: _TokenId | None
     image_token_index: _TokenId | None
@@ -102,7 +97,7 @@ class SizeFields(TypedDict, total=False):
 
 
 class PreprocessorFields(TypedDict, total=False):
-    """What is read of preprocessor_config.json, or of image_processor in processor_config.json."""
+    """Read from preprocessor_config.json, or processor_config.json's image_processor."""
 
     do_image_splitting: bool | None
     do_normalize: bool | None
@@ -140,6 +135,4 @@ class PreprocessorFields(TypedDict, total=False):
 
 
 class ProcessorFields(TypedDict, total=False):
-    """What is read of processor_config.json."""
-
     image_processor: dict[str, Any] | None

@@ -1,5 +1,3 @@
-"""What every family says of images: its tower, how an image is prepared for it, and which tokens stand for one."""
-
 from __future__ import annotations
 
 import math
@@ -21,29 +19,25 @@ if TYPE_CHECKING:
     from PIL import Image
 
 TokenSpeller = Callable[[int], str]
-"""The text of a token, by its id."""
 MAX_PATCHES_PER_SIDE = 128
-"""By each side of what a tower of squares reads at once."""
+"""Limits a tower's square input."""
 HALF_RGB = (0.5, 0.5, 0.5)
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""Of the images that CLIP was trained on (Radford et al., 2021)."""
+"""Statistics of CLIP's training images (Radford et al., 2021)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TowerShape:
-    """A tower's layers."""
-
     hidden_size: int
     intermediate_size: int
     num_layers: int
     num_heads: int
     patch_size: int
-    """Of each side, in pixels."""
+    """Side length in pixels."""
     activation: str
     eps: float
 
     def num_layer_parameters(self, *, gated: bool = False, bias: bool = True, norm_bias: bool = True) -> int:
-        """Parameters of all layers."""
         hidden, inner = self.hidden_size, self.intermediate_size
         ups = 2 if gated else 1
         biases = (4 * hidden + ups * inner + hidden) if bias else 0
@@ -53,7 +47,7 @@ class TowerShape:
 
 @dataclass(frozen=True, slots=True)
 class PixelNormalization:
-    """How pixels become what a tower reads: (pixel * rescale - mean) / std."""
+    """(pixel * rescale - mean) / std"""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -61,72 +55,63 @@ class PixelNormalization:
 
 
 class ImageLayout(ABC):
-    """What becomes of an image of some size."""
-
     @property
     @abstractmethod
     def token_run_lengths(self) -> tuple[tuple[int, ...], ...]:
-        """Of each of its contents, in their order, how many of its tokens stand side by side; text may stand between
-        these runs."""
+        """Per content: lengths of runs of adjacent tokens, between which text may stand."""
 
     @property
     def num_tokens(self) -> int:
-        """In whose place features are read."""
+        """Tokens that are replaced by features."""
         return sum(map(sum, self.token_run_lengths))
 
     @abstractmethod
     def placeholder_text(self, spell: TokenSpeller) -> str:
-        """The text that stands for it."""
+        """Prompt text."""
 
     @abstractmethod
     def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
-        """What the tower reads of it."""
+        """Input of the tower."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionSpec(ABC):
-    """A tower, what makes tokens of its patches, and what both read."""
-
     tower_shape: TowerShape
     normalization: PixelNormalization
     resample_filter: int
-    """Pillow's number of a filter."""
+    """Pillow's filter number."""
     image_token_id: int
-    """Of the tokens that features take the place of."""
 
     @property
     def template_image_token_id(self) -> int:
-        """Of the token that chat templates write where an image is."""
         return self.image_token_id
 
     @property
     def is_dual_encoder(self) -> bool:
-        """Whether an image has a vector of its own, and is in no prompt with text."""
+        """Images have their own vectors and are never in prompts."""
         return False
 
     @property
     def is_bidirectional(self) -> bool:
-        """Whether the tokens of a content see each other, those behind them too."""
+        """Tokens of a content attend to each other in both directions."""
         return False
 
     @property
     def max_bidirectional_tokens(self) -> int:
-        """The most tokens of a content that see each other."""
         return self.make_layout(1, 1).num_tokens
 
     @property
     def num_deepstack_layers(self) -> int:
-        """How many of the text part's first layers are each followed by features of their own."""
         return 0
 
     def mean_attended_patches(self, content: Content) -> float:
-        """How many patches a patch of a content sees, in the mean of the tower's layers."""
+        """Patches that a patch attends to, averaged over layers."""
         return self.num_patches(content)
 
     def encoder_cost(self, content: Content) -> int:
-        """What reading a content weighs, in tokens of a step's budget: a patch about as much as a token, for towers are
-        narrower than text parts, and more the more patches it sees: attention among 1,024 of 768 numbers was measured
-        to take a third of the time of the linears."""
+        """Cost in tokens of a step's budget. A patch costs about a token, because towers are narrower than text models,
+        plus attention: 1,024 patches of width 768 took a third of the linears' time.
+        """
         return math.ceil(
             self.num_patches(content) * (1 + self.mean_attended_patches(content) / (4 * self.tower_shape.hidden_size))
         )
@@ -136,57 +121,54 @@ class VisionSpec(ABC):
 
     @property
     def uses_mrope(self) -> bool:
-        """Whether the text part's rotations tell apart where the tokens of a content stand."""
         return False
 
     def token_rows_and_columns(self, content: Content) -> tuple[int, int] | None:
-        """Rows and columns in which the tokens of a content stand, where it `uses_mrope`."""
+        """None without mRoPE."""
         return None
 
     @abstractmethod
     def make_layout(
         self, width: int, height: int, *, low_detail: bool = False, has_other_images: bool = False
     ) -> ImageLayout:
-        """Of an image of this size. low_detail: it is to take few tokens; has_other_images: it is not the
-        prompt's only one. Raises InvalidImage for what cannot be prepared."""
+        """Raises InvalidImage."""
 
     @property
     def has_gated_mlp(self) -> bool:
-        """Whether the tower's feed-forward parts are."""
         return False
 
     @property
     def num_linear_parameters(self) -> int:
-        """Weights of the linears of the tower's layers, which --quantization makes few bits."""
         hidden, inner = self.tower_shape.hidden_size, self.tower_shape.intermediate_size
         return self.tower_shape.num_layers * (4 * hidden * hidden + (2 + self.has_gated_mlp) * hidden * inner)
 
     @abstractmethod
     def num_parameters(self, text_size: int) -> int:
-        """Parameters of the tower and of what follows, beside a text part whose hidden states have this size."""
+        """`text_size`: the text model's hidden size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchMergingVisionSpec(VisionSpec):
     merge_size: int
-    """By each side, the patches that become a token."""
+    """Patches per side that form a token."""
 
     @property
     def merged_patch_size(self) -> int:
-        """The side of what becomes a token, in pixels."""
+        """Side length of a token, in pixels."""
         return self.tower_shape.patch_size * self.merge_size
 
 
 def iter_squares_of_image(image: Image.Image, side: int) -> Iterator[Content]:
-    """An image of whole squares, cut into these, by rows."""
+    """The image must consist of whole squares, which come by rows."""
     for top in range(0, image.height, side):
         for left in range(0, image.width, side):
             yield Content.from_pixels(side, side, image.crop((left, top, left + side, top + side)).tobytes())
 
 
 def choose_nearest_grid(grids: Iterable[tuple[int, int]], width: int, height: int, side: int) -> tuple[int, int]:
-    """The columns and rows whose ratio is nearest to the image's; of those that are as near, the last where the image
-    has more than half of the pixels of so many squares. grids: of those of as many squares, in this order."""
+    """Return (columns, rows) with the ratio nearest to the image's. Among equals, the last wins if the image has more
+    than half of its pixels; ties keep the order of `grids`.
+    """
     best, nearest = (1, 1), float("inf")
     for columns, rows in sorted(grids, key=math.prod):
         ratio_difference = abs(width / height - columns / rows)
@@ -198,22 +180,19 @@ def choose_nearest_grid(grids: Iterable[tuple[int, int]], width: int, height: in
 
 
 class InvalidImage(Exception):
-    """An image that a family cannot prepare; it says why."""
+    """The message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """What a model's files say, checked."""
-
     tower: VisionConfigFields
     model_fields: ModelConfigFields
     preprocessor: PreprocessorFields
     text_config: Mapping[str, Any]
-    """The text part's config.json, unchecked."""
+    """Unchecked."""
     file_label: str
-    """Of config.json, for errors."""
     parameters_only: bool = False
-    """Nothing but config.json is known, to count parameters."""
+    """Only config.json is known, to count parameters."""
 
     def config_error(self, text: str) -> ModelError:
         return ModelError(f"model: {self.file_label}: {text}")
@@ -221,7 +200,7 @@ class VisionConfig:
     def tower_shape(
         self, *, hidden: int, inner: int, layers: int, heads: int, patch: int, act: str, eps: float
     ) -> TowerShape:
-        """With these defaults. Raises ModelError where fields contradict each other."""
+        """Arguments are defaults. Raises ModelError."""
         tower = self.tower
         channels = tower.get("num_channels") or tower.get("in_channels") or tower.get("in_chans") or 3
         config_eps, config_patch = tower.get("layer_norm_eps"), tower.get("patch_size") or patch
@@ -247,7 +226,7 @@ class VisionConfig:
             raise self.config_error(f"vision_config: num_attention_heads: {sizes}")
 
     def check_preprocessor_sizes(self, tower_sizes: Mapping[str, int]) -> None:
-        """Raise ModelError where preprocessor_config.json names other sizes than these, the tower's."""
+        """Raise ModelError if preprocessor_config.json contradicts the tower."""
         for name, size in tower_sizes.items():
             if (preprocessor_size := self.preprocessor.get(name)) is not None and preprocessor_size != size:
                 raise self.config_error(
@@ -257,7 +236,7 @@ class VisionConfig:
     def pixel_normalization(
         self, mean: tuple[float, ...] = HALF_RGB, std: tuple[float, ...] = HALF_RGB, *, use_file_values: bool = True
     ) -> PixelNormalization:
-        """With these defaults, and these alone where no others are `use_file_values` for. Raises ModelError."""
+        """Arguments are defaults, or override the file without `use_file_values`. Raises ModelError."""
         preprocessor = self.preprocessor
         normalization = PixelNormalization(
             tuple((use_file_values and preprocessor.get("image_mean")) or mean),
@@ -276,12 +255,12 @@ class VisionConfig:
         return next((each for each in token_ids if each is not None), default)
 
     def token_id_from_field(self, name: str, default: int) -> int:
-        """A field beside the tower's: 0 is a token too."""
+        """Unlike other fields, 0 is a value."""
         field_value: Any = self.model_fields.get(name)
         return default if field_value is None else int(field_value)
 
     def image_size(self, default: int) -> int:
-        """The side that the tower's positions are of, in pixels."""
+        """In pixels."""
         size = self.tower.get("image_size") or default
         if isinstance(size, list):
             if size[0] != size[1]:
@@ -290,12 +269,12 @@ class VisionConfig:
         return size
 
     def preprocessor_size(self) -> SizeFields:
-        """The preparation's `size`; one number is a square's side."""
+        """A single number is a square's side."""
         size = self.preprocessor.get("size") or {}
         return {"height": size, "width": size, "shortest_edge": size} if isinstance(size, int) else size
 
     def check_patches(self, side: int, shape: TowerShape, unit: int = 1) -> None:
-        """Raise ModelError unless squares of this side are patches, `unit` by each side."""
+        """Raise ModelError unless the side is a multiple of `unit` patches, at most MAX_PATCHES_PER_SIDE."""
         if self.parameters_only:
             return
         patches = side // shape.patch_size
