@@ -117,7 +117,7 @@ class ChatRenderer:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> RenderedConversation:
-        """The prompt, adapted to what the template takes: see docs/templates.md.
+        """The prompt, adapted to what the template takes: see docs/guides/chat-and-agents.md.
 
         variables: the request's chat_template_kwargs. With continue_final_message the text ends where the last
         message's content ends. Raises InvalidRequest for a role that nobody knows, and when there is no template or the
