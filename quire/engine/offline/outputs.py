@@ -83,7 +83,7 @@ class RequestOutput:
     num_missed_tokens: int = 0
     """Prompt tokens that were computed again, though they had been before."""
     miss_reason: types.MissReason | None = None
-    """Mostly why: docs/prefixes.md."""
+    """Mostly why: docs/guides/prefix-caching.md."""
     receipt: Receipt | None = None
     """When it has finished, if it was asked for."""
 
