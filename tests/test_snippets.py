@@ -82,7 +82,7 @@ NOT_RUN = {
 }
 NOT_RUN_PYTHON = {
     "docs/images.md": "it wants a model that reads images; tests/e2e/test_images.py serves one",
-    "docs/ray.md": "a client of a cluster; tests/e2e/test_ray_serve.py has one",
+    "docs/deploy/ray.md": "a client of a cluster; tests/e2e/test_ray_serve.py has one",
     "docs/lora.md": "it wants an adapter; tests/engine/lora has some",
     "docs/weights.md": "parts of a program; tests/engine/test_weights.py makes these calls",
 }
