@@ -33,13 +33,13 @@ SUBLAYERS: dict[type[SublayerSpec], str] = {
     MambaLayerSpec: "[selective scans](../hybrids.md#larger-states)",
     SharedTransformerSpec: "blocks that layers share",
     MLPSpec: "MLP",
-    MoELayerSpec: "[experts](../checkpoints.md#mixtures-of-experts)",
+    MoELayerSpec: "[experts](../guides/models.md#families)",
 }
 INTRODUCTION = """# Supported models
 
 Generated from the families' files in `quire/engine/families`, which say all that Quire knows of each, by
-`python -m tests.supported_models`. What is special of some families: [checkpoints](../checkpoints.md). Nearly all other
-causal language models of transformers are served [by their own class](../checkpoints.md#by-transformers-own-class):
+`python -m tests.supported_models`. What is special of some families: [models](../guides/models.md). Nearly all other
+causal language models of transformers are served [by their own class](../guides/models.md#transformers-backend):
 [every class](../models_table.md).
 
 ## Models that generate text
