@@ -283,7 +283,8 @@ class GenerationBody(SamplingBody):
     receipt: bool = False
     """Answer with what `quire replay` needs to compute the same tokens again, as with the header X-Receipt: 1."""
     session_id: str = Field("", max_length=MAX_SESSION_ID_LENGTH)
-    """The conversation that it is a turn of: what it has computed is kept for the next turn, docs/guides/prefix-caching.md."""
+    """The conversation that it is a turn of: what it has computed is kept for the next turn,
+    docs/guides/prefix-caching.md."""
     session_ttl: float | None = Field(None, gt=0, le=MAX_SESSION_TTL)
     """Seconds for which that is kept; it may be given without session_id."""
     prompt_cache_key: str | None = Field(None, max_length=MAX_SESSION_ID_LENGTH)

@@ -1,4 +1,5 @@
-"""The tiers below the KV cache (docs/guides/prefix-caching.md), as `quire plan` counts them: bytes, and how many tokens fit."""
+"""The tiers below the KV cache (docs/guides/prefix-caching.md), as `quire plan` counts them: bytes, and how many
+tokens fit."""
 
 from __future__ import annotations
 
