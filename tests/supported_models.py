@@ -33,13 +33,13 @@ SUBLAYERS: dict[type[SublayerSpec], str] = {
     MambaLayerSpec: "[selective scans](../hybrids.md#larger-states)",
     SharedTransformerSpec: "blocks that layers share",
     MLPSpec: "MLP",
-    MoELayerSpec: "[experts](../checkpoints.md#mixtures-of-experts)",
+    MoELayerSpec: "[experts](../guides/models.md#families)",
 }
 INTRODUCTION = """# Supported models
 
 Generated from the families' files in `quire/engine/families`, which say all that Quire knows of each, by
-`python -m tests.supported_models`. What is special of some families: [checkpoints](../checkpoints.md). Nearly all other
-causal language models of transformers are served [by their own class](../checkpoints.md#by-transformers-own-class):
+`python -m tests.supported_models`. What is special of some families: [models](../guides/models.md). Nearly all other
+causal language models of transformers are served [by their own class](../guides/models.md#transformers-backend):
 [every class](../models_table.md).
 
 ## Models that generate text
@@ -112,7 +112,7 @@ def _with_images(families: list[ModelFamily]) -> str:
     outer = [(name, find_multimodal_family(name)) for name in multimodal_model_types()]
     found = [name for name, each in outer if each is not None and each.text_model_type in texts]
     served = [f"`{name}`" for name in found if (each := find_multimodal_family(name)) and each.read_vision_spec]
-    return f"[{', '.join(served)}](../images.md)" if served else "-"
+    return f"[{', '.join(served)}](../guides/images.md)" if served else "-"
 
 
 def _layers(families: list[ModelFamily]) -> str:
@@ -137,7 +137,7 @@ def _sublayers(spec: DecoderSpec) -> Iterator[str]:
     sublayers = [each for layer in spec.layers for each in layer]
     yield from (name for kind, name in SUBLAYERS.items() if any(isinstance(each, kind) for each in sublayers))
     if any(isinstance(each, AttentionLayerSpec) and each.window for each in sublayers):
-        yield "[sliding windows](../sliding_window.md)"
+        yield "[sliding windows](../guides/prefix-caching.md#sliding-windows)"
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ DOCS = (
     "README.md",
     "DEVELOPERS.md",
     "deploy/README.md",
-    *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+    *(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
 )
 NAMED = re.compile(r"`([\w.-]+/[\w./-]+)`|\]\(([\w./-]+)\)")
 IN_CODE = re.compile(

@@ -28,7 +28,9 @@ from quire.server.config import ServerConfig
 from tests.e2e.server import Server
 from tests.tree import ROOT
 
-DOCS = sorted(["README.md", "deploy/README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
+DOCS = sorted(
+    ["README.md", "deploy/README.md", *(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
+)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NOT_RUN = {
     **dict.fromkeys(
@@ -40,6 +42,10 @@ NOT_RUN = {
         "it wants a model with experts; tests/engine/test_expert_parallel.py and test_experts_on_disk.py make some",
     ),
     "quire serve Qwen/Qwen3.5-4B": "downloads 9 GB",
+    "quire serve MODEL --cpu-offload-gb": "it wants a GPU; tests/engine/test_layers_from_host.py plays one",
+    "quire serve OWNER/MODEL --config gpu-": "a GPU; tests/server/cli/test_settings_flags.py reads the presets",
+    "quire serve --host 0.0.0.0 --api-key-file": "keys and a certificate; tests/server/hosted.py has some",
+    "sudo apt install": "the system's packages",
     "make": "it would install; tests/test_snippets.py holds that the targets are there",
     "docker": "tests/test_deploy.py reads what it would start",
     "kubectl": "tests/test_deploy.py reads what it would apply",
@@ -81,10 +87,10 @@ NOT_RUN = {
     "curl localhost:8000/v1/models/": "it wants models; tests/e2e/test_models.py adds one",
 }
 NOT_RUN_PYTHON = {
-    "docs/images.md": "it wants a model that reads images; tests/e2e/test_images.py serves one",
-    "docs/ray.md": "a client of a cluster; tests/e2e/test_ray_serve.py has one",
-    "docs/lora.md": "it wants an adapter; tests/engine/lora has some",
-    "docs/weights.md": "parts of a program; tests/engine/test_weights.py makes these calls",
+    "docs/guides/images.md": "it wants a model that reads images; tests/e2e/test_images.py serves one",
+    "docs/deploy/ray.md": "a client of a cluster; tests/e2e/test_ray_serve.py has one",
+    "docs/guides/lora.md": "it wants an adapter; tests/engine/lora has some",
+    "docs/guides/rl-weights.md": "parts of a program; tests/engine/test_weights.py makes these calls",
 }
 EXPECTED = {
     "curl -N http": r"data: \[DONE\]",

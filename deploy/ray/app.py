@@ -1,4 +1,4 @@
-"""Quire on Ray Serve: `serve run deploy/ray/serve.yaml` from the repository's root; docs/ray.md says more."""
+"""Quire on Ray Serve: `serve run deploy/ray/serve.yaml` from the repository's root; docs/deploy/ray.md says more."""
 
 from __future__ import annotations
 

@@ -74,9 +74,11 @@ class Gateway:
         path = scope["path"]
         try:
             if path in ADMIN_PATHS or path.startswith(_OF_ONE_REPLICA):
-                raise HTTPException(501, f"{path} is about one replica, and there may be several: see docs/ray.md")
+                message = f"{path} is about one replica, and there may be several: see docs/deploy/ray.md"
+                raise HTTPException(501, message)
             if path.startswith(_KEPT) and not self._keeps:
-                raise HTTPException(501, f"{path} needs data_dir, in which replicas keep things: see docs/ray.md")
+                message = f"{path} needs data_dir, in which replicas keep things: see docs/deploy/ray.md"
+                raise HTTPException(501, message)
             async with self._call(scope, receive) as call:
                 if path not in OF_ALL_REPLICAS:
                     async with aclosing(self._parts(call)) as parts:

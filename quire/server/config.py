@@ -66,7 +66,9 @@ class ServerConfig(EngineConfig):
         description="Keys, one of which requests must show as a bearer token; default: none needed",
     )
     api_key_file: Path | None = Field(
-        None, description="TOML file of keys with names, weights and limits of their own; see docs/flags.md"
+        None,
+        description="TOML file of keys with names, weights and limits of their own; "
+        "see docs/deploy/security-and-limits.md",
     )
     admin_api_key: list[str] = Field(
         default_factory=list, description="Keys that may also watch the engine and cancel others' requests"

@@ -1,4 +1,5 @@
-"""The tenants of the server: API keys from flags and from a TOML file (see docs/flags.md), and what each key may do."""
+"""The tenants of the server: API keys from flags and from a TOML file, and what each key may do. See
+docs/deploy/security-and-limits.md."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ _FOREIGN_COMMANDS = {
     **dict.fromkeys(
         ("create", "cp", "copy"),
         "a table in the TOML file of quire serve --models gives a model another "
-        "name, a system message and defaults of its own (docs/models.md)",
+        "name, a system message and defaults of its own (docs/guides/multi-model.md)",
     ),
     **dict.fromkeys(("info", "inspect"), "quire show MODEL"),
     **dict.fromkeys(("unload", "kill"), "quire stop MODEL"),

@@ -304,7 +304,7 @@ def test_what_cannot_be_is_refused(options: dict[str, object], param: str, tmp_p
 
 @compiled
 def test_a_tier_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example of docs/kv_tiers.md: two servers, one folder, and somebody who changes a page in it."""
+    """The example of docs/guides/prefix-caching.md: two servers, one folder, and somebody who changes a page in it."""
     monkeypatch.syspath_prepend(ROOT / "examples" / "kv_tiers")
     monkeypatch.setenv("SHARED_PAGES", str(tmp_path / "shared"))
     path, first = save_tiny_model(tmp_path, "llama"), turn(0, 0, list(range(3, 100)))

@@ -227,7 +227,7 @@ def test_what_does_not_fit_is_told(capsys: pytest.CaptureFixture[str], monkeypat
 
 def test_the_documents_have_the_table() -> None:
     rows = table.format_laptops_markdown()
-    assert rows in (ROOT / "docs/checkpoints.md").read_text()
+    assert rows in (ROOT / "docs/guides/models.md").read_text()
     shown = re.findall(
         r"^\|(`\w.*?`)\|(.*? GiB)\|(?:at most )?(\d+)\|$", (ROOT / "README.md").read_text(), re.MULTILINE
     )
