@@ -137,7 +137,7 @@ def find_weight_names(model_type: str, *, gguf: bool = False) -> WeightNames:
 
 def uses_float32_activations(text_fields: Mapping[str, Any]) -> bool:
     """True if nearly all matrices are quantized. A CPU then computes in float32 with a bfloat16 KV cache, in the same
-    memory: docs/quantization.md.
+    memory: docs/guides/quantization.md.
     """
     return (text_fields.get("quantization_config") or {}).get("activations") == "float32"
 

@@ -81,7 +81,7 @@ class RequestOutput:
     num_missed_tokens: int = 0
     """Prompt tokens that were computed again although they had been computed before."""
     miss_reason: types.MissReason | None = None
-    """Main reason: see docs/prefixes.md."""
+    """Main reason: see docs/guides/prefix-caching.md."""
     receipt: Receipt | None = None
     """Set when finished, if requested."""
 
