@@ -1,1 +1,1 @@
-"""What the Responses API keeps, in SQLite."""
+"""Storage in --data-dir."""

@@ -1,5 +1,3 @@
-"""Batches: what was asked, how far it is, and the result of each line until they are written to a file."""
-
 from __future__ import annotations
 
 import sqlite3
@@ -20,16 +18,13 @@ BatchStatus = Literal[
 ]
 TERMINAL_STATUSES: tuple[BatchStatus, ...] = ("failed", "completed", "expired", "cancelled")
 MAX_ENDED_BATCHES = 1000
-"""Batches of a key that have ended and are still known; of more the oldest are forgotten, but not their files."""
+"""Per API key. The oldest are forgotten, but their files stay."""
 
 
 _BATCHES_PER_READ = 100
-"""Batches that are read at once."""
 
 
 class BatchError(msgspec.Struct, frozen=True):
-    """Why a batch has failed."""
-
     code: str
     message: str
     line: int | None = None
@@ -37,7 +32,7 @@ class BatchError(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """Times are seconds of the Unix clock."""
+    """Times are Unix seconds."""
 
     id: str
     endpoint: str
@@ -48,7 +43,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     status: BatchStatus = "validating"
     metadata: dict[str, str] | None = None
     keep_seconds: int | None = None
-    """How long its files are kept; None: for ever."""
+    """Lifetime of its files; None: forever."""
     errors: tuple[BatchError, ...] = ()
     output_file_id: str | None = None
     error_file_id: str | None = None
@@ -67,14 +62,11 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchLine(NamedTuple):
-    """One request of a batch."""
-
     position: int
-    """Among those of its batch, in the order in which they are begun."""
+    """Processing order within the batch."""
     line_number: int
-    """In the file, from 1."""
+    """1-based."""
     byte_offset: int
-    """In the file, in bytes."""
     length: int
     custom_id: str
 
@@ -83,21 +75,19 @@ class LineResult(NamedTuple):
     position: int
     failed: bool
     line: bytes
-    """Of the output file, or of that of errors; JSON without its newline."""
+    """JSON without the newline."""
 
 
 class Batches:
-    """Threads may use it at the same time; each method is one transaction, but for those that put many lines, or read
-    many batches."""
+    """Thread-safe. Methods are single transactions, except those for many lines or batches."""
 
     def __init__(self, database: Database, files: Files, garbage: Garbage) -> None:
-        """`files`: where those of batches that end are made known. `garbage`: where their lines go."""
         self._database = database
         self._files = files
         self._garbage = garbage
 
     def add(self, owner: str, batch: Batch, max_open: int) -> bool:
-        """Add a batch, and forget the oldest ended ones beyond KEPT. False where `max_open` of the owner's are open."""
+        """Also evict ended batches above MAX_ENDED_BATCHES. False if `max_open` are open."""
         row = (owner, batch.id, batch.created_at, batch.expires_at, batch.status, msgspec.json.encode(batch))
         with self._database.write_transaction() as connection:
             opened = "select 1 from batches where owner = ? and ended = 0 limit ?"
@@ -111,11 +101,11 @@ class Batches:
             return True
 
     def cancel(self, owner: str, id: str) -> Batch | None:
-        """None where there is none. Raises InvalidRequest for one that has ended or is about to."""
+        """Raises InvalidRequest if the batch ended or is finalizing."""
         return self._update_batch(owner, id, _to_cancelling_or_raise)
 
     def mark_finalizing(self, owner: str, id: str) -> None:
-        """Note that all lines are answered and the files are being written, unless the batch is ending otherwise."""
+        """Do nothing unless the batch is in progress."""
         self._update_batch(owner, id, _to_finalizing)
 
     def _update_batch(
@@ -125,8 +115,7 @@ class Batches:
         transition: Callable[[Batch], Batch],
         in_transaction: Callable[[sqlite3.Connection], None] | None = None,
     ) -> Batch | None:
-        """Replace a batch by what `transition` makes of it, and return that; None where there is none. `in_transaction`
-        is part of the transaction. The lines of a batch that has ended are deleted later."""
+        """Lines of a batch that ends become garbage."""
         with self._database.write_transaction(self._files.sizes, self._garbage.sizes) as connection:
             before = _select_batch(connection, owner, id)
             if before is None:
@@ -143,8 +132,7 @@ class Batches:
             return _with_line_counts(connection, batch)
 
     def end(self, owner: str, ended_batch: Batch, files: Sequence[StoredFile]) -> bool:
-        """Put a batch that has ended, and make its files known. False, and nothing is done, where it had ended before,
-        as where two processes end it."""
+        """False, without changes, if it had ended: two processes may try to end it."""
         was_ended = False
 
         def end_once(now: Batch) -> Batch:
@@ -164,8 +152,7 @@ class Batches:
             return None if batch is None else _with_line_counts(connection, batch)
 
     def page(self, owner: str, limit: int, after: str | None) -> tuple[Sequence[Batch], bool] | None:
-        """The newest, behind the one with the id `after`, `limit` at most, and whether others follow. None where
-        `after` is not one of them."""
+        """Newest first, with True if more follow. None if `after` is unknown."""
         query = "select created, id, data from batches where owner = ?"
         page = query_page(self._database, query, [owner], limit, after, newest_first=True)
         if page is None:
@@ -174,7 +161,7 @@ class Batches:
             return [_with_line_counts(connection, _decode_batch(row)) for row in page[0]], page[1]
 
     def list_open_batches(self) -> list[tuple[str, Batch]]:
-        """Those that have not ended, with their owners, the oldest first."""
+        """(owner, batch), oldest first."""
         query = """select owner, created, id, data from batches where ended = 0 and (owner, created, id) > (?, ?, ?)
             order by owner, created, id limit ?"""
         open_batches: list[tuple[str, Batch]] = []
@@ -188,14 +175,13 @@ class Batches:
             start = rows[-1][:3]
 
     def is_file_in_use(self, owner: str, file_id: str) -> bool:
-        """Whether a batch of the owner that has not ended reads a file."""
         query = "select data from batches where owner = ? and ended = 0 limit ?"
         with self._database.read_connection() as connection:
             rows = connection.execute(query, (owner, _BATCHES_PER_READ)).fetchall()
         return any(_decode_batch(row).input_file_id == file_id for row in rows)
 
     def store_lines_and_batch(self, owner: str, batch: Batch, lines: Sequence[BatchLine]) -> None:
-        """Those of a batch that has been read, in place of what an earlier try put; the batch changes with them."""
+        """Replaces an earlier attempt's lines."""
         now = self.find(owner, batch.id)
         if now is None or now.status != "validating":
             return
@@ -222,14 +208,14 @@ class Batches:
         self._update_batch(owner, batch.id, start_progress, insert_line_counts)
 
     def list_unanswered_lines(self, id: str, after: int, limit: int) -> list[BatchLine]:
-        """The next lines without a result, behind the one at the place `after`."""
+        """`after`: a position."""
         query = """select place, number, start, length, custom_id from lines
             where batch = ? and failed is null and place > ? order by place limit ?"""
         with self._database.read_connection() as connection:
             return [BatchLine(*row) for row in connection.execute(query, (id, after, limit))]
 
     def put_result(self, id: str, result: LineResult) -> None:
-        """Only the first of a line counts."""
+        """Only a line's first result counts."""
         with self._database.write_transaction() as connection:
             where = "batch = ? and place = ? and failed is null"
             row = (result.failed, result.line, id, result.position)
@@ -238,19 +224,18 @@ class Batches:
                 connection.execute(f"update line_counts set {column} = {column} + 1 where batch = ?", (id,))
 
     def list_result_lines(self, id: str, after: int, *, failed: bool) -> list[tuple[int, bytes]]:
-        """The next lines of a file, behind the one with this number in the input, with their numbers there."""
+        """At most 16 pairs of line number and result."""
         query = "select number, result from lines where batch = ? and failed = ? and number > ? order by number"
         with self._database.read_connection() as connection:
             return connection.execute(f"{query} limit 16", (id, failed, after)).fetchall()
 
 
 def with_batch_status(batch: Batch, status: BatchStatus) -> Batch:
-    """The batch as it is from now on."""
     return replace(batch, status=status, **{f"{status}_at": int(clock.time())})
 
 
 def _to_cancelling_or_raise(batch: Batch) -> Batch:
-    """Raises InvalidRequest for one that has ended or is about to."""
+    """Raises InvalidRequest."""
     if batch.status in (*TERMINAL_STATUSES, "finalizing"):
         raise InvalidRequest(f"batch_id: the batch is {batch.status} already", param="batch_id")
     return batch if batch.status == "cancelling" else with_batch_status(batch, "cancelling")
@@ -270,7 +255,6 @@ def _decode_batch(row: tuple[bytes]) -> Batch:
 
 
 def _with_line_counts(connection: sqlite3.Connection, batch: Batch) -> Batch:
-    """With the numbers of lines of one that is at work."""
     if batch.status in TERMINAL_STATUSES or batch.status == "validating":
         return batch
     query = "select completed, failed from line_counts where batch = ?"

@@ -1,5 +1,3 @@
-"""All that a server keeps in --data-dir."""
-
 from __future__ import annotations
 
 import sqlite3
@@ -24,32 +22,30 @@ from quire.server.store.sweeper import ResponseRetention, Sweeper
 
 @dataclass(frozen=True, slots=True)
 class DataDirStatus:
-    """What one of several processes sees of all together."""
-
     leads: bool
-    """Whether it is the one that answers batches, and takes up what others left."""
+    """The leader processes batches and takes over abandoned work."""
     sizes: Mapping[str, int]
-    """Bytes of what is kept, by its kind."""
+    """Stored bytes by kind."""
     counts: Mapping[str, int]
-    """What all have counted, those that have ended too."""
+    """Counters of all processes, including ended ones."""
     refusal: str
-    """Why nothing can be written now; "" where it can."""
+    """Why writes fail now; "" if they work."""
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
-    """What a process says of itself that shares the data, where the one that had them has been replaced."""
+    """Sent by a process after the owner of the data was replaced."""
 
     calls: Sequence[tuple[str, str]] = ()
-    """Owners and ids of those that it answers."""
+    """(owner, id) of the calls it answers."""
     leads: bool = False
 
 
 OPEN_BATCHES_KEY = "open"
-"""What is counted of those alone that have not ended: open batches."""
+"""Ended processes do not add to this counter."""
 
 
 class Processes:
-    """Those that share the data, as long as this one lives. Threads may use it at the same time."""
+    """Processes that share the data. Thread-safe, in memory only."""
 
     def __init__(self, database: Database, store: Store, files: Files, calls: Calls, sweeper: Sweeper) -> None:
         self._database = database
@@ -59,14 +55,12 @@ class Processes:
         self._sweeper = sweeper
         self._mutex = threading.Lock()
         self._live_processes: dict[str, None] = {}
-        """Those that have not ended; the first one leads."""
+        """An ordered set; the first one leads."""
         self._counts_by_process: dict[str, Mapping[str, int]] = {}
-        """By process."""
         self._ended_counts: Counter[str] = Counter()
-        """Of those that have ended."""
 
     def exchange_status(self, process: str, counts: Mapping[str, int]) -> DataDirStatus:
-        """`counts`: what the process has counted. The first that looks leads, until it has ended."""
+        """The first process to call leads until it ends."""
         with self._mutex:
             self._live_processes.setdefault(process)
             self._counts_by_process[process] = counts
@@ -82,7 +76,6 @@ class Processes:
         return DataDirStatus(leads, sizes, summed, self._database.probe_write_error())
 
     def rejoin_process(self, process: str, status: ProcessStatus) -> None:
-        """One that had another process's data before."""
         self._calls.register_answering_process(process, status.calls)
         with self._mutex:
             self._live_processes = (
@@ -90,7 +83,6 @@ class Processes:
             )
 
     def remove_process(self, process: str) -> None:
-        """A process has ended."""
         self._calls.handle_process_end(process)
         self._files.release_process_uploads(process)
         with self._mutex:
@@ -99,11 +91,11 @@ class Processes:
             self._ended_counts[OPEN_BATCHES_KEY] = 0
 
     def delete_due_data(self) -> bool:
-        """Delete what is due, for a moment. Returns whether there is more of it. One process does so at a time."""
+        """True if more is due. Only one process sweeps at a time."""
         return self._sweeper.sweep()
 
     def list_abandoned_responses(self) -> list[tuple[str, str]]:
-        """Owners and ids of the responses in the background that no process works on."""
+        """(owner, id) of background responses without a process."""
         return [each for each in self._store.unfinished_responses() if self._calls.answering_process(*each) is None]
 
 
@@ -116,7 +108,6 @@ class DataDir:
     calls: Calls
     processes: Processes
     owner_executor: OwnerExecutor
-    """Of this process, for puts and deletes of objects."""
     close: Callable[[], None]
 
 
@@ -128,9 +119,9 @@ def open_data_dir(
     retention_seconds: float = 0,
     connect: SQLiteConnect | None = None,
 ) -> DataDir:
-    """`max_bytes`: of what the Responses API keeps, and as much again of files and of calls. `live_processes`:
-    processes that share it already, because the one that had it has been replaced. `retention_seconds`: seconds after
-    which stored responses are deleted; 0: never. `connect`: see Database. Raises ConfigError."""
+    """`max_bytes` bounds stored objects, files and calls separately. `live_processes` share the data already.
+    `retention_seconds` 0: unlimited. Raises ConfigError.
+    """
     database = Database(folder, connect)
     try:
         garbage, files = Garbage(database), Files(database, max_bytes)
@@ -139,7 +130,7 @@ def open_data_dir(
     except OSError as error:
         database.close()
         raise ConfigError(f"data_dir: cannot keep files in {folder}: {error.strerror}", param="data_dir") from None
-    except sqlite3.DatabaseError as error:  # a part of it is damaged
+    except sqlite3.DatabaseError as error:  # the file is damaged
         database.close()
         raise ConfigError(f"data_dir: cannot read what is kept in {folder}: {error}", param="data_dir") from None
     batches = Batches(database, files, garbage)

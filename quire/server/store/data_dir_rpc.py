@@ -1,8 +1,5 @@
-"""--data-dir of several API processes: one process has it (`serve_data_dir_call`), and each of them asks that one
-(`remote_data_dir`).
-
-What is asked is one of METHODS, with what it is given, as msgpack; both are decoded as the types that the method has.
-Files' contents do not pass: each process reads and writes them itself.
+"""One API process owns --data-dir (`serve_data_dir_call`), the others call it (`remote_data_dir`). Each accesses file
+contents itself.
 """
 
 from __future__ import annotations
@@ -29,7 +26,6 @@ from quire.server.store.response_store import Store
 
 log = logging.getLogger("quire.server")
 DATA_DIR_TOPIC = "data"
-"""Of the questions to the process that has the data."""
 RPC_METHODS: dict[str, Callable[..., Any]] = {
     "Store.get": Store.get_without_items,
     "Store.known": Store.get_summary,
@@ -72,19 +68,18 @@ RPC_METHODS: dict[str, Callable[..., Any]] = {
     "Processes.left": Processes.list_abandoned_responses,
     "Processes.sweep": Processes.delete_due_data,
 }
-"""What may be asked for, by its name on the wire, which stays when a method is renamed: Ray replaces the replicas of an
-application one by one, and an old one asks a new one. The part of DataDir comes before the dot."""
+"""By wire name, which survives renames: Ray replaces replicas one by one, so old ones call new ones."""
 _SLOW_METHODS = (b"Store.put", b"Store.append", b"Store.delete")
 _NAME_PREFIX_BYTES = 32
-"""Bytes of a question among which the method's name is."""
+"""The method name is within these first bytes."""
 _WIRE_NAMES = {method.__qualname__: name for name, method in RPC_METHODS.items()}
 
 
 class _RPCRequest(msgspec.Struct, frozen=True, array_like=True):
     method: str
-    """As `Calls.put`."""
+    """Wire name."""
     arguments: msgspec.Raw
-    """The values of its parameters, in their order."""
+    """In parameter order."""
 
 
 class _Done(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -92,24 +87,22 @@ class _Done(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class _Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """By a QuireError."""
+    """The method raised a QuireError."""
 
     fault: Fault
 
 
 class _StorageFailed(msgspec.Struct, frozen=True, tag="_NoDisk", array_like=True):
-    """By the disk, or by SQLite."""
-
     message: str
     number: int | None
-    """Of an OSError; None: sqlite3.OperationalError."""
+    """errno of an OSError; None: sqlite3.OperationalError."""
 
     def error(self) -> Exception:
         return sqlite3.OperationalError(self.message) if self.number is None else OSError(self.number, self.message)
 
 
 class _Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """By a fault of ours, which the process that has the data logs."""
+    """An internal error, logged by the owner."""
 
     message: str
 
@@ -119,7 +112,7 @@ _decode_reply = msgspec.msgpack.Decoder(_Done | _Refused | _StorageFailed | _Fai
 
 
 async def serve_data_dir_call_in_thread(data: DataDir, encoded_request: bytes) -> bytes:
-    """As `serve_data_dir_call`. What takes long does not wait in the threads of what is short."""
+    """Slow methods have separate threads, so that short ones need not wait."""
     is_slow = any(name in encoded_request[:_NAME_PREFIX_BYTES] for name in _SLOW_METHODS)
     return await asyncio.get_running_loop().run_in_executor(
         data.owner_executor.pool if is_slow else None, serve_data_dir_call, data, encoded_request
@@ -127,7 +120,7 @@ async def serve_data_dir_call_in_thread(data: DataDir, encoded_request: bytes) -
 
 
 def serve_data_dir_call(data: DataDir, encoded_request: bytes) -> bytes:
-    """What a process is told that asks for something. In a thread, please."""
+    """Blocks on the disk."""
     try:
         request = _decode_request(encoded_request)
         method = RPC_METHODS[request.method]
@@ -148,8 +141,6 @@ def serve_data_dir_call(data: DataDir, encoded_request: bytes) -> bytes:
 
 
 class _RPCProxy:
-    """Stands for a part of the data: each of its methods is asked for."""
-
     def __init__(self, store_class: type, send_request: Callable[[bytes], bytes]) -> None:
         self._store_class = store_class
         self._send_request = send_request
@@ -172,8 +163,7 @@ class _RPCProxy:
 
 
 def remote_data_dir(folder: Path, send_request: Callable[[bytes], bytes]) -> DataDir:
-    """What a process uses that has to ask for it; in threads alone, for an answer takes as long as the disk.
-    `send_request` gives the other process a question, and returns its answer."""
+    """Blocks on the owner's disk: use it in threads only."""
 
     def remote_store(store_class: type) -> Any:
         return _RPCProxy(store_class, send_request)

@@ -1,4 +1,4 @@
-"""The SQLite file in --data-dir, which one server at a time has."""
+"""The SQLite file, used by one server at a time."""
 
 from __future__ import annotations
 
@@ -18,35 +18,33 @@ from quire.server.store.schema import SCHEMA_VERSION, prepare_database
 
 DATABASE_FILE = "responses.sqlite3"
 BUSY_TIMEOUT_SECONDS = 10.0
-"""Seconds that a read or a write waits for another."""
 ROW_OVERHEAD_BYTES = 256
-"""Bytes that a row counts beside what is in it, so that the bound of all bytes bounds the rows too."""
+"""Counted per row, so that byte limits also limit rows."""
 CHECKPOINT_WAL_BYTES = 4 << 20
-"""`checkpoint` copies a write-ahead log that is longer."""
+"""A longer log is copied by `checkpoint`."""
 _AUTOCHECKPOINT_PAGES = 16_384
-"""A commit copies a log with so many pages itself: `checkpoint` comes too seldom, or readers keep it from its end."""
+"""Commits copy a log of this length, if `checkpoint` is too rare or blocked by readers."""
 _CHUNK_ROWS = 500
-"""Rows of a page that are read before others may go on."""
+"""Rows read without releasing the connection."""
 
 
 SQLiteConnect = Callable[..., sqlite3.Connection]
-"""Opens a file, as sqlite3.connect."""
+"""Signature of sqlite3.connect."""
 
 
 class Database:
-    """Threads may use it at the same time: each `read_connection` and `write_transaction` has it alone, in the order in
-    which they came. Whoever has much to do does it in several blocks, so that others wait for a few rows only.
+    """Thread-safe: `read_connection` and `write_transaction` are exclusive and fair, so split long work.
 
-    A write is in the file when its block has ended: it survives the death of every process. A power cut may take the
-    last ones, but leaves the file as it was before them (WAL with synchronous = normal)."""
+    Writes survive a crash. A power cut may lose the last ones, but the file stays consistent (WAL, synchronous =
+    normal).
+    """
 
     def __init__(self, folder: Path, connect: SQLiteConnect | None = None) -> None:
-        """`connect`: in place of sqlite3.connect. Raises ConfigError for a folder that cannot be used, or that another
-        server uses."""
+        """Raises ConfigError if the folder is unusable or in use."""
         self.folder = folder
         self._connect = connect or sqlite3.connect
         self.write_error = ""
-        """Why the last write was refused; "" where it was not."""
+        """"" if the last write succeeded."""
         self._lock = _TicketLock()
         self._checkpoint_lock = threading.Lock()
         try:
@@ -57,9 +55,9 @@ class Database:
             self._file_identity = _file_identity(folder / DATABASE_FILE)
             self._connection = self._open_connection()
             self.was_upgraded = prepare_database(self._connection, ROW_OVERHEAD_BYTES)
-            """Whether an earlier version wrote the file."""
+            """An earlier version wrote the file."""
             self._connection.execute(f"pragma wal_autocheckpoint = {_AUTOCHECKPOINT_PAGES}")
-            self._connection.execute("pragma journal_size_limit = 0")  # so that the log's size says what is in it
+            self._connection.execute("pragma journal_size_limit = 0")  # makes the log's size that of its content
             self._checkpointer = self._open_connection()
         except BlockingIOError:
             raise ConfigError("data_dir: another server uses this folder", param="data_dir") from None
@@ -79,7 +77,7 @@ class Database:
             os.close(self._lock_file)
 
     def checkpoint(self) -> None:
-        """Copy a long write-ahead log into the file, and wait for the disk, while others read and write."""
+        """Copies and syncs a long log while others read and write."""
         with self._checkpoint_lock, suppress(FileNotFoundError):
             if (self.folder / f"{DATABASE_FILE}-wal").stat().st_size > CHECKPOINT_WAL_BYTES:
                 self._checkpointer.execute("pragma wal_checkpoint(passive)").fetchall()
@@ -91,12 +89,11 @@ class Database:
 
     @contextmanager
     def write_transaction(self, *sizes: BytesByOwner) -> Iterator[sqlite3.Connection]:
-        """One transaction, of which nothing is left where the block raises, or where it cannot be committed. `sizes`:
-        what the block counts of it."""
+        """Rolls back, together with `sizes`, on any failure."""
         with self._lock, self._track_write_error():
             if (
                 _file_identity(self.folder / DATABASE_FILE) != self._file_identity
-            ):  # SQLite would go on with what nobody finds any more
+            ):  # SQLite would continue on the deleted file
                 raise sqlite3.OperationalError(f"{self.folder / DATABASE_FILE} was removed or replaced; start again")
             self._connection.execute("begin immediate")
             for each in sizes:
@@ -107,17 +104,17 @@ class Database:
                 for each in sizes:
                     each.commit()
             except BaseException:
-                if self._connection.in_transaction:  # SQLite takes back itself what some errors end, but not all
+                if self._connection.in_transaction:  # SQLite rolls back itself after some errors only
                     self._connection.execute("rollback")
                 for each in sizes:
                     each.revert()
                 raise
 
     def probe_write_error(self) -> str:
-        """Why nothing can be written now; "" where it can. After a refusal it is tried."""
+        """Why writes fail now; "" if they work. Tries to write after a failure."""
         if self.write_error:
             with suppress(sqlite3.OperationalError), self.write_transaction() as connection:
-                connection.execute(f"pragma user_version = {SCHEMA_VERSION}")  # as before, but it is written
+                connection.execute(f"pragma user_version = {SCHEMA_VERSION}")  # unchanged, but written
         return self.write_error
 
     @contextmanager
@@ -131,8 +128,7 @@ class Database:
 
 
 class _TicketLock:
-    """A lock that threads get in the order in which they asked for it. Of threading.Lock the thread that gives it back
-    may have it again at once, however long others wait."""
+    """FIFO lock. With threading.Lock, a thread can release and reacquire while others starve."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
@@ -152,7 +148,7 @@ class _TicketLock:
     def __exit__(self, *_: object) -> None:
         with self._mutex:
             if self._waiters:
-                self._waiters.popleft().release()  # it stays taken
+                self._waiters.popleft().release()  # stays locked for the next one
             else:
                 self._is_locked = False
 
@@ -167,11 +163,10 @@ def query_page(
     newest_first: bool,
     is_shown: Callable[[Any], bool] = lambda row: True,
 ) -> tuple[list[Any], bool] | None:
-    """The next rows of a query, at most `limit`, without their `created` and `id`, and whether others follow. A long
-    page is read in several blocks, and `is_shown` leaves rows out after that: no block searches for rows to show.
+    """At most `limit` rows without `created` and `id`, and True if more follow; None if `after` is unknown.
 
-    `query`: `select created, id, ... from TABLE where owner = ? ...` with `values`, over an index that ends with
-    created and id. The page begins after the row with the id `after`. None if the owner has no such row.
+    `query`: `select created, id, ... from TABLE where owner = ? ...`, over an index that ends with created and id. Rows
+    are filtered by `is_shown` after reading, so that no block searches for long.
     """
     sign, order = ("<", "desc") if newest_first else (">", "asc")
     start: tuple[float, str] = (float("inf"), "") if newest_first else (float("-inf"), "")
@@ -196,7 +191,7 @@ def query_page(
 
 
 def _file_identity(path: Path) -> tuple[int, int] | None:
-    """Which file is there; None: none is."""
+    """(device, inode); None if missing."""
     try:
         status = path.stat()
     except OSError:

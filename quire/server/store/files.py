@@ -1,4 +1,4 @@
-"""Files that callers upload and that batches write: a row each, and the content beside the database."""
+"""Uploaded files and batch outputs: rows here, contents in a folder."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _FILE_COLUMNS = "id, created, expires, bytes, name, purpose"
 class StoredFile:
     id: str
     created: int
-    """Seconds of the Unix clock."""
+    """Unix seconds."""
     expires: int | None
-    """From then on it is not there any more."""
+    """Unix seconds; None: never."""
     bytes: int
     name: str
     purpose: str
@@ -44,28 +44,24 @@ def new_file(name: str, purpose: str, size: int, *, keep_seconds: int | None, id
 
 @dataclass(frozen=True, slots=True)
 class _UploadReservation:
-    """Room that is held for an upload."""
-
     owner: str
     size: int
-    """Bytes, with the row's."""
+    """Includes the row's overhead."""
     process: str
-    """The API process that the upload comes to."""
 
 
 class FileContents:
-    """What is in files, in a folder: any process may read and write it. What is in none of Files is not kept."""
+    """Any process may access contents. Those without a row are deleted."""
 
     def __init__(self, folder: Path) -> None:
         """`folder`: --data-dir."""
         self.folder = folder / "files"
 
     def content_path(self, id: str) -> Path:
-        """Of the content of a file that is there."""
         return self.folder / id
 
     def write_content(self, id: str, content: BinaryIO) -> None:
-        """The content of a file that Files.add makes known. Raises OSError, and then leaves nothing."""
+        """Call before Files.add. If it raises OSError, nothing is left."""
         self.create_empty_content(id)
         try:
             with self.content_path(id).open("r+b") as file:
@@ -77,47 +73,45 @@ class FileContents:
             raise
 
     def delete_contents(self, files: Iterable[StoredFile]) -> None:
-        """The content of files that are not made known after all."""
         for each in files:
             self.content_path(each.id).unlink(missing_ok=True)
 
     def create_empty_content(self, id: str) -> None:
-        """An empty one, which only this user may read."""
+        """Readable by this user only."""
         os.close(os.open(self.content_path(id), os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o600))
 
 
 class Files:
-    """Threads may use it at the same time. A file is there whole or not at all, whenever the process ends."""
+    """Thread-safe. After a crash a file is complete or absent."""
 
     def __init__(self, database: Database, max_bytes: int) -> None:
-        """`max_bytes`: of all together; a key gets more only while as much is left to others. Raises OSError."""
+        """`max_bytes`: of all owners together; a key must leave as much to others as it takes. Raises OSError."""
         self._database = database
         self.contents = FileContents(database.folder)
         self.contents.folder.mkdir(mode=0o700, exist_ok=True)
         self.sizes = BytesByOwner()
-        """Bytes by owner."""
         self._budget = SharedCapacity(max_bytes, self.sizes)
         self._reservations: dict[str, _UploadReservation] = {}
-        """Of uploads that have not ended, by the file's id. Only who has the database to himself uses these."""
+        """Used in the owning process only."""
         with database.read_connection() as connection:
             rows = connection.execute("select owner, id, bytes from files").fetchall()
         for owner, _, size in rows:
             self._budget.adjust_held_amount(owner, size + ROW_OVERHEAD_BYTES)
         known_ids = {id for _, id, _ in rows}
-        # A process that ended between the two left what nobody knows. One of several that share the folder may be
-        # between them while this one takes the place of who had the data: `insert_files` says so, and it writes again.
+        # A crash leaves contents without a row. Another process may be between both steps: its `insert_files` raises,
+        # and it uploads again.
         for path in self.contents.folder.iterdir():
             if path.name not in known_ids:
                 path.unlink(missing_ok=True)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all files."""
         return self._budget.total_used
 
     def try_reserve_bytes(self, owner: str, id: str, size: int, process: str) -> bool:
-        """Hold room for `size` bytes in all of a file that is about to come to this process, until `add`, `release`, or
-        the process's end. False where there is no room: then it holds what it held before."""
+        """Reserve `size` bytes in total, until `add`, `release` or the process's end. If False, an earlier reservation
+        stays.
+        """
         with self._database.read_connection():
             fits = size <= self._available_bytes(owner, id)
             if fits:
@@ -125,27 +119,26 @@ class Files:
             return fits
 
     def release(self, id: str) -> None:
-        """The upload has ended."""
         with self._database.read_connection():
             self._reservations.pop(id, None)
 
     def release_process_uploads(self, process: str) -> None:
-        """The process has ended, and its uploads with it."""
         with self._database.read_connection():
             living = {id: each for id, each in self._reservations.items() if each.process != process}
             self._reservations = living
 
     def _available_bytes(self, owner: str, id: str) -> int:
-        """Bytes that the owner's file with this id may have; below zero: none."""
+        """Can be negative."""
         other_reservations = [each for other, each in self._reservations.items() if other != id]
         room = self._budget.available_to_owner(owner) - sum(each.size for each in other_reservations)
-        if owner:  # as SharedCapacity.available_to_owner, which leaves as much to others as the owner has
+        if owner:  # see SharedCapacity.available_to_owner
             room -= sum(each.size for each in other_reservations if each.owner == owner)
         return room - ROW_OVERHEAD_BYTES
 
     def add(self, owner: str, file: StoredFile) -> None:
-        """Make a file known whose content is written. Raises OSError where that is not there any more, InvalidRequest
-        where there is no room: the process that held it for the file has been replaced."""
+        """Raises OSError if the content is gone, InvalidRequest if there is no room: the process with the reservation
+        was replaced.
+        """
         with self._database.write_transaction(self.sizes) as connection:
             reservation = self._reservations.get(file.id)
             if (
@@ -156,7 +149,7 @@ class Files:
             self._reservations.pop(file.id, None)
 
     def insert_files(self, connection: sqlite3.Connection, owner: str, files: Sequence[StoredFile]) -> None:
-        """The same as a part of a transaction, which knows of `sizes`."""
+        """Needs a transaction with `sizes`."""
         for file in files:
             if not self.contents.content_path(file.id).exists():
                 raise FileNotFoundError(errno.ENOENT, _CONTENT_GONE_MESSAGE)
@@ -173,8 +166,7 @@ class Files:
     def page(
         self, owner: str, limit: int, *, newest_first: bool, after: str | None, purpose: str | None
     ) -> tuple[Sequence[StoredFile], bool] | None:
-        """The next files behind the one with the id `after`, `limit` at most, and whether others follow. None where
-        `after` is not one of them."""
+        """With True if more follow; None if `after` is unknown."""
         now = clock.time()
 
         def is_unexpired(row: tuple[str, int, int | None, int, str, str]) -> bool:
@@ -188,10 +180,10 @@ class Files:
         return None if page is None else ([StoredFile(*row) for row in page[0]], page[1])
 
     def delete(self, owner: str, id: str) -> bool:
-        """Whether there was one."""
+        """False if there was none."""
         try:
             row = self._delete_row(owner, id)
-        except sqlite3.OperationalError:  # the disk is full: the content makes room
+        except sqlite3.OperationalError:  # disk full: the content frees space
             if self.find(owner, id) is None:
                 raise
             self.contents.content_path(id).unlink(missing_ok=True)
@@ -210,7 +202,7 @@ class Files:
             return row
 
     def list_expired_files(self, after: tuple[int, str, str] | None, limit: int) -> list[tuple[int, str, str]]:
-        """Ends, owners and ids of those whose time is over, at most `limit`, after one of them."""
+        """(expiry, owner, id)."""
         query = """select expires, owner, id from files where expires <= ? and (expires, owner, id) > (?, ?, ?)
             order by expires, owner, id limit ?"""
         with self._database.read_connection() as connection:

@@ -1,4 +1,4 @@
-"""What is deleted a few rows at a time: nobody sees it any more, but its rows still take room."""
+"""Purges invisible rows a few at a time."""
 
 from __future__ import annotations
 
@@ -11,32 +11,31 @@ from quire.server.shared_capacity import BytesByOwner
 from quire.server.store.database import ROW_OVERHEAD_BYTES, Database
 
 MAX_TRANSACTION_ROWS = 128
-"""Rows that a transaction deletes at most, or inserts of an object with many."""
+"""Bound on deleted rows, or inserted ones of a large object."""
 MAX_TRANSACTION_BYTES = 512 << 10
-"""The same in bytes; a single row may have more."""
+"""A single row may be larger."""
 MAX_TRANSACTION_OBJECTS = 32
-"""Objects that a transaction deletes at most: each has entries in some indexes."""
+"""Smaller, because each object has several index entries."""
 GarbageKind = Literal["items", "lines"]
 
 
 class Garbage:
-    """Threads may use it at the same time. Transactions that change it know of `sizes`."""
+    """Thread-safe. Transactions that change it must include `sizes`."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         with database.read_connection() as connection:
             (size,) = connection.execute("select total(size) from garbage").fetchone()
         self.sizes = BytesByOwner({"": int(size)} if size else {})
-        """Bytes of all of it; nobody's."""
+        """All bytes are under the owner ""."""
         self._unpublished_numbers: set[int] = set()
-        """Numbers of what is being put, which stays."""
+        """Entries being written, which must stay."""
 
     @property
     def garbage_bytes(self) -> int:
         return self.sizes.total_bytes()
 
     def add_entry(self, connection: sqlite3.Connection, kind: GarbageKind, owner: str, name: str, size: int) -> int:
-        """Returns its number."""
         row = (kind, owner, name, size)
         cursor = connection.execute("insert into garbage (kind, owner, name, size) values (?, ?, ?, ?)", row)
         self.sizes.add_bytes("", size)
@@ -50,7 +49,7 @@ class Garbage:
 
     @contextmanager
     def stage_unpublished_items(self, owner: str, items_key: str) -> Iterator[UnpublishedItems]:
-        """Items that are put in several transactions. Unless the last one calls `finish`, they are deleted."""
+        """For items written in several transactions. They are deleted unless the last one calls `publish_items`."""
         staging = UnpublishedItems(self, owner, items_key, self._unpublished_numbers)
         try:
             yield staging
@@ -58,7 +57,7 @@ class Garbage:
             self._unpublished_numbers.discard(staging.entry_number)
 
     def purge_rows(self) -> bool:
-        """Delete some rows, in one transaction. Returns whether there were any."""
+        """False if there was nothing."""
         with self._database.read_connection() as connection:
             if self._oldest_entry(connection) is None:
                 return False
@@ -66,7 +65,6 @@ class Garbage:
             return self.purge_in_transaction(connection)
 
     def purge_in_transaction(self, connection: sqlite3.Connection) -> bool:
-        """The same as a part of a transaction."""
         oldest = self._oldest_entry(connection)
         if oldest is None:
             return False
@@ -88,18 +86,16 @@ class Garbage:
 
 
 class UnpublishedItems:
-    """Items that nobody sees yet."""
-
     def __init__(self, garbage: Garbage, owner: str, items_key: str, unpublished_numbers: set[int]) -> None:
         self._garbage = garbage
         self._owner = owner
         self._items_key = items_key
         self._unpublished_numbers = unpublished_numbers
         self.entry_number = 0
-        """Among the garbage; 0: nothing was added yet."""
+        """0 until the first insert."""
 
     def record_inserted_bytes(self, connection: sqlite3.Connection, size: int) -> None:
-        """A part of the transaction that inserts items of this size."""
+        """Call in the inserting transaction."""
         if not self.entry_number:
             self.entry_number = self._garbage.add_entry(connection, "items", self._owner, self._items_key, size)
             self._unpublished_numbers.add(self.entry_number)
@@ -108,13 +104,13 @@ class UnpublishedItems:
         self._garbage.sizes.add_bytes("", size)
 
     def publish_items(self, connection: sqlite3.Connection) -> None:
-        """A part of the transaction that shows them."""
+        """Call in the transaction that shows the items."""
         if self.entry_number:
             self._garbage.remove_entry(connection, self.entry_number)
 
 
 def _purge_items(connection: sqlite3.Connection, owner: str, items_key: str) -> tuple[int, bool]:
-    """Delete some. Returns their bytes, and whether none are left."""
+    """Bytes freed, and True if none are left."""
     query = "select place, length(data) from items where owner = ? and parent = ? order by place limit ?"
     rows = connection.execute(query, (owner, items_key, MAX_TRANSACTION_ROWS)).fetchall()
     positions, freed = _take_deletable_rows(rows)
@@ -134,7 +130,7 @@ def _purge_lines(connection: sqlite3.Connection, _: str, batch: str) -> tuple[in
 
 
 def _take_deletable_rows(rows: list[tuple[int, int | None]]) -> tuple[list[int], int]:
-    """The first rows that a transaction may delete, and their bytes."""
+    """Positions and total bytes."""
     positions, freed = list[int](), 0
     for position, length in rows:
         size = ROW_OVERHEAD_BYTES + (length or 0)

@@ -1,7 +1,4 @@
-"""The journal: what each call is that may be answered again, and the tokens that it has.
-
-It has no keys and values: these are computed again, to the same bits.
-"""
+"""Calls that can be replayed or resumed, and their tokens. KV is recomputed to the same bits."""
 
 from __future__ import annotations
 
@@ -28,39 +25,36 @@ log = logging.getLogger("quire.server")
 _IS_UNFINISHED_RESPONSE = (
     "exists (select 1 from objects where owner = calls.owner and id = calls.id and unfinished = 1)"
 )
-"""Of a call: whether it is a response that has not ended."""
 _BEFORE_FIRST = (float("-inf"), "")
-"""Before the end and id of all calls."""
 _EVICTION_STEPS = 2
-"""Transactions by which a call makes room for itself: its first token waits for them."""
+"""A new call's first token waits for these transactions."""
 _UPDATES_PER_TRANSACTION = 16
-"""Calls whose progress is written in one transaction."""
 CLAIM_SECONDS = 30.0
-"""For so long at most nobody else may begin what a request has begun to prepare."""
+"""A claim expires after this time."""
 
 
 class PinnedReplayFields(msgspec.Struct, frozen=True):
-    """What an answer depends on beside its request."""
+    """What an answer depends on apart from its request."""
 
     id: str
-    """The server's own of the call."""
+    """The server's id."""
     name: str
-    """The answer's, where its caller chose one."""
+    """The answer's id, if the caller chose one."""
     created: int
-    """Seconds of the Unix clock."""
+    """Unix seconds."""
     seed: int | None
     adapter: str = ""
-    """Digest of its adapter."""
+    """Digest of the adapter."""
     kernels: str = ""
-    """The model's fingerprint: weights, and what computes."""
+    """Fingerprint of weights and kernels."""
     background: bool = False
-    """Whether it is a response that goes on without its caller."""
+    """The response continues without its caller."""
     model: str = ""
-    """The name of the model that it is for, where there are several; "" in journals of before: as the body says."""
+    """Set if the server has several models; "" in older journals."""
     before: tuple[str, ...] = ()
-    """Fingerprints of the models that computed its first tokens, where other models than `kernels` did."""
+    """Fingerprints of models other than `kernels` that computed the first tokens."""
     given: str = ""
-    """Digest of weights and prompts, without which it cannot go on; "" in journals of before."""
+    """Digest of weights and prompts, needed to resume; "" in older journals."""
 
 
 class JournaledCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +62,7 @@ class JournaledCall(msgspec.Struct, frozen=True, kw_only=True):
     body: bytes
     pins: PinnedReplayFields
     key: str | None = None
-    """Its Idempotency-Key."""
+    """Idempotency-Key."""
     progress: CallProgress = msgspec.field(default_factory=CallProgress)
 
 
@@ -77,61 +71,54 @@ def _logged_call_key(tokens: LoggedTokens) -> tuple[str, str]:
 
 
 class ProgressUpdate(NamedTuple):
-    """What a call has so far."""
-
     owner: str
     id: str
     progress: CallProgress
     expires_at: float
-    """When its row does, of the Unix clock."""
+    """Unix seconds."""
     is_complete: bool
-    """Whether its answer has ended."""
 
 
 class _AttemptClaim(NamedTuple):
-    """Of a call that is about to be answered again."""
-
     process: str
     attempt: int
     expires_at: float
-    """Of time.monotonic()."""
+    """time.monotonic()."""
 
 
 class Calls:
-    """Threads may use it at the same time; each method is one transaction, but for what has to make room.
+    """Thread-safe. Methods are single transactions, unless they make room.
 
-    One whose time is over is forgotten, but not while it is answered, nor while its response has not ended: the machine
-    may have been off, or asleep, for days. When they take more than `max_bytes` together, those of the owner with most
-    bytes are forgotten that end first; those that are answered last. Which process answers a call is known as long as
-    this one lives."""
+    Expired calls are deleted, but not while they are answered or their response is unfinished: the machine may have
+    been off for days. Above `max_bytes` the largest owner's calls are evicted in order of expiry, those being answered
+    last.
+    """
 
     def __init__(self, database: Database, max_bytes: int, live_processes: Container[str] = ()) -> None:
-        """`live_processes`: processes that go on, whose tails are theirs."""
+        """`live_processes`: their token logs are still in use."""
         self._database = database
         with database.read_connection() as connection:
             rows = connection.execute("select owner, sum(size) from calls group by owner").fetchall()
         self._sizes = BytesByOwner(dict(rows))
         self._sweep_position: tuple[float, str, str] | None = None
-        """The end, owner and id of the call that `delete_expired_calls` looked at last; None: it begins with the
-        first."""
+        """(expiry, owner, id); None: from the start."""
         self._answering_processes: dict[tuple[str, str], str] = {}
-        """By owner and id: the process that answers a call."""
         eviction = partial(_CallEviction, self._sizes, self._delete_call, self._answering_processes)
         self.quota = StorageQuota(database, max_bytes, self._sizes, None, eviction)
         self._claims: dict[tuple[str, str], _AttemptClaim] = {}
         self._claims_lock = threading.Lock()
-        for path in database.folder.glob(f"{LOG_FILE_PREFIX}*"):  # of a server that was killed
+        for path in database.folder.glob(f"{LOG_FILE_PREFIX}*"):  # left by a killed server
             if path.name.removeprefix(LOG_FILE_PREFIX) not in live_processes:
                 self._recover_token_log("", path)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all calls."""
         return self._sizes.total_bytes()
 
     def put(self, owner: str, call: JournaledCall, expires_at: float, process: str) -> bool:
-        """Note a call that `process` answers from now on. ends: when it is forgotten, by the Unix clock. False, and not
-        noted, where another call has its key. A call that cannot be written to the disk is answered all the same."""
+        """Record a call that `process` answers from now on, even if the write fails. `expires_at`: Unix seconds. False
+        if another call has its key.
+        """
         self._answering_processes[owner, call.pins.id] = process
         self._claims.pop((owner, call.pins.id), None)
         if not (is_new := self._insert_call(owner, call, expires_at)):
@@ -159,7 +146,7 @@ class Calls:
             return True
 
     def update_progress(self, updates: Sequence[ProgressUpdate], process: str) -> None:
-        """What calls have so far that this process answers. In several transactions, if they are many."""
+        """Uses several transactions for many calls."""
         update = "update calls set progress = ?, ends = ? where owner = ? and id = ?"
         try:
             for begin in range(0, len(updates), _UPDATES_PER_TRANSACTION):
@@ -178,17 +165,15 @@ class Calls:
                     self.remove_answering_process(each.owner, each.id, process)
 
     def register_answering_process(self, process: str, calls: Iterable[tuple[str, str]]) -> None:
-        """A process answers these already, but for those that another one does."""
+        """Skips calls of other processes."""
         for each in calls:
             self._answering_processes.setdefault(each, process)
 
     def answering_process(self, owner: str, id: str) -> str | None:
-        """The process that answers a call; None: none does."""
         return self._answering_processes.get((owner, id))
 
     def try_claim_call(self, owner: str, id: str, process: str, attempt: int) -> bool:
-        """An attempt of this process is about to answer a call again, and is the only one until `put`, `release_claim`,
-        or CLAIM_SECONDS from now. False while another one is."""
+        """Lasts until `put`, `release_claim` or CLAIM_SECONDS. False while another attempt has one."""
         now = clock.monotonic()
         with self._claims_lock:
             if (other := self._claims.get((owner, id))) is not None and other.expires_at > now:
@@ -197,18 +182,17 @@ class Calls:
             return True
 
     def release_claim(self, owner: str, id: str, attempt: int) -> None:
-        """This attempt answers it not. Does nothing once it does."""
+        """Do nothing if the attempt holds no claim."""
         with self._claims_lock:
             if (claim := self._claims.get((owner, id))) is not None and claim.attempt == attempt:
                 del self._claims[owner, id]
 
     def remove_answering_process(self, owner: str, id: str, process: str) -> None:
-        """This process answers it no longer."""
+        """Do nothing if another process answers it."""
         if self._answering_processes.get((owner, id)) == process:
             del self._answering_processes[owner, id]
 
     def handle_process_end(self, process: str) -> None:
-        """It has ended, and answers nothing any more. What it had not noted is in its tail."""
         self._recover_token_log(process, self._database.folder / f"{LOG_FILE_PREFIX}{process}")
         for key in [key for key, holder in list(self._answering_processes.items()) if holder == process]:
             self._answering_processes.pop(key, None)
@@ -222,7 +206,7 @@ class Calls:
         return self._select_call("name", owner, idempotency_key)
 
     def delete(self, owner: str, id: str, *, include_keyed: bool = True) -> None:
-        """It is not answered again. `include_keyed`: one that has an Idempotency-Key neither; else its row stays."""
+        """`include_keyed`: also delete the row of a call with an Idempotency-Key."""
         with self._database.write_transaction(self._sizes) as connection:
             where = "owner = ? and id = ?" if include_keyed else "owner = ? and id = ? and name is null"
             if connection.execute(f"select 1 from calls where {where}", (owner, id)).fetchone() is not None:
@@ -230,7 +214,7 @@ class Calls:
         self._answering_processes.pop((owner, id), None)
 
     def delete_expired_calls(self) -> bool:
-        """Forget some of those whose time is over, in one transaction. Returns False after the last one."""
+        """One transaction. False after the last one."""
         query = f"""select ends, owner, id, size, {_IS_UNFINISHED_RESPONSE} from calls
             where ends < ? and (ends, owner, id) > (?, ?, ?) order by ends, owner, id limit ?"""
         start = self._sweep_position or (float("-inf"), "", "")
@@ -251,8 +235,7 @@ class Calls:
         return is_due
 
     def _recover_token_log(self, process: str, path: Path) -> None:
-        """Copy the tail of a process that has ended to the journal, and delete it. Calls that another process has taken
-        over are left out: it has their tokens. Tokens of a tail that cannot be read are computed again."""
+        """Skips calls that another process took over with their tokens. Tokens of an unreadable log are recomputed."""
         try:
             for (owner, id), tokens in groupby(
                 sorted(read_logged_tokens(path), key=_logged_call_key), _logged_call_key
@@ -299,8 +282,9 @@ class Calls:
 
 
 class _CallEviction:
-    """Evicts calls of the largest owner, as Room asks for it: those that end first; after them responses that have not
-    ended, and calls that are answered last. One step looks at some calls, and the next one goes on from there."""
+    """Evicts the largest owner's calls in order of expiry; then unfinished responses, finally calls being answered. A
+    step continues where the last one stopped.
+    """
 
     def __init__(
         self,
@@ -308,7 +292,7 @@ class _CallEviction:
         delete_call: Callable[[sqlite3.Connection, str, str], None],
         answered_calls: Container[tuple[str, str]],
     ) -> None:
-        """`answered_calls`: owners and ids of the calls that are answered."""
+        """(owner, id)."""
         self._sizes = sizes
         self._delete_call = delete_call
         self._answered_calls = answered_calls

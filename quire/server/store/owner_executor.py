@@ -1,4 +1,4 @@
-"""Threads for what takes long in the store, so that one key's crowd takes no thread from other keys' first tokens."""
+"""Threads for slow operations, so that many calls of one key do not delay other keys' first tokens."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ Result = TypeVar("Result")
 
 
 class OwnerExecutor:
-    """Beside asyncio's own threads, in which all that is short is done. `run_for_owner` is the event loop's."""
+    """Short operations use asyncio's own threads. `run_for_owner` needs the event loop."""
 
     def __init__(self) -> None:
         self.pool = ThreadPoolExecutor(NUM_THREADS, "store")
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """By owner: who waits while another call of the owner goes on."""
+        """Waiting calls by owner; the key exists while one runs."""
 
     async def run_for_owner(self, owner: str, function: Callable[..., Result], *args: object) -> Result:
-        """What the function returns, called in a thread: one call of an owner at a time, in their order. A call goes on
-        when its caller is cancelled, and the owner's next one waits for its end all the same."""
+        """Run one call per owner at a time, in order. It completes first even if its caller is cancelled."""
         loop = asyncio.get_running_loop()
         await self._wait_for_turn(owner, loop)
         call = loop.run_in_executor(self.pool, function, *args)
@@ -38,7 +37,7 @@ class OwnerExecutor:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it had just got its turn
+            if turn.done() and not turn.cancelled():  # cancelled just after getting its turn
                 self._pass_turn(owner)
             raise
 

@@ -1,8 +1,4 @@
-"""What the Responses API keeps: responses and conversations, in SQLite under --data-dir, each its owner's alone.
-
-An object is a row, and so is each of its items: those of a response's input, or of a conversation. Both are kept as the
-JSON that answers give: most of these only repeat bytes, and none needs more than its own page.
-"""
+"""Objects and items are rows with the JSON of answers, because most answers only copy bytes and read one page."""
 
 from __future__ import annotations
 
@@ -23,81 +19,67 @@ from quire.server.store.garbage import MAX_TRANSACTION_BYTES, MAX_TRANSACTION_OB
 from quire.server.store.storage_quota import StorageQuota
 
 MAX_PAGE_BYTES = 4 << 20
-"""A page of items ends behind the one that reaches it: 100 large ones would be 400 MB in one answer."""
+"""A page ends with the item that reaches it: 100 large ones are 400 MB."""
 _DELETED_COLUMNS = "id, coalesce(items_key, id), size, count, length(data), created"
-"""Columns of an object that is deleted."""
 ObjectKind = Literal["response", "conversation"]
 
 
 class StoredItem(NamedTuple):
-    """An item of an input or a conversation."""
-
     id: str
     data: bytes
     """JSON."""
 
 
 class ConversationLimits(NamedTuple):
-    """Of a conversation."""
-
     max_items: int
     max_bytes: int
-    """Bytes that it takes in the store, its items included."""
+    """Stored bytes, including items."""
 
 
 def total_item_bytes(items: Iterable[StoredItem]) -> int:
-    """Bytes that they take in the store."""
     return sum(len(item.data) + ROW_OVERHEAD_BYTES for item in items)
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectWithoutItems:
-    """An object, without its items."""
-
     kind: ObjectKind
     about: dict[str, Any]
-    """What the server wants to know of it, a few fields."""
+    """Fields to look up without parsing `data`."""
     data: bytes
-    """The object as answers give it: JSON."""
+    """JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectSummary:
-    """What is known of an object without reading it."""
-
     about: dict[str, Any]
     length: int
-    """Bytes of its JSON."""
+    """Bytes of JSON."""
     size: int
-    """Bytes that it takes in the store, its items included."""
+    """Stored bytes, including items."""
     count: int
-    """Of its items."""
+    """Number of items."""
 
 
 @dataclass(frozen=True, slots=True)
 class ItemPage:
     items: Sequence[StoredItem]
     more: bool
-    """Whether others follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectToStore:
-    """An object to store, in place of the one with this id."""
+    """Replaces the object with this id."""
 
     id: str
     stored: ObjectWithoutItems
     items: Sequence[StoredItem] = field(default=())
     unfinished: bool = False
-    """Whether it is being worked on in this process, and will never end in another."""
+    """Only this process can finish it."""
 
 
 class Store:
-    """Objects by their owner and id. Threads may use it at the same time; others see all of what a method does, or
-    nothing. What has many rows is put and deleted some rows at a time, each time in a transaction of its own.
-
-    When they take more than `max_bytes` together, the oldest of the owner with most bytes are evicted; responses that
-    have not ended last, for nobody has them yet.
+    """Thread-safe and atomic to readers. Large objects take several transactions. Above `max_bytes` the largest owner's
+    oldest objects are evicted, unfinished responses last: nobody has them yet.
     """
 
     def __init__(self, database: Database, garbage: Garbage, max_bytes: int) -> None:
@@ -110,7 +92,7 @@ class Store:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all that is kept, and of what is not yet deleted."""
+        """Includes unpurged data."""
         return self.quota.used_bytes
 
     def get_without_items(self, owner: str, kind: ObjectKind, id: str) -> ObjectWithoutItems | None:
@@ -148,7 +130,7 @@ class Store:
     def append_items(
         self, owner: str, id: str, items: Sequence[StoredItem], limits: ConversationLimits | None = None
     ) -> bool:
-        """Add items behind the others of a conversation. Whether there is one. Raises what check_room raises."""
+        """False if the conversation is unknown. Raises InvalidRequest above `limits`."""
         if (summary := self.get_summary(owner, "conversation", id)) is None:
             return False
         if limits is not None:
@@ -168,7 +150,7 @@ class Store:
             return True
 
     def replace_metadata(self, owner: str, id: str, metadata: Any) -> bytes | None:
-        """Replace a conversation's metadata. Returns the conversation as JSON; None where there is none."""
+        """Returns the conversation's JSON; None if unknown."""
         with self.write_transaction_with_sizes() as database:
             stored = _select_object_without_items(database, owner, "conversation", id)
             if stored is None:
@@ -181,8 +163,7 @@ class Store:
     def read_item_page(
         self, owner: str, id: str, limit: int, *, newest_first: bool, after: str | None
     ) -> ItemPage | None:
-        """The next items of an object, `limit` at most, behind the one with the id `after`. None where `after` is not
-        one of them."""
+        """None if `after` is unknown."""
         sign, order = ("<", "desc") if newest_first else (">", "asc")
         with self._database.read_connection() as database:
             where, values = "owner = ? and parent = ?", [owner, _items_key(database, owner, id)]
@@ -209,7 +190,7 @@ class Store:
             return None if row is None else bytes(row[0])
 
     def delete_item(self, owner: str, id: str, item_id: str) -> bool:
-        """Whether there was one."""
+        """False if there was none."""
         with self.write_transaction_with_sizes() as database:
             where = "from items where owner = ? and parent = ? and id = ?"
             key = (owner, _items_key(database, owner, id), item_id)
@@ -220,17 +201,17 @@ class Store:
             return row is not None
 
     def delete(self, owner: str, id: str) -> bool:
-        """Whether there was one."""
+        """False if there was none."""
         with self.write_transaction_with_sizes() as database:
             return self.delete_returning_created(database, owner, id) is not None
 
     def unfinished_responses(self) -> list[tuple[str, str]]:
-        """Owners and ids of the responses that are being worked on, or were when a process ended."""
+        """(owner, id), including those of ended processes."""
         with self._database.read_connection() as database:
             return database.execute("select owner, id from objects where unfinished = 1").fetchall()
 
     def mark_response_failed(self, owner: str, id: str) -> None:
-        """No process can go on with this response: it has failed. Its items stay."""
+        """Use if no process can continue it. Its items stay."""
         with self.write_transaction_with_sizes() as database:
             if (before := _select_object_without_items(database, owner, "response", id)) is None:
                 return
@@ -245,12 +226,10 @@ class Store:
         self._sizes.add_bytes(owner, size)
 
     def write_transaction_with_sizes(self) -> AbstractContextManager[sqlite3.Connection]:
-        """That puts or deletes objects."""
         return self._database.write_transaction(self._sizes, self._garbage.sizes)
 
     def delete_returning_created(self, database: sqlite3.Connection, owner: str, id: str) -> float | None:
-        """Delete an object as a part of a transaction. Nobody sees it any more; if it has many rows, these are deleted
-        later. Returns when it was created; None if there is none."""
+        """Delete inside a transaction; many rows are purged later. None if unknown."""
         query = f"select {_DELETED_COLUMNS} from objects where owner = ? and id = ?"
         row = database.execute(query, (owner, id)).fetchone()
         if row is None:
@@ -278,7 +257,7 @@ class Store:
         self._sizes.add_bytes(owner, -size)
 
     def _evict_objects(self, database: sqlite3.Connection, target: int) -> bool:
-        """As Room asks for it."""
+        """An EvictStep."""
         owner = self._sizes.largest_owner()
         freed = 0
         rows = 0
@@ -300,8 +279,7 @@ class Store:
 def check_conversation_limits(
     summary: ObjectSummary, items: Sequence[StoredItem], limits: ConversationLimits, param: str
 ) -> None:
-    """Refuse to add items to a conversation that would be too large with them. Those of a response that is computed
-    are added anyway, so it may grow beyond the bound by what is under way. Raises InvalidRequest."""
+    """Raises InvalidRequest. A response's own items are added unchecked, so conversations may exceed their limits."""
     if summary.count + len(items) > limits.max_items or summary.size + total_item_bytes(items) > limits.max_bytes:
         limit_text = f"{limits.max_items} items and {limits.max_bytes} bytes"
         raise InvalidRequest(f"{param}: a conversation holds at most {limit_text}: begin another one", param=param)
@@ -314,8 +292,6 @@ def _with_failed_status(stored: ObjectWithoutItems) -> ObjectWithoutItems:
 
 
 class StoreReader:
-    """Reads what a Store has, in another process."""
-
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database
 
@@ -326,7 +302,7 @@ class StoreReader:
         return _select_object_without_items(self._database, owner, kind, id)
 
     def read_items(self, owner: str, id: str) -> list[Any]:
-        """All items of an object, the oldest first."""
+        """Oldest first."""
         rows = self._database.execute(
             "select data from items where owner = ? and parent = ? order by place",
             (owner, _items_key(self._database, owner, id)),
@@ -336,18 +312,17 @@ class StoreReader:
 
 @contextmanager
 def open_store_reader(folder: Path, connect: SQLiteConnect | None = None) -> Iterator[StoreReader]:
-    """Gives what reads the store of a folder, as it is at this moment, in another process than the one that has the
-    Store. `connect`: see Database."""
+    """A snapshot, for other processes than the owner."""
     path = f"{(folder / DATABASE_FILE).resolve().as_uri()}?mode=ro"
     with closing(
         (connect or sqlite3.connect)(path, uri=True, timeout=BUSY_TIMEOUT_SECONDS, isolation_level=None)
     ) as database:
-        database.execute("begin")  # what is deleted a few rows at a time is there whole, or not at all
+        database.execute("begin")  # so that objects being purged are whole or absent
         yield StoreReader(database)
 
 
 def _split_items_by_transaction(items: Sequence[StoredItem]) -> list[Sequence[StoredItem]]:
-    """Items as transactions insert them; at least one chunk, which may be empty."""
+    """Return at least one chunk."""
     chunks: list[Sequence[StoredItem]] = []
     begin = 0
     size = 0
@@ -360,7 +335,7 @@ def _split_items_by_transaction(items: Sequence[StoredItem]) -> list[Sequence[St
 
 
 def _items_key(database: sqlite3.Connection, owner: str, id: str) -> str:
-    """What the items of an object have as their parent. No item has the "" of an object that is not there."""
+    """Return "", which no item has, if the object is unknown."""
     query = "select coalesce(items_key, id) from objects where owner = ? and id = ?"
     row = database.execute(query, (owner, id)).fetchone()
     return "" if row is None else str(row[0])

@@ -1,5 +1,3 @@
-"""The tables of the database, and what an earlier version wrote."""
-
 from __future__ import annotations
 
 import json
@@ -12,8 +10,9 @@ from quire.engine.common import clock
 
 log = logging.getLogger("quire.server")
 SCHEMA_VERSION = 3
-"""The file's user_version. Version 0 had one table, `kept`, with all of an object as one JSON text; version 1 had no
-files, batches and calls; version 2 had no indexes for eviction and retention, and nothing was deleted in parts."""
+"""SQLite's user_version. Version 0 had one table, `kept`, with JSON objects; 1 had no files, batches and calls; 2 had
+no indexes for eviction and retention, and no garbage.
+"""
 _OBJECT_TABLES = """
 create table objects (
     owner text not null, id text not null, kind text not null, at real not null, unfinished integer not null,
@@ -75,23 +74,19 @@ insert into line_counts
 create index lines_by_number on lines (batch, failed, number) where failed is not null;
 create table upgrade (at real not null);
 """
-"""`created`: of the Unix clock; 0 if an earlier version stored the object: then the time in `upgrade` counts.
-`items_key`: what the object's items have as their `parent`; null: the object's id. An object that is put in place of
-another one, or of one whose items are not all deleted yet, has another key, so that the old items can be deleted a few
-at a time.
-`garbage`: what is deleted, but for its rows: `items` of an owner with the key `name`, or `lines` of the batch `name`.
-Items that are being put are there, too, until all are: if the process ends, the next one deletes them.
-`bodies`: of calls; a call of an earlier version has its own in `calls`. Notes of a call's progress rewrite its row, and
-a body would be written again with each.
-`line_counts`: lines with results, of batches that have not ended.
-`upgrade`: when this version first opened the file of an earlier one."""
+"""- `created`: Unix seconds. 0 if an earlier version stored the object: then `upgrade` counts.
+- `items_key`: `parent` of the items; null: the object's id. Replacements get a new one, so that old items can go later.
+- `garbage`: rows to purge: `items` with the key `name`, or `lines` of the batch `name`. Unfinished items are listed,
+  to be deleted after a crash.
+- `bodies`: of calls (earlier versions: in `calls`, whose rows each progress update rewrites).
+- `line_counts`: lines with results, of open batches.
+- `upgrade`: when this version first opened an older file.
+"""
 
 
 def prepare_database(database: sqlite3.Connection, row_overhead_bytes: int) -> bool:
-    """Open a file of any version up to this one. `row_overhead_bytes`: bytes that a row counts beside its data. Returns
-    whether an earlier version wrote it.
-
-    Raises sqlite3.Error for what is no such file, and ValueError for one that a later version wrote.
+    """True if an earlier version wrote the file. Raises sqlite3.Error for other files, ValueError for those of later
+    versions.
     """
     database.execute("pragma journal_mode = wal")
     database.execute("pragma synchronous = normal")
@@ -119,8 +114,7 @@ def prepare_database(database: sqlite3.Connection, row_overhead_bytes: int) -> b
 
 
 def _upgrade_to_version_3(database: sqlite3.Connection, *, is_old: bool) -> None:
-    """What version 2 wrote becomes a file of version 3: no row is written again, but for those of batches; each new
-    index takes a reading of its table."""
+    """Rewrites rows of batches only. Each new index reads its table."""
     statements = [each.strip() for each in _VERSION_3_CHANGES.split(";") if each.strip()]
     began = clock.monotonic()
     if is_old:
@@ -139,7 +133,6 @@ def _upgrade_to_version_3(database: sqlite3.Connection, *, is_old: bool) -> None
 
 
 def _convert_version_0(database: sqlite3.Connection, row_overhead_bytes: int) -> None:
-    """What version 0 kept, one object at a time."""
     for key in database.execute("select owner, id from kept").fetchall():
         at, unfinished, text = database.execute(
             "select at, unfinished, data from kept where owner = ? and id = ?", key

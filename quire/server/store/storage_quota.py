@@ -1,5 +1,3 @@
-"""Room for what is stored within its bound: made ahead of need, and a few rows at a time."""
-
 from __future__ import annotations
 
 import sqlite3
@@ -10,16 +8,15 @@ from quire.server.store.database import Database
 from quire.server.store.garbage import Garbage
 
 EvictStep = Callable[[sqlite3.Connection, int], bool]
-"""As a part of a transaction deletes some rows of the owner with most bytes, to free so many bytes if it can. Returns
-whether there is more to look at."""
+"""Delete rows of the largest owner inside a transaction, aiming to free these bytes. True if more can go."""
 HARD_LIMIT_RATIO = 1.1
-"""The share of the bound that is never passed by whoever leaves the rest to `sweep`."""
+"""`make_room` with `max_steps` never exceeds this share of the bound."""
 LOW_WATER_RATIO = 0.95
-"""The share of the bound down to which `sweep` evicts: what comes in the meantime fits."""
+"""Evicting to this share of the bound leaves room for new data."""
 
 
 class StorageQuota:
-    """Threads may use it at the same time."""
+    """Thread-safe."""
 
     def __init__(
         self,
@@ -29,8 +26,7 @@ class StorageQuota:
         garbage: Garbage | None,
         new_eviction: Callable[[], EvictStep],
     ) -> None:
-        """`sizes`: bytes by owner, beside those of `garbage`. `new_eviction`: begins to look for what is to be
-        evicted."""
+        """`sizes` exclude those of `garbage`."""
         self._database = database
         self._max_bytes = max_bytes
         self._sizes = sizes
@@ -43,9 +39,9 @@ class StorageQuota:
         return self._sizes.total_bytes() + (0 if self._garbage is None else self._garbage.garbage_bytes)
 
     def make_room(self, size: int, *, max_steps: int | None = None) -> None:
-        """Evict until so many bytes more fit. The caller alone waits for it, and others go on between its transactions.
-        It evicts no more than it adds: beyond the bound is at most what is put at the same time. `max_steps`: it leaves
-        the rest to `evict_toward_low_water` after so many transactions, unless the bound is passed by a tenth."""
+        """Evict until `size` bytes fit. It evicts at most `size`, so concurrent puts may exceed the bound. `max_steps`:
+        leave the rest to `evict_toward_low_water`, unless the bound is exceeded by 10 %.
+        """
         freed = 0
         has_more = True
         evict = self._new_eviction()
@@ -59,7 +55,7 @@ class StorageQuota:
                     break
 
     def evict_toward_low_water(self) -> bool:
-        """Evict some, in one transaction, if the low-water mark is passed. Returns whether there is more to do."""
+        """Evict in one transaction. True if more can go."""
         over = self.used_bytes - int(LOW_WATER_RATIO * self._max_bytes)
         if over <= 0:
             self._sweep_eviction = self._new_eviction()
@@ -67,7 +63,7 @@ class StorageQuota:
         return self._run_eviction_step(self._sweep_eviction, over)[0]
 
     def _run_eviction_step(self, evict: EvictStep, target: int) -> tuple[bool, int]:
-        """Returns whether there is more to evict, and how many bytes were freed."""
+        """Returns (more can go, bytes freed)."""
         all_sizes = [self._sizes] if self._garbage is None else [self._sizes, self._garbage.sizes]
         with self._database.write_transaction(*all_sizes) as connection:
             before = self.used_bytes

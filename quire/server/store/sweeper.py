@@ -1,5 +1,4 @@
-"""Deletes what is due ahead of need: what is evicted, what nobody sees any more, and what has expired. Stored responses
-expire some days after their creation, unless a stored one continues them."""
+"""Deletes ahead of need. Responses that a stored one continues do not expire."""
 
 from __future__ import annotations
 
@@ -19,29 +18,27 @@ from quire.server.store.response_store import Store
 log = logging.getLogger("quire.server")
 SECONDS_PER_DAY = 86_400.0
 _MAX_STEPS = 16
-"""Transactions of each kind that one call does at most."""
+"""Transactions per job and call."""
 _PAUSE_SECONDS = 60.0
-"""Between two passes over what has expired."""
 
 
 class ResponseRetention:
-    """What an earlier version stored counts as created when this version first opened its file."""
+    """Responses stored by earlier versions count as created at the upgrade."""
 
     def __init__(self, database: Database, store: Store, seconds: float) -> None:
-        """`seconds`: after its creation a response is deleted; 0: never."""
+        """`seconds`: maximum age; 0: unlimited."""
         self._store = store
         self._seconds = seconds
         with database.read_connection() as connection:
             row = connection.execute("select max(at) from upgrade").fetchone()
         self._upgraded_at: float = row[0] or 0.0
         self._position: tuple[float, int] | None = None
-        """Where the next step goes on; None: at the newest response that is due."""
+        """(created, rowid) to continue from; None: the newest due response."""
         if database.was_upgraded and seconds:
             self._log_upcoming_deletions(database)
 
     def delete_due_responses(self) -> bool:
-        """Delete some of the responses that are due, in one transaction. Returns False after the last one. The newest
-        go first, so that of a chain of responses all that are due go in one pass."""
+        """One transaction. False after the last response. Newest first, so that one pass deletes a whole chain."""
         latest = clock.time() - self._seconds
         if not self._seconds or latest < self._upgraded_at:
             return False
@@ -73,8 +70,9 @@ class ResponseRetention:
 def _select_due_responses(
     connection: sqlite3.Connection, created: float, rowid: int
 ) -> list[tuple[float, int, str, str, int, int]]:
-    """The next responses, the newest first. Two queries, because for `(created, rowid) < (?, ?)` SQLite visits all that
-    were created at the same time: all that an earlier version stored."""
+    """Newest first. Two queries, because for `(created, rowid) < (?, ?)` SQLite visits all rows with that `created`:
+    all that an earlier version stored.
+    """
     columns = "created, rowid, owner, id, size, count"
     finished = f"select {columns} from objects where kind = 'response' and unfinished = 0"
     same = f"{finished} and created = ? and rowid < ? order by rowid desc limit ?"
@@ -91,14 +89,14 @@ def _is_continued(connection: sqlite3.Connection, owner: str, id: str) -> bool:
 @dataclass(slots=True)
 class _SweepJob:
     run_step: Callable[[], bool]
-    """One transaction; returns whether there is more to do."""
+    """One transaction. True if more is due."""
     pause: float = 0.0
-    """Seconds between two passes."""
+    """Seconds between passes."""
     not_before: float = 0.0
 
 
 class Sweeper:
-    """Threads may use it at the same time: one at a time sweeps."""
+    """Thread-safe: only one thread sweeps."""
 
     def __init__(
         self, database: Database, garbage: Garbage, store: Store, calls: Calls, retention: ResponseRetention
@@ -114,8 +112,7 @@ class Sweeper:
         self._mutex = threading.Lock()
 
     def sweep(self) -> bool:
-        """Delete some. Returns whether there is more. Each step is a transaction of its own, and others go on between
-        them."""
+        """Several transactions. True if more is due."""
         if not self._mutex.acquire(blocking=False):
             return False
         try:

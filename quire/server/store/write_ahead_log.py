@@ -1,7 +1,7 @@
-"""The journal's tail: the tokens that calls got since the journal last noted them, in a file mapped into memory.
+"""Memory-mapped log of tokens that the journal does not have yet.
 
-A token is written there before it is sent, which costs one copy in memory. The kernel keeps the file when the process
-is killed. It may be incomplete after a power cut, so it names the boot that wrote it, and no later boot reads it.
+Tokens are written before they are sent, for one memory copy. The kernel keeps the file if the process is killed, but a
+power cut may damage it, so no later boot reads it.
 """
 
 from __future__ import annotations
@@ -20,29 +20,27 @@ import msgspec
 from quire.server.store.progress import ChoiceFinish
 
 LOG_FILE_PREFIX = "tail-"
-"""Of the file of a process, in --data-dir."""
 HALF_BYTES = 1 << 21
-"""Bytes of each half: one is written, while the journal gets what is in the other."""
+"""One half is written while the journal takes over the other."""
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
-"""What Linux says of the boot."""
 _BOOT_ID_BYTES = 36
 _USED_BITS = 32
-"""Bits of a half's place that say how many of its bytes are written. The bits above say its turn, from 1; a place of 0
-means that the journal has all of the half. A place is one number, which the processor stores at once, so a kill leaves
-the former place or the new one."""
+"""Position of a half: bytes written in the low bits, generation (from 1) in the high bits; 0 if the journal has it all.
+One 64-bit store, so a kill leaves the old or the new value.
+"""
 _HEADER_BYTES = _BOOT_ID_BYTES + 2 * 8
 _RECORD_HEADER = struct.Struct("<II")
-"""Before each record: its length, and its check."""
+"""Length, checksum."""
 _LEGACY_TOKEN_RECORD = struct.Struct("<6I")
-"""The record of a single token, by an earlier version: 0 for its length, its check, and the numbers of a Got."""
+"""Of earlier versions: 0 as length, checksum, and the fields of _LegacyTokenRecord."""
 _LEGACY_TOKEN_CHECKSUM = 0x9E3779B9
-"""The check of such a token is this one, where all its numbers are 0."""
+"""XORed into the checksum, so that zeros do not pass."""
 _NUMBER_TYPECODE = "I"
-"""The type of the numbers of a Step in an array."""
+"""array typecode of StepTokensRecord.rows."""
 
 
 class CallRecord(msgspec.Struct, frozen=True, tag="b", array_like=True):
-    """A call has this number from here on, and its further choices have the next ones."""
+    """Assigns `number` to a call; its further choices get the next numbers."""
 
     number: int
     owner: str
@@ -51,26 +49,20 @@ class CallRecord(msgspec.Struct, frozen=True, tag="b", array_like=True):
 
 
 class TokensRecord(msgspec.Struct, frozen=True, tag="g", array_like=True):
-    """What a choice got."""
-
     number: int
     choice: int
     position: int
-    """Of the first of the tokens."""
+    """Of the first token."""
     token_ids: Sequence[int]
     finish: ChoiceFinish | None
 
 
 class StepTokensRecord(msgspec.Struct, frozen=True, tag="s", array_like=True):
-    """What choices of calls got in a step."""
-
     rows: bytes
-    """Of each token the number of its choice, its place there, and its id."""
+    """(choice number, position, token id) per token."""
 
 
 class LoggedTokens(NamedTuple):
-    """What a choice of a call got."""
-
     owner: str
     id: str
     choice: int
@@ -84,31 +76,30 @@ _decode_record = msgspec.msgpack.Decoder(CallRecord | TokensRecord | StepTokensR
 
 
 class WriteAheadLog:
-    """Of one process, which alone writes it; its methods are the event loop's."""
+    """Used on its process's event loop only."""
 
     def __init__(self, folder: Path, process: str) -> None:
-        """Raises OSError where there is no place for it, or no boot has a name."""
+        """Raises OSError if there is no disk space or boot id."""
         boot = _read_boot_id()
         self._path = folder / f"{LOG_FILE_PREFIX}{process}"
         file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            # else a full disk would end the process at a write
+            # otherwise a full disk kills the process at a write
             os.posix_fallocate(file, 0, _HEADER_BYTES + 2 * HALF_BYTES)
             self._memory = mmap.mmap(file, _HEADER_BYTES + 2 * HALF_BYTES)
         finally:
             os.close(file)
         self._memory[:_BOOT_ID_BYTES] = boot
         self._half_positions = memoryview(self._memory)[_BOOT_ID_BYTES:_HEADER_BYTES].cast("Q")
-        """Of the halves."""
         self._current_half, self._generation = 0, 1
         self._write_offset, self._half_end = _HEADER_BYTES, _HEADER_BYTES + HALF_BYTES
-        """Where in the file the next record begins, and this half ends."""
+        """File offsets."""
         self._is_compacting = False
         self._last_number = 0
         self._commit_offset(self._write_offset)
 
     def log_call(self, owner: str, id: str, num_choices: int = 1) -> int:
-        """The number of a call, and of its first choice; the others have the next ones."""
+        """Return the number of the first choice; the others follow."""
         number = self._last_number + 1
         self._last_number += num_choices
         self._append_record(CallRecord(number, owner, id, num_choices))
@@ -117,17 +108,17 @@ class WriteAheadLog:
     def log_tokens(
         self, number: int, choice: int, position: int, token_ids: Sequence[int], finish: ChoiceFinish | None
     ) -> None:
-        """Tokens of a call, before they are sent. Where there is no room they are left out."""
+        """Call before sending. Tokens are dropped if there is no space."""
         self._append_record(TokensRecord(number, choice, position, token_ids, finish))
 
     def log_step(self, rows: Sequence[int]) -> None:
-        """Tokens of a step in one record, for a record of each would cost more than all else that is done for it. Of
-        each token the number of its choice, its place there, and its id."""
+        """Write one record, because one per token would dominate the cost."""
         self._append_record(StepTokensRecord(array(_NUMBER_TYPECODE, rows).tobytes()))
 
     def switch_half_if_filling(self, open_calls: Iterable[tuple[int, str, str, int]]) -> bool:
-        """Whether all that was written before is to be noted, and `discard_other_half` to be called then: the other
-        half is written meanwhile. `open_calls`: numbers, owners, ids and counts of choices of the calls that go on."""
+        """If True, journal all earlier tokens, then call `discard_other_half`. `open_calls`: number, owner, id,
+        num_choices.
+        """
         if self._half_end and not self._is_compacting and self._half_end - self._write_offset < HALF_BYTES // 2:
             self._is_compacting = True
             self._current_half, self._generation = 1 - self._current_half, self._generation + 1
@@ -139,12 +130,12 @@ class WriteAheadLog:
         return self._is_compacting
 
     def discard_other_half(self) -> None:
-        """What was written before the turn is noted."""
+        """Call when the journal has all records from before the switch."""
         self._is_compacting = False
         self._half_positions[1 - self._current_half] = 0
 
     def close_and_delete(self) -> None:
-        """All is noted; what comes now is left out."""
+        """Call when the journal has everything. Later records are dropped."""
         self._half_end = 0
         self._half_positions.release()
         self._memory.close()
@@ -160,25 +151,24 @@ class WriteAheadLog:
             self._commit_offset(end)
 
     def _commit_offset(self, end: int) -> None:
-        """What is written up to there counts from now on."""
         self._write_offset = end
         self._half_positions[self._current_half] = (self._generation << _USED_BITS) + end - self._half_end + HALF_BYTES
 
 
 def _checksum(record: bytes) -> int:
-    """A checksum that is not 0 for zeros, which an unwritten record consists of."""
+    """Not 0 for zeros, which unwritten records consist of."""
     return crc32(record, 1)
 
 
 def _read_boot_id() -> bytes:
-    """Raises OSError where it has no name."""
+    """Raises OSError if there is no boot id."""
     return BOOT_ID_FILE.read_bytes()[:_BOOT_ID_BYTES].ljust(_BOOT_ID_BYTES)
 
 
 def read_logged_tokens(path: Path) -> Iterator[LoggedTokens]:
-    """The tokens in the tail of a process that has ended, in order, up to the first record that is broken or of a kind
-    that is not known here. Raises OSError. Its version may have had halves of another size, and no records of single
-    tokens."""
+    """Read tokens in order, up to the first broken or unknown record. Raises OSError. Earlier versions had other half
+    sizes and single-token records.
+    """
     content = path.read_bytes()
     if len(content) < _HEADER_BYTES or content[:_BOOT_ID_BYTES] != _read_boot_id():
         return
@@ -191,7 +181,7 @@ def read_logged_tokens(path: Path) -> Iterator[LoggedTokens]:
 
 
 class _BrokenRecord(Exception):
-    """A record was not written to its end, or is of a later version."""
+    """The record is incomplete or of a later version."""
 
 
 class _LegacyTokenRecord(NamedTuple):
@@ -205,7 +195,7 @@ _AnyRecord = CallRecord | TokensRecord | StepTokensRecord | _LegacyTokenRecord
 
 
 def _read_records(content: bytes) -> Iterator[_AnyRecord]:
-    """The records of both halves, the older half's first. Raises _BrokenRecord."""
+    """Yield the older half first. Raises _BrokenRecord."""
     half_bytes = (len(content) - _HEADER_BYTES) // 2
     half_positions = memoryview(content)[_BOOT_ID_BYTES:_HEADER_BYTES].cast("Q")
     for half in sorted((0, 1), key=lambda half: half_positions[half]):
@@ -228,7 +218,7 @@ def _decode_checked_record(record: bytes, check: int) -> CallRecord | TokensReco
         raise _BrokenRecord
     try:
         return _decode_record(record)
-    except msgspec.MsgspecError:  # of a later version, which has more kinds of them
+    except msgspec.MsgspecError:  # of a later version
         raise _BrokenRecord from None
 
 
@@ -243,14 +233,12 @@ def _read_legacy_record(content: bytes, offset: int, end: int) -> _LegacyTokenRe
 
 
 class _LoggedCalls:
-    """The calls that a tail has named so far."""
-
     def __init__(self) -> None:
         self._calls: dict[int, tuple[CallRecord, int]] = {}
-        """By number: a call, and its choice."""
+        """(call, choice) by number."""
 
     def iter_record_tokens(self, record: _AnyRecord) -> Iterator[LoggedTokens]:
-        """The tokens of a record. Tokens of a call without a number are left out."""
+        """Skips tokens of unknown calls."""
         match record:
             case CallRecord():
                 for choice in range(record.num_choices):

@@ -1,5 +1,3 @@
-"""What waits while the disk is full or read-only, so that nothing is lost meanwhile."""
-
 from __future__ import annotations
 
 import asyncio
@@ -10,7 +8,6 @@ from typing import TypeVar
 
 log = logging.getLogger("quire.server")
 RETRY_SECONDS = 5.0
-"""Seconds between two tries of what the disk refused."""
 Result = TypeVar("Result")
 
 
@@ -21,8 +18,7 @@ def always_false() -> bool:
 async def retry_until_written(
     description: str, operation: Callable[[], Awaitable[Result]], should_give_up: Callable[[], bool] = always_false
 ) -> Result:
-    """What `operation` returns, once the disk takes what it writes. `description` waits for it, for the log. Raises
-    what the disk says when it was `should_give_up`."""
+    """Raises the disk's error once `should_give_up` returns True."""
     while True:
         try:
             return await operation()
