@@ -1,5 +1,4 @@
-"""What the other API processes of this server know, if --api-server-count starts several. Each process counts a part of
-the metrics, and a question about a request may reach any of them."""
+"""Each API process (--api-server-count) counts a part of the metrics, and any of them may be asked about a request."""
 
 from __future__ import annotations
 
@@ -26,18 +25,15 @@ from quire.server.observe.request_log import RequestLog
 
 
 class CrossProcessObserver:
-    """Asks the other processes, and answers their questions. A single process asks nobody."""
-
     def __init__(
         self, client: EngineClient, metrics: Metrics, request_log: RequestLog, decode_tokens: DecodeTokens
     ) -> None:
-        """`decode_tokens`: makes text of tokens."""
         self._client = client
         self._decode_tokens = decode_tokens
         self._metrics = metrics
         self._request_log = request_log
         self.http_metrics: HttpMetrics | None = None
-        """The metrics of the server's HTTP requests, which belong to no model."""
+        """Belongs to no model."""
         self._hub = client.engine_core if isinstance(client.engine_core, SharedClient) else None
         if self._hub is not None:
             observer_class = CrossProcessObserver
@@ -53,7 +49,7 @@ class CrossProcessObserver:
             self._hub.answering.add(LASTING, method_handler(self, observer_class.collect_own_samples))
 
     async def collect_peer_samples(self) -> list[PeerSample]:
-        """The counts of the other processes, including those that have ended."""
+        """Includes samples of ended processes."""
         peer_samples = await self._call_peers(CrossProcessObserver.collect_own_samples, topic=LASTING)
         return [*self._ended_process_samples(), *chain.from_iterable(peer_samples)]
 
@@ -62,13 +58,12 @@ class CrossProcessObserver:
         return [*self._metrics.collect_samples(), *http, *self._ended_process_samples()]
 
     async def explain_peer_request(self, name: str, tenant: Tenant) -> bytes | None:
-        """The explanation by another process of a request that the tenant may see. None if no process knows it."""
+        """None if no process knows it."""
         explanations = await self._call_peers(CrossProcessObserver.explain_own_request, name, tenant.name, tenant.admin)
         return explanations[0] if explanations else None
 
     def explain_own_request(self, name: str, owner: str, admin: bool) -> bytes | None:
-        """The explanation of a request as JSON, if this process knows the request and a tenant may see it: its owner,
-        or an admin. The content of prompts is shown only to the owner of the prompt."""
+        """JSON; None if unknown here, or if the tenant is neither owner nor admin. Only owners see prompt content."""
         caller = _make_asgi_scope_for_tenant(owner, admin=admin)
         record = self._request_log.find_record(name, caller)
         if record is None:
@@ -81,7 +76,6 @@ class CrossProcessObserver:
         )
 
     async def collect_conversation_turns(self, conversation: str, tenant: Tenant) -> list[dict[str, Any]]:
-        """The turns of a conversation that the tenant may see, wherever they were answered."""
         arguments = conversation, tenant.name, tenant.admin
         return latest_turns_oldest_first(
             [
@@ -97,7 +91,6 @@ class CrossProcessObserver:
         return conversation_turns(self._request_log, self._client.history, conversation, may_name)
 
     async def find_last_turn(self, tenant: str, salt: str, session: str) -> Turn | None:
-        """The last turn of a conversation with a name, whoever answered it."""
         arguments = tenant, salt, session
         turns_found = [
             self.find_own_last_turn(*arguments),
@@ -110,21 +103,19 @@ class CrossProcessObserver:
         return self._client.turns.find_session_turn(tenant, salt, session)
 
     async def collect_peer_answer_summaries(self, limit: int) -> list[dict[str, Any]]:
-        """The result of summarize_recent_answers in each of the other processes."""
         return await self._call_peers(CrossProcessObserver.summarize_own_answers, limit)
 
     def summarize_own_answers(self, limit: int) -> dict[str, Any]:
         return summarize_recent_answers(self._request_log, self._client.history, min(limit, MAX_ANSWERS))
 
     async def cancel_requests_of_peers(self, request_id: str, tenant: str | None) -> int:
-        """As EngineClient.cancel, of their requests."""
         return sum(await self._call_peers(CrossProcessObserver.cancel_own_requests, request_id, tenant))
 
     def cancel_own_requests(self, request_id: str, tenant: str | None) -> int:
         return self._client.cancel(request_id, tenant)
 
     async def _call_peers(self, method: Callable[..., Any], *arguments: object, topic: str = "") -> list[Any]:
-        """What this method returns in each of the other processes, but None."""
+        """Drops None."""
         encoded_results = (
             [] if self._hub is None else await self._hub.ask(topic or method.__qualname__, encode_msgpack(arguments))
         )
@@ -136,5 +127,4 @@ class CrossProcessObserver:
 
 
 def _make_asgi_scope_for_tenant(owner: str, *, admin: bool) -> dict[str, Any]:
-    """The ASGI scope of such a tenant."""
     return {"tenant": Tenant(owner, b"", RateLimits(None, None), admin=admin)}

@@ -1,7 +1,7 @@
-"""Some seconds of an engine as a trace that ui.perfetto.dev and chrome://tracing open.
+"""Traces for ui.perfetto.dev and chrome://tracing.
 
 Google's Trace Event Format, JSON object form: complete events (X) for steps, nestable async events (b, e) for requests
-and their phases, counters (C) for what a step held. Times are microseconds from the recording's begin.
+and phases, counters (C) for a step's contents. Times are microseconds since the recording began.
 """
 
 from __future__ import annotations
@@ -17,17 +17,13 @@ from quire.engine.core.request_history import RequestHistory, StepEntry, Timelin
 from quire.server.encoding import encode_json
 
 ENGINE_PID, REQUESTS_PID = 1, 2
-"""Process ids, which a viewer shows as groups of tracks."""
 FIRST_STEP_TRACK = 1
-"""The first engine's track; those of others follow."""
+"""Further engines have the next tracks."""
 TraceEvent = dict[str, Any]
 
 
 async def record_trace(history: RequestHistory, seconds: float) -> bytes:
-    """Record the engine for some seconds and return the trace as JSON.
-
-    A thread builds the trace, because that takes long; it works on copies of timelines that still change.
-    """
+    """JSON. Built in a thread because that is slow, from copies of timelines that still change."""
     steps: list[StepEntry] = []
     began = clock.monotonic()
     history.listeners.append(steps.append)
@@ -44,7 +40,7 @@ async def record_trace(history: RequestHistory, seconds: float) -> bytes:
 def build_trace(
     steps: Sequence[StepEntry], timelines: Sequence[Timeline], began: float, ended: float, replicas: int = 1
 ) -> dict[str, Any]:
-    """A trace of what happened between `began` and `ended`, times of time.monotonic(), in engines beside each other."""
+    """`began` and `ended`: time.monotonic()."""
     overlapping = [each for each in timelines if (each.ended_at or ended) > began and each.submitted_at < ended]
     window = _RecordingWindow(began, ended)
     events = [*_track_name_events(replicas), *_request_events(overlapping, window)]
@@ -62,7 +58,7 @@ def build_trace(
 
 
 def phase_totals(events: Sequence[TraceEvent]) -> dict[str, float]:
-    """Microseconds of each phase of all engines; they sum to the recording's length, times the engines."""
+    """In microseconds; their sum is the recording's length times the engines."""
     totals: dict[str, float] = {}
     for event in events:
         if event["ph"] == "X" and event["cat"] == "phase":
@@ -71,8 +67,6 @@ def phase_totals(events: Sequence[TraceEvent]) -> dict[str, float]:
 
 
 class _RecordingWindow:
-    """Clamps times to the recording, and gives them in microseconds from its begin."""
-
     def __init__(self, began: float, ended: float) -> None:
         self.began = began
         self.ended = ended
@@ -97,10 +91,7 @@ def _track_name_events(replicas: int) -> list[TraceEvent]:
 
 
 def _step_events(steps: Sequence[StepEntry], window: _RecordingWindow, track: int) -> list[TraceEvent]:
-    """Slices for the steps, the phases of each, and the time between steps.
-
-    Steps overlap on a GPU: a step's slice then begins when the step before it has ended.
-    """
+    """Steps overlap on a GPU: a slice begins when the step before it has ended."""
     events: list[TraceEvent] = []
     last = window.began
     for step in steps:

@@ -1,7 +1,5 @@
-"""OpenTelemetry's histograms of a server of generative AI, under the names that its exporter for Prometheus gives them.
-
-Names, buckets and attributes: opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics, "Generative AI model server
-metrics".
+"""OpenTelemetry's histograms for generative AI servers, named as by its Prometheus exporter:
+opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics, "Generative AI model server metrics".
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ FIRST_TOKEN_BUCKETS = (
 TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 ATTRIBUTES = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model", "gen_ai_response_model")
 ERROR_TYPES = {"error": "500", "timeout": "timeout", "queue_timeout": "timeout"}
-"""error.type by how a sequence ended; an answer whose caller has gone away is no error."""
+"""error.type by finish reason. Disconnects are not errors."""
 OPERATION_NAMES = {
     "chatcmpl": "chat",
     "msg": "chat",
@@ -43,19 +41,18 @@ OPERATION_NAMES = {
     "embd": "embeddings",
     "pool": "embeddings",
 }
-"""By what the ids of answers begin with. The conventions have no names for scores, rankings and labels."""
+"""By id prefix. The conventions have no names for scores, rankings and labels."""
 DECODE_PHASES: tuple[TimelinePhase, ...] = ("decode", "preempted", "recompute", "recovering")
 
 
 def operation_name(internal_id: str) -> str:
-    """The name of an operation, as the conventions define it, or else the prefix of its id. `internal_id`: the server's
-    id of a call, or that of one of its sequences."""
+    """Defaults to the id's prefix. `internal_id`: of a call or a sequence."""
     kind = internal_id.replace("_", "-").partition("-")[0]
     return OPERATION_NAMES.get(kind, kind)
 
 
 class GenAiHistograms:
-    """Each choice of each prompt, and each input that becomes a vector, is an observation."""
+    """One observation per choice or embedded input."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._model_name = model_name
@@ -82,7 +79,6 @@ class GenAiHistograms:
         )
 
     def observe_sequence(self, timeline: Timeline) -> None:
-        """Count a sequence that has ended."""
         labels = (operation_name(timeline.id), PROVIDER, self._model_name, self._model_name)
         ended = timeline.submitted_at if timeline.ended_at is None else timeline.ended_at
         error = ERROR_TYPES.get(timeline.finish_reason or "", "")

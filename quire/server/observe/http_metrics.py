@@ -1,6 +1,6 @@
-"""Metrics of HTTP requests and of the process, by the names that dashboards for vLLM ask for: those of
-prometheus-fastapi-instrumentator (https://github.com/trallnag/prometheus-fastapi-instrumentator) and of
-prometheus_client's ProcessCollector."""
+"""HTTP and process metrics under the names that vLLM's dashboards use: those of
+https://github.com/trallnag/prometheus-fastapi-instrumentator and prometheus_client's ProcessCollector.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.server.observe.metric_sums import PeerSample, SummingCollector, sampl
 from quire.server.observe.request_log import RequestRecord
 
 UNCOUNTED_PATHS = frozenset(("/metrics", "/health", "/live", "/ready", "/ping", "/load", "/version"))
-"""Routes of probes, which would hide all else."""
+"""Probes would outnumber everything else."""
 _UNKNOWN_PATH, _UNKNOWN_METHOD = "none", "UNKNOWN"
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"))
 _COARSE_BUCKETS = (0.1, 0.5, 1.0)
@@ -46,14 +46,12 @@ _FINE_BUCKETS = (
 _IN_FLIGHT_METRIC = "http_requests_inprogress"
 _START_TIME_METRIC = "process_start_time_seconds"
 _IN_PROCESS_SERVER = ("batch", None)
-"""The `server` of scopes of requests that the server makes to itself: no HTTP requests."""
+"""`server` in the scope of requests that the server sends to itself."""
 
 
 class HttpMetrics(Collector):
-    """What this process counts of HTTP requests, and what it is."""
-
     def __init__(self, routes: Sequence[BaseRoute]) -> None:
-        """`routes`: those of the application; their templates are the values of the label `handler`."""
+        """The label `handler` is a template of `routes`."""
         self._routes = routes
         self._registry = CollectorRegistry()
         registry = self._registry
@@ -83,15 +81,14 @@ class HttpMetrics(Collector):
         return self._registry.collect()
 
     def count_request_start_if_tracked(self, scope: Scope) -> bool:
-        """Whether a request counts; one that does is to be ended too."""
+        """If True, call count_request_end."""
         if scope["path"] in UNCOUNTED_PATHS or scope.get("server") == _IN_PROCESS_SERVER:
             return False
         self._open_requests.inc()
         return True
 
     def count_request_end(self, record: RequestRecord, scope: Scope, received_bytes: int, sent_bytes: int) -> None:
-        """Count a request whose answer is complete, or has failed. `received_bytes`, `sent_bytes`: the lengths that its
-        head and the answer's say; 0 where they say none."""
+        """Call for failed responses too. Byte counts are Content-Length headers; 0 if absent."""
         self._open_requests.dec()
         handler, seconds = self._route_template(scope), (record.ended_at or record.arrived_at) - record.arrived_at
         method = record.method if record.method in _METHODS else _UNKNOWN_METHOD
@@ -103,20 +100,19 @@ class HttpMetrics(Collector):
         self._all_seconds.observe(seconds)
 
     def collect_samples(self) -> list[PeerSample]:
-        """What the other processes add to their own."""
         return samples_of_registry(self._registry)
 
     def _route_template(self, scope: Scope) -> str:
-        """The template of the request's route; paths that nobody knows have one name together."""
+        """Unknown paths share one name."""
         route = scope.get("route")
-        if route is None:  # it was refused before it was routed, or a mounted application answered it
+        if route is None:  # refused before routing, or answered by a mounted application
             unprefixed_scope = {**scope, "root_path": ""}
             route = next((each for each in self._routes if each.matches(unprefixed_scope)[0] is not Match.NONE), None)
         return str(getattr(route, "path", _UNKNOWN_PATH))
 
 
 def without_process_gauges(inherited: Sequence[PeerSample]) -> list[PeerSample]:
-    """What is left of processes that have ended: what they counted, not what they had."""
+    """Remove from samples of ended processes what they had, not what they counted."""
     process_gauges = (
         "process_virtual_memory_bytes",
         "process_resident_memory_bytes",
@@ -127,7 +123,7 @@ def without_process_gauges(inherited: Sequence[PeerSample]) -> list[PeerSample]:
 
 
 class MergedHttpMetrics(Collector):
-    """HttpMetrics with those of the other processes. The start is the earliest of all."""
+    """Sums over processes, with the earliest start time."""
 
     def __init__(self, local_metrics: HttpMetrics, peer_samples: Sequence[PeerSample]) -> None:
         self._summed = SummingCollector(

@@ -1,4 +1,4 @@
-"""Server-sent events that show the engine live: one snapshot, about twice a second, serves all open streams."""
+"""One engine view, twice a second, serves all streams."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ from quire.server.observe.rolling_stats import HISTORY_SECONDS, RollingStats
 
 PERIOD_SECONDS = 0.5
 MAX_ENGINE_SHARE = 0.005
-"""Largest share of the engine's time that snapshots may take; expensive snapshots are taken less often."""
+"""Largest share of the engine's time that views may take; expensive ones are taken less often."""
 OVERLAP_SECONDS = 4
 """Each `state` repeats the last complete seconds, for streams that missed an event."""
 
 
 class LiveView:
-    """Gives the same events to every stream; a stream that is read slowly skips some. No snapshots without streams."""
+    """All streams get the same events; slow readers skip some. Without streams no views are taken."""
 
     def __init__(self, client: EngineClient, rolling_stats: RollingStats) -> None:
         self.state_event = b""
-        """The latest `state` event."""
         self._client = client
         self._rolling_stats = rolling_stats
         self._streams: set[LiveViewStream] = set()
         self._task: asyncio.Task[None] | None = None
 
     def hello_event(self, facts: dict[str, object]) -> bytes:
-        """The first event of a stream: `facts`, which do not change, and the statistics of the last minutes."""
+        """`facts` do not change."""
         now = int(clock.time())
         history = [each.to_json() for each in self._rolling_stats.bins_since(now - HISTORY_SECONDS)]
         return _encode_event("hello", {**facts, "now": now, "kept_seconds": HISTORY_SECONDS, "history": history})
@@ -48,12 +47,12 @@ class LiveView:
         self._streams.discard(stream)
 
     def close_streams(self) -> None:
-        """End all streams. Otherwise a server that waits for its open requests would wait forever."""
+        """Otherwise a server that waits for open requests never ends."""
         for stream in list(self._streams):
             stream.close_stream()
 
     async def _publish_periodically(self) -> None:
-        """Publish a state at intervals while there are streams. A failure ends the streams, so that none hangs."""
+        """Ends the streams if it fails, so that none hangs."""
         try:
             while self._streams:
                 engine_view = await self._request_engine_view()
@@ -69,7 +68,7 @@ class LiveView:
             self._task = None
 
     async def _request_engine_view(self) -> EngineView | None:
-        """None while the engine is in a long step or is being replaced."""
+        """None during a long step or while the engine is replaced."""
         if not self._client.responsive:
             return None
         pending = self._client.snapshot()
@@ -104,15 +103,12 @@ class LiveView:
 
 
 class LiveViewStream:
-    """One stream of events; `close_stream` ends it."""
-
     def __init__(self, live_view: LiveView) -> None:
         self._live_view = live_view
         self._changed = asyncio.Event()
         self._open = True
 
     async def events(self, facts: dict[str, object]) -> AsyncGenerator[bytes]:
-        """Server-sent events: `hello`, then `state` again and again."""
         self._live_view.add_stream(self)
         try:
             yield self._live_view.hello_event(facts)

@@ -1,5 +1,3 @@
-"""Quire's log: lines for people, or one JSON object a line for machines."""
-
 from __future__ import annotations
 
 import json
@@ -17,9 +15,8 @@ if TYPE_CHECKING:
 
 access_log = logging.getLogger("quire.access")
 UNLOGGED_PATHS = PUBLIC_PATHS | {"/metrics"}
-"""Paths that monitoring requests all the time; they are not logged."""
+"""Polled by monitoring."""
 EXTRA_FIELDS = ("request_id", "answer_id", "tenant", "method", "path", "status", "milliseconds")
-"""Fields that log records may carry beside their message, through logging's `extra`."""
 
 
 class JsonFormatter(logging.Formatter):
@@ -37,11 +34,11 @@ class JsonFormatter(logging.Formatter):
 
 
 _HTTP_CLIENT_LOGGERS = ("httpx", "httpx2")
-"""Loggers that have a line for each request to the hub."""
+"""They log every request to the Hugging Face hub."""
 
 
 def set_up_logging(config: ServerConfig) -> None:
-    """Set up logging in this process. What a failing engine process writes to stderr keeps its own form."""
+    """stderr of a failing engine keeps its own format."""
     handler = logging.StreamHandler(sys.stderr)
     if config.log_format == "json":
         handler.setFormatter(JsonFormatter())
@@ -54,7 +51,7 @@ def set_up_logging(config: ServerConfig) -> None:
 
 
 def log_request(record: RequestRecord) -> None:
-    """Log one line for a complete response, never the prompt or the answer."""
+    """The line never contains the prompt or answer."""
     if record.path in UNLOGGED_PATHS or record.ended_at is None:
         return
     extra = {

@@ -1,5 +1,4 @@
-"""Metrics whose values are read when somebody asks for them: those of engines, of refused calls, of adapters in use,
-and of what is stored in --data-dir."""
+"""Metrics that are read at scrape time."""
 
 from __future__ import annotations
 
@@ -64,8 +63,6 @@ SUPERVISION_COUNTERS = (
 
 
 class CallbackCollector(Collector):
-    """Collects what a function reads."""
-
     def __init__(self, read_metrics: Callable[[], Iterable[Metric]]) -> None:
         self._read_metrics = read_metrics
 
@@ -76,7 +73,7 @@ class CallbackCollector(Collector):
 def build_metric_family(
     kind: MetricFamilyClass, name: str, text: str, labels: Sequence[str], values: Mapping[Any, float]
 ) -> Metric:
-    """`values`: by tuples of the values of the labels."""
+    """`values`: by tuples of label values."""
     metric_family = kind(name, text, labels=labels)
     for label_values, value in values.items():
         metric_family.add_metric(label_values, value)
@@ -84,26 +81,24 @@ def build_metric_family(
 
 
 def engine_metrics(client: EngineClient, model_name: str) -> Iterator[Metric]:
-    """The latest statistics of the engines. The engine's number is a label."""
+    """Labeled with the engine's number."""
     engines, link = client.engine_core.engines, client.engine_core
     stats = [each.stats for each in engines]
 
     def per_engine(kind: MetricFamilyClass, name: str, text: str, values: Sequence[float]) -> Metric:
-        """`values`: one for each engine."""
         values_by_labels = {(model_name, str(engine)): value for engine, value in enumerate(values)}
         return build_metric_family(kind, name, text, LABELS, values_by_labels)
 
     def per_engine_and_label(
         kind: MetricFamilyClass, name: str, text: str, label: str, values: Sequence[Mapping[str, float]]
     ) -> Metric:
-        """`values`: for each engine, by another label."""
         pairs = [(engine, key, value) for engine, each in enumerate(values) for key, value in each.items()]
         values_by_labels = {(model_name, str(engine), key): value for engine, key, value in pairs}
         return build_metric_family(kind, name, text, (*LABELS, label), values_by_labels)
 
     for name, text, field in GAUGES:
         yield per_engine(GaugeMetricFamily, name, text, [getattr(each, field) for each in stats])
-    # Who waits here waits for a slot or for pages; nothing else holds a request back.
+    # Requests wait for a slot or KV blocks only.
     reasons = [{"capacity": each.waiting, "deferred": 0} for each in stats]
     name, text = "vllm:num_requests_waiting_by_reason", "Requests waiting, by why."
     yield per_engine_and_label(GaugeMetricFamily, name, text, "reason", reasons)
@@ -128,7 +123,6 @@ def engine_metrics(client: EngineClient, model_name: str) -> Iterator[Metric]:
 
 
 def refusal_metrics(client: EngineClient, model_name: str, rejections: Mapping[str, int]) -> Iterator[Metric]:
-    """The calls that this process refused, by reason, and the answers that it gave up."""
     text = "Answers given up because nobody read them."
     yield build_metric_family(
         CounterMetricFamily, "quire:slow_readers", text, LABELS[:1], {(model_name,): client.slow_readers}
@@ -139,7 +133,7 @@ def refusal_metrics(client: EngineClient, model_name: str, rejections: Mapping[s
 
 
 def adapters_in_use_metric(client: EngineClient, max_loras: int) -> Iterator[Metric]:
-    """The adapters of the open requests, in the labels of a metric whose value is the time."""
+    """The adapters are labels; the value is Unix seconds."""
     labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
     adapters_in_use = (client.adapters(queued=True), client.adapters(queued=False))
     names = [",".join(sorted({adapter.name for adapter in adapters})) for adapters in adapters_in_use]
@@ -152,8 +146,7 @@ def adapters_in_use_metric(client: EngineClient, max_loras: int) -> Iterator[Met
 def data_dir_metrics(
     read_view: Callable[[], DataDirStatus], results: Collection[str], model_name: str
 ) -> Iterator[Metric]:
-    """Metrics of what outlives the server's process: batches, streams, and stored bytes. `read_view`: the latest
-    figures of all processes together. `results`: the possible results of a request of a batch."""
+    """`read_view`: figures of all processes. `results`: possible results of a batch line."""
     view, model = read_view(), LABELS[:1]
     text = "Batches that have not ended."
     yield build_metric_family(
@@ -175,7 +168,7 @@ def data_dir_metrics(
 
 
 def length_buckets(longest: int) -> list[int]:
-    """1, 2, 5, 10, … up to the first that holds the longest."""
+    """1, 2, 5, 10, …, up to the first one >= `longest`."""
     buckets: list[int] = []
     while not buckets or buckets[-1] < longest:
         buckets.append((1, 2, 5)[len(buckets) % 3] * 10 ** (len(buckets) // 3))

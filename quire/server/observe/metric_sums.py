@@ -1,5 +1,3 @@
-"""The sum of metrics that several processes count, each for itself."""
-
 from __future__ import annotations
 
 from collections import defaultdict
@@ -12,12 +10,10 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 _CREATED_SUFFIX = "_created"
-"""The end of names of samples that tell when a count began."""
+"""Suffix of samples with a counter's creation time."""
 
 
 class PeerSample(msgspec.Struct, frozen=True, array_like=True):
-    """A sample of another process."""
-
     metric: str
     name: str
     labels: dict[str, str]
@@ -28,7 +24,7 @@ decode_samples = msgspec.msgpack.Decoder(list[PeerSample]).decode
 
 
 def samples_of_registry(registry: CollectorRegistry) -> list[PeerSample]:
-    """All samples of a registry that has counters and histograms alone."""
+    """For counters and histograms only."""
     return [
         PeerSample(metric.name, sample.name, sample.labels, sample.value)
         for metric in registry.collect()
@@ -38,11 +34,10 @@ def samples_of_registry(registry: CollectorRegistry) -> list[PeerSample]:
 
 
 class LabelingCollector(Collector):
-    """The metrics of several models or processes, by their names: all samples of a metric together, with the name in a
-    label of theirs."""
+    """Metrics of several models or processes, told apart by a label."""
 
     def __init__(self, label: str, collectors: Mapping[str, Callable[[], Iterable[Metric]]]) -> None:
-        """`label`: "" where none is needed. `collectors`: what collects each one's."""
+        """`label`: "" if not needed. `collectors`: by label value."""
         self._label, self._collectors = label, collectors
 
     def collect(self) -> Iterable[Metric]:
@@ -56,8 +51,6 @@ class LabelingCollector(Collector):
 
 
 class SummingCollector(Collector):
-    """A collector's metrics, with what other processes count of them."""
-
     def __init__(self, local_collector: Collector, peer_samples: Iterable[PeerSample]) -> None:
         self._local_collector = local_collector
         self._peer_values: dict[str, dict[tuple[str, frozenset[tuple[str, str]]], float]] = defaultdict(dict)
@@ -75,6 +68,6 @@ class SummingCollector(Collector):
 
 
 def _add_peer_value(sample: Sample, peer_values: dict[tuple[str, frozenset[tuple[str, str]]], float]) -> Sample:
-    """The sample with others' values, which are taken out of `peer_values`."""
+    """Removes it from `peer_values`."""
     peer_value = peer_values.pop((sample.name, frozenset(sample.labels.items())), 0.0)
     return sample._replace(value=sample.value + peer_value) if peer_value else sample

@@ -1,4 +1,4 @@
-"""Prometheus metrics under vLLM's names, so that its dashboards work here, and some under OpenTelemetry's."""
+"""Prometheus metrics under vLLM's names, for its dashboards, and some under OpenTelemetry's."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ PHASE_HISTOGRAMS: tuple[tuple[str, str, tuple[TimelinePhase, ...]], ...] = (
         ("prefill", "decode", "preempted", "recompute", "recovering"),
     ),
 )
-"""Name, help text, and the phases of a timeline whose seconds the metric sums."""
+"""Name, help text, timeline phases that are summed."""
 REQUEST_HISTOGRAMS: tuple[tuple[str, str, Sequence[float] | None], ...] = (
     ("time_to_first_token_seconds", "Seconds to the first token.", FIRST_TOKEN_BUCKETS),
     ("request_time_per_output_token_seconds", "Mean seconds per token of a request.", TOKEN_BUCKETS),
@@ -131,25 +131,24 @@ REQUEST_HISTOGRAMS: tuple[tuple[str, str, Sequence[float] | None], ...] = (
     ("request_prefill_kv_computed_tokens", "Prompt tokens of a request that no cache held.", None),
     ("request_num_preemptions", "Preemptions of a request.", PREEMPTION_BUCKETS),
 )
-"""Name, help text and buckets of what is measured of a request; None: buckets for tokens, up to the context."""
+"""Name, help text, buckets; None: token buckets up to the context."""
 FINISH_REASONS = ("stop", "length", "tool_calls", "abort", "error", "repetition", "timeout", "queue_timeout")
 
 ENGINE_LABEL = "0"
-"""vLLM numbers its engines, and dashboards made for it ask for the number. What is measured of requests, whichever
-engine computed them, has this one."""
+"""Dashboards for vLLM need an engine number; request metrics have this one."""
 
 
 class Metrics:
-    """A server's metrics, in a registry of their own. Labels are the model's name and vLLM's number of the engine."""
+    """Labels: model name and engine number, as in vLLM."""
 
     def __init__(
         self, client: EngineClient, model_name: str, max_model_len: int, rejections: Mapping[str, int]
     ) -> None:
-        """`rejections` counts the calls that were not admitted, by reason."""
+        """`rejections`: refused calls by reason."""
         self.model_name = model_name
-        self._engine_registry = CollectorRegistry()  # what all API processes know alike
+        self._engine_registry = CollectorRegistry()  # alike in all API processes
         self._engine_registry.register(CallbackCollector(partial(engine_metrics, client, model_name)))
-        self._registry = CollectorRegistry()  # what this process counts
+        self._registry = CollectorRegistry()  # counted by this process
         self._registry.register(CallbackCollector(partial(refusal_metrics, client, model_name, rejections)))
         help_text = "Seconds between the steps that gave a request tokens."
         self._inter_token_latency = BulkHistogram(
@@ -186,7 +185,7 @@ class Metrics:
         self._histograms[name].observe(value)
 
     def count_questions_by_type(self, question_types: Iterable[str]) -> None:
-        """Count questions by type. Other types are ignored."""
+        """Unknown types are ignored."""
         for question_type in question_types:
             if question_type in self._questions:
                 self._questions[question_type].inc()
@@ -205,7 +204,7 @@ class Metrics:
         generation_tokens: int,
         max_tokens: int | None,
     ) -> None:
-        """Count a choice that has ended. `decode_seconds` is the time from its first token to its last."""
+        """`decode_seconds`: from first to last token."""
         self._finished_requests[reason].inc()
         self._observe_histogram("e2e_request_latency_seconds", seconds)
         self._observe_histogram("request_prompt_tokens", prompt_tokens)
@@ -217,12 +216,12 @@ class Metrics:
             self._observe_histogram("request_time_per_output_token_seconds", decode_seconds / (generation_tokens - 1))
 
     def observe_all_choices_finished(self, n: int, *, max_generation_tokens: int) -> None:
-        """All n choices of a prompt have ended, the longest with so many tokens."""
+        """`max_generation_tokens`: of the longest of the n choices."""
         self._observe_histogram("request_params_n", n)
         self._observe_histogram("request_max_num_generation_tokens", max_generation_tokens)
 
     def register_config_info(self, info: EngineInfo, config: EngineConfig) -> None:
-        """Show how the KV cache is divided, in the labels of a metric that is always 1, as vLLM does."""
+        """As in vLLM, the configuration is in the labels of a metric that is always 1."""
         facts = {
             "block_size": info.block_size,
             "num_gpu_blocks": info.num_blocks,
@@ -253,14 +252,13 @@ class Metrics:
                 each.labels(engine=engine).set(value)
 
     def register_adapter_metrics(self, client: EngineClient, max_loras: int) -> None:
-        """Show which adapters the open requests need, as vLLM does."""
         self._engine_registry.register(CallbackCollector(partial(adapters_in_use_metric, client, max_loras)))
 
     def _observe_step(self, step: StepEntry) -> None:
         if step.is_counted:
             prompts = sum(count for _, _, count in step.record.chunks)
             self._observe_histogram("iteration_tokens_total", prompts + step.record.num_generated_tokens)
-        self.rolling_stats.flush_token_gaps()  # of the step before
+        self.rolling_stats.flush_token_gaps()  # of the previous step
 
     def _observe_sequence(self, timeline: Timeline) -> None:
         seconds = timeline.phase_seconds(timeline.ended_at or timeline.submitted_at)
@@ -277,7 +275,6 @@ class Metrics:
         self._cached_tokens[""].inc(cached)
 
     def collect_samples(self) -> list[PeerSample]:
-        """What this process has counted."""
         self.rolling_stats.flush_token_gaps()
         return samples_of_registry(self._registry)
 
@@ -287,8 +284,7 @@ class Metrics:
         peer_samples: Sequence[PeerSample] = (),
         extra_registries: Iterable[CollectorRegistry] = (),
     ) -> bytes:
-        """All metrics of these models, in Prometheus' text format. others: what other API processes have counted. more:
-        metrics that belong to no model."""
+        """Return Prometheus text format. `extra_registries` belong to no model."""
         for each in models:
             each.rolling_stats.flush_token_gaps()
         label = "model_name" if len(models) > 1 else ""
@@ -303,16 +299,16 @@ class Metrics:
 def _labeled_counters(
     registry: CollectorRegistry, model_name: str, name: str, text: str, label: str = "", values: Sequence[str] = ("",)
 ) -> dict[str, Counter]:
-    """One for each value of a label; without a label one alone, by the name ""."""
+    """By label value; the key is "" without a label."""
     counter = Counter(name, text, (*LABELS, label) if label else LABELS, registry=registry)
     return {value: counter.labels(model_name, ENGINE_LABEL, *([value] if label else [])) for value in values}
 
 
 class BulkHistogram(Collector):
-    """A histogram of spans that come many at a time."""
+    """Histogram of durations that arrive in bulk."""
 
     def __init__(self, name: str, text: str, model_name: str, bounds: Sequence[float]) -> None:
-        """`bounds`: the buckets' upper ends in seconds, ascending; one more holds what is longer than all."""
+        """`bounds`: bucket ends in seconds, ascending; one more bucket holds longer durations."""
         self._name = name
         self._text = text
         self._labels = (model_name, ENGINE_LABEL)
@@ -321,7 +317,7 @@ class BulkHistogram(Collector):
         self._sum = 0.0
 
     def observe_sorted(self, spans: Sequence[float]) -> None:
-        """Count spans, in seconds. They ascend."""
+        """`spans`: ascending, in seconds."""
         start = 0
         while start < len(spans):
             bucket = bisect_left(self._bounds, spans[start])

@@ -1,6 +1,3 @@
-"""What is reported of a prompt and the prefix cache, in figures and words: what was found, what could have been found
-and why it was not; and the turns of a conversation in comparison."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -15,7 +12,6 @@ from quire.server.observe.request_log import RequestLog, RequestRecord
 
 DecodeTokens = Callable[[Sequence[int]], str]
 MAX_TURNS = 200
-"""Of one conversation, the latest."""
 MISS_REASON_TEXTS: dict[MissReason, str] = {
     "evicted": "their pages had to make room",
     "computing": "another request was still computing them",
@@ -32,8 +28,7 @@ OWN_LOAD_TEXT = "their pages had to make room; what this key had computed since 
 
 
 def describe_prefix_use(timeline: Timeline, decode: DecodeTokens | None) -> dict[str, Any] | None:
-    """The report of one sequence; None if nothing is known. `decode` turns tokens into text, for callers that may read
-    it."""
+    """None if nothing is known. `decode` only for callers that may read the prompt."""
     report = timeline.prefix_report
     if report is None:
         return None
@@ -48,7 +43,7 @@ def describe_prefix_use(timeline: Timeline, decode: DecodeTokens | None) -> dict
 def conversation_turns(
     log: RequestLog, history: RequestHistory, conversation: str, may_show: Callable[[str], bool]
 ) -> list[dict[str, Any]]:
-    """The remembered turns of a conversation, one for each answer, oldest first. `may_show`: see `explanation`."""
+    """Oldest first. `may_show`: see explain_request."""
     turns_by_answer: dict[str, dict[str, Any]] = {}
     for timeline in (*history.ended_timelines, *history.open_timelines):
         report = timeline.prefix_report
@@ -61,7 +56,6 @@ def conversation_turns(
 
 
 def latest_turns_oldest_first(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Turns of several processes as one list."""
     return sorted(turns, key=lambda each: (each["turn"], each["created"]))[-MAX_TURNS:]
 
 
@@ -107,8 +101,6 @@ def _describe_divergence(nearest: PrefixDivergence, decode: DecodeTokens | None)
 
 
 class PrefixMissCounters:
-    """Prompt tokens that could have been cached, by why they were not."""
-
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         text = "Prompt tokens that were computed before, but were not found in the prefix cache."
         tokens = Counter("quire:prefix_missed_tokens", text, (*LABELS, "reason"), registry=registry)
@@ -118,7 +110,6 @@ class PrefixMissCounters:
         self._seconds = seconds.labels(model_name, "0")
 
     def observe_sequence(self, timeline: Timeline) -> None:
-        """Called with every request that has ended."""
         if (report := timeline.prefix_report) is not None:
             for reason, tokens in report.tokens_by_reason:
                 self._tokens[reason].inc(tokens)

@@ -1,5 +1,4 @@
-"""What the engine page shows of recent answers, their tenants, and the adapters. It contains no texts: neither the log
-of requests nor the engine's history has any."""
+"""Contains no texts: neither request log nor history has any."""
 
 from __future__ import annotations
 
@@ -14,7 +13,6 @@ from quire.server.observe.request_explanation import phase_seconds, to_milliseco
 from quire.server.observe.request_log import RequestLog, RequestRecord
 
 MAX_ANSWERS = 1000
-"""Of those remembered, the latest, that are looked at."""
 MAX_SEQUENCES = 4000
 MAX_TENANTS = 100
 MAX_ADAPTERS = 100
@@ -22,10 +20,7 @@ _SUMMED_FIELDS = ("requests", "open", "computed_tokens", "output_tokens")
 
 
 def summarize_recent_answers(log: RequestLog, history: RequestHistory, limit: int) -> dict[str, Any]:
-    """The last `limit` answers that have ended, the latest first, and what each tenant had of all that are remembered.
-
-    It looks at no more than MAX_ANSWERS and MAX_SEQUENCES, however many --request-history keeps.
-    """
+    """Latest first. Looks at MAX_ANSWERS and MAX_SEQUENCES at most, whatever --request-history keeps."""
     timelines: dict[str, list[Timeline]] = defaultdict(list)
     for timeline in (*history.open_timelines, *history.ended_timelines[-MAX_SEQUENCES:]):
         if (record := log.record_of_sequence(timeline.id)) is not None and record.internal_id is not None:
@@ -48,7 +43,7 @@ def summarize_recent_answers(log: RequestLog, history: RequestHistory, limit: in
 
 
 def merge_answer_summaries(parts: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
-    """The results of `summarize_recent_answers` in several processes (at least one) as one."""
+    """`parts`: at least one."""
     answers = [answer for part in parts for answer in part["data"]]
     answers.sort(key=lambda each: -(each["created"] + each["wall_ms"] / 1000))
     tenants: dict[str, dict[str, Any]] = {}
@@ -66,7 +61,7 @@ def merge_answer_summaries(parts: Sequence[dict[str, Any]], limit: int) -> dict[
 
 
 def list_adapter_states(client: EngineClient, names: Iterable[str]) -> dict[str, Any]:
-    """The adapters by name and what they do, those in use first; at most MAX_ADAPTERS of them, and how many more."""
+    """Those in use first."""
     running = {each.name for each in client.adapters(queued=False)}
     waiting = {each.name for each in client.adapters(queued=True)} - running
     states = [(name, "running" if name in running else "waiting" if name in waiting else "idle") for name in names]
@@ -76,8 +71,7 @@ def list_adapter_states(client: EngineClient, names: Iterable[str]) -> dict[str,
 
 
 def _completion_time(record: RequestRecord, sequences: Sequence[Timeline]) -> float | None:
-    """When the answer was complete, by time.monotonic(); a background answer goes on after its response. None if it is
-    not complete."""
+    """In time.monotonic(); None if incomplete. Background answers outlast their response."""
     if record.ended_at is None or any(each.ended_at is None for each in sequences):
         return None
     return max([record.ended_at, *(each.ended_at or 0.0 for each in sequences)])
@@ -111,8 +105,9 @@ def _tenant_totals(
     timelines: Mapping[str, Sequence[Timeline]],
     completion_times: Mapping[str | None, float | None],
 ) -> list[dict[str, Any]]:
-    """Of each tenant its weight and what was computed for it, the largest first. `share` counts tokens as the scheduler
-    does, a generated one as OUTPUT_TOKEN_COST computed ones of a prompt."""
+    """Largest first. `share` weighs tokens as the scheduler does: an output token counts as OUTPUT_TOKEN_COST prompt
+    tokens.
+    """
     tenants: dict[str, dict[str, Any]] = {}
     for record in records:
         empty_totals = {"name": record.owner, "requests": 0, "open": 0, "computed_tokens": 0, "output_tokens": 0}
@@ -127,7 +122,6 @@ def _tenant_totals(
 
 
 def _add_shares_and_sort(tenants: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """With each tenant's share, the largest first."""
     costs = {
         name: each["computed_tokens"] + OUTPUT_TOKEN_COST * each["output_tokens"] for name, each in tenants.items()
     }

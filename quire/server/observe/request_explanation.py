@@ -1,5 +1,3 @@
-"""Where a request's time went, and which requests shared its batches: the history of its sequences as JSON."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -13,20 +11,17 @@ from quire.server.observe.prefix_report import DecodeTokens, describe_prefix_use
 from quire.server.observe.request_log import RequestRecord
 
 MAX_STEPS = 4000
-"""Most steps that one explanation looks at, shared by its sequences: more than are kept of two."""
+"""Per explanation, shared by its sequences. It exceeds what is kept of two sequences."""
 MAX_BATCH_MATES = 10_000
-"""Most batch mates that one explanation looks up; others are only counted."""
+"""Per explanation; further mates are only counted."""
 
 
 @dataclass(slots=True)
 class _BatchMateLookup:
-    """Looks batch mates up."""
-
     may_show: Callable[[str], bool]
     num_lookups_left: int = MAX_BATCH_MATES
 
     def find_visible_mates(self, ids: Sequence[str], sequence: str) -> list[str]:
-        """The other sequences of a batch that the caller may see."""
         checked_ids = ids[: self.num_lookups_left]
         self.num_lookups_left -= len(checked_ids)
         return [each for each in checked_ids if each != sequence and self.may_show(each)]
@@ -38,10 +33,8 @@ def explain_request(
     may_show: Callable[[str], bool],
     decode_tokens: DecodeTokens | None = None,
 ) -> dict[str, Any]:
-    """`may_show` tells whether a sequence's id may be shown to the caller. Other batch mates are only counted.
-    `decode_tokens`: see describe_prefix_use.
-
-    What it costs is bounded, whatever ran beside an answer of many sequences: see MAX_STEPS and MAX_BATCH_MATES.
+    """`may_show`: by sequence id; other mates are only counted. `decode_tokens`: see describe_prefix_use. MAX_STEPS and
+    MAX_BATCH_MATES bound the cost.
     """
     now = clock.monotonic() if record.ended_at is None else record.ended_at
     timelines = sorted(history.response_timelines(record.internal_id or ""), key=lambda each: each.submitted_at)
@@ -67,10 +60,8 @@ def explain_request(
 
 
 def phase_seconds(record: RequestRecord, timelines: Sequence[Timeline], now: float) -> dict[str, float]:
-    """Seconds that each phase took, from the request's arrival to its end or to `now`, of the sequence that ended last.
-
-    "prepare" lasts until the sequence is submitted to the engine; "answer" from the end of the sequence in the engine
-    to the end of the response.
+    """Phases of the sequence that ended last, from arrival to the end or `now`. "prepare" ends with submission to the
+    engine; "answer" lasts from the sequence's end to the response's.
     """
     if not timelines:
         return {"prepare": now - record.arrived_at}
@@ -140,7 +131,7 @@ def _explain_sequence(
 def _explain_batches(
     sequence: str, listed: Sequence[StepEntry], ms_since_arrival: Callable[[float], float], mates: _BatchMateLookup
 ) -> list[dict[str, Any]]:
-    """The steps of a sequence; successive steps with the same batch mates are one entry."""
+    """Successive steps with the same mates are one entry."""
     entries = []
     for (engine, ids), steps in groupby(listed, key=lambda step: (step.engine_number, step.request_ids)):
         run_steps: list[StepEntry] = list(steps)

@@ -1,5 +1,3 @@
-"""The log of HTTP requests: the id, sender, times and status of each, without its content."""
-
 from __future__ import annotations
 
 import re
@@ -18,35 +16,35 @@ from quire.server.protocol.request_bodies import SAFE_ID_PATTERN
 REQUEST_ID_HEADER = "X-Request-Id"
 _MAX_LENGTH_DIGITS = 18
 MAX_PATH_LENGTH = 512
-"""Characters of a path, and of a traceparent, that are remembered. Ours are shorter; a caller's may have 64 KiB."""
+"""Limit for a path or traceparent. A caller's may have 64 KiB."""
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One HTTP request. Times are those of time.monotonic(), but `created_at` is of the Unix clock."""
+    """Times are time.monotonic(), except `created_at`: Unix seconds."""
 
     request_id: str
-    """The caller's X-Request-Id, or one of ours."""
+    """The caller's X-Request-Id, or a generated one."""
     method: str
     path: str
     traceparent: str | None
     created_at: float = field(default_factory=lambda: clock.time())
     arrived_at: float = field(default_factory=lambda: clock.monotonic())
     owner: str = ""
-    """Name of the API key's owner; empty without keys."""
+    """Empty without API keys."""
     weight: float = 1.0
-    """The owner's share of the engine, relative to others'."""
+    """Share of the engine, relative to others."""
     status: int | None = None
     ended_at: float | None = None
     internal_id: str | None = None
-    """The server's own id of the call (chatcmpl-…, msg_…); the ids of its sequences begin with it."""
+    """The server's id (chatcmpl-…, msg_…), with which its sequences' ids begin."""
     answer_id: str | None = None
-    """Id of the answer: `internal_id`, or what its caller chose."""
+    """`internal_id`, or an id that the caller chose."""
     model: str | None = None
 
 
 class RequestLog:
-    """The records of the latest `keep` answers. A caller sees those made with its own key, an admin sees all."""
+    """The latest `capacity` answers. A caller sees those of its own key, an admin all."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -54,7 +52,6 @@ class RequestLog:
         self._ordered_records: deque[RequestRecord] = deque()
 
     def register_answer_record(self, scope: Scope, internal_id: str, answer_id: str, model: str) -> None:
-        """Note that the request of `scope` is being answered: the two ids of RequestRecord, and the model."""
         record: RequestRecord = scope["request_record"]
         tenant = tenant_of(scope)
         record.internal_id = internal_id
@@ -66,17 +63,18 @@ class RequestLog:
             self._ordered_records.append(record)
         while len(self._ordered_records) > self._capacity:
             oldest = self._ordered_records.popleft()
-            if self._records_by_id.get(oldest.internal_id or "") is oldest:  # else the call was made again since
+            if self._records_by_id.get(oldest.internal_id or "") is oldest:  # otherwise the call was made again since
                 del self._records_by_id[oldest.internal_id or ""]
 
     @property
     def records_oldest_first(self) -> list[RequestRecord]:
-        """All that are kept, in the order in which they began to be answered."""
+        """In the order in which answering began."""
         return list(self._ordered_records)
 
     def find_record(self, name: str, caller: Scope) -> RequestRecord | None:
-        """The record with this `job`, or the latest with this answer's id or X-Request-Id; None when the caller may see
-        none."""
+        """`name`: an internal id, an answer id or an X-Request-Id; the latest counts. None if the caller may not see
+        it.
+        """
         record = self._records_by_id.get(name)
         if record is None:
             candidates = (each for each in reversed(self._ordered_records) if name in (each.answer_id, each.request_id))
@@ -84,12 +82,11 @@ class RequestLog:
         return record if record is not None and may_see_record(caller, record) else None
 
     def may_see_sequence(self, sequence: str, caller: Scope) -> bool:
-        """Whether a sequence of the engine belongs to an answer that the caller may see."""
         record = self.record_of_sequence(sequence)
         return record is not None and may_see_record(caller, record)
 
     def record_of_sequence(self, sequence: str) -> RequestRecord | None:
-        """The record of the answer that a sequence of the engine belongs to; None where it is not kept."""
+        """None if it is not kept."""
         names = sequence.split("-")
         return self._records_by_id.get(names[0]) or self._records_by_id.get("-".join(names[:2]))
 
@@ -100,15 +97,13 @@ def may_see_record(caller: Scope, record: RequestRecord) -> bool:
 
 
 class HttpRequestMetrics(Protocol):
-    """HttpMetrics."""
-
     def count_request_start_if_tracked(self, scope: Scope) -> bool: ...
 
     def count_request_end(self, record: RequestRecord, scope: Scope, received_bytes: int, sent_bytes: int) -> None: ...
 
 
 class RequestLogMiddleware:
-    """The outermost ASGI middleware: gives every request a record, and every response its X-Request-Id."""
+    """Outermost middleware; sets X-Request-Id."""
 
     def __init__(
         self,
@@ -116,8 +111,7 @@ class RequestLogMiddleware:
         end_listeners: Sequence[Callable[[RequestRecord], None]],
         counter: HttpRequestMetrics | None = None,
     ) -> None:
-        """Each function in `end_listeners` is called with the record when its response is complete or has failed.
-        `counter`: counts requests."""
+        """`end_listeners`: called for complete and failed responses."""
         self._app = app
         self._end_listeners = end_listeners
         self._counter = counter
@@ -160,13 +154,12 @@ class RequestLogMiddleware:
 
 
 def _content_length_or_zero(headers: Headers) -> int:
-    """The length that a head says; 0 where it says none."""
     value = headers.get("content-length", "")
     return int(value) if value.isascii() and value.isdecimal() and len(value) <= _MAX_LENGTH_DIGITS else 0
 
 
 def safe_request_id(caller_id: str | None) -> str:
-    """The caller's id if it is safe in logs and headers; otherwise a new one."""
+    """Return the caller's id if it is safe in logs and headers, otherwise a new one."""
     return caller_id if is_safe_id(caller_id) else f"req-{random_source.token_hex(16)}"
 
 

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of requests and their phases, sent by OTLP over HTTP; needs the extra otel."""
+"""OpenTelemetry spans over OTLP/HTTP. Needs the extra otel."""
 
 from __future__ import annotations
 
@@ -18,23 +18,21 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 SPAN_NAME = "llm_request"
-"""The answer's span; vLLM uses the same name."""
+"""As in vLLM."""
 
 
 class RequestSpanExporter:
-    """Writes a span for each answer, and below it one for each phase of each sequence.
-
-    The caller's span, named by its traceparent header, is the parent of the answer's. Attributes have the names of
-    OpenTelemetry's conventions for generative AI, or vLLM's where the conventions have none.
+    """A span per answer, with the phases of its sequences as children. The caller's (traceparent header) is its parent.
+    Attribute names are OpenTelemetry's for generative AI, otherwise vLLM's.
     """
 
     def __init__(self, exporter: SpanExporter, histories: Callable[[], Iterable[RequestHistory]]) -> None:
-        """`histories`: of all models that are loaded."""
+        """`histories`: of all loaded models."""
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        # The SDK prefers what is given here to the environment; the operator's choice should win.
+        # The SDK prefers these values to the environment; the operator's must win.
         is_service_named = "OTEL_SERVICE_NAME" in os.environ or "service.name" in os.environ.get(
             "OTEL_RESOURCE_ATTRIBUTES", ""
         )
@@ -45,7 +43,6 @@ class RequestSpanExporter:
         self._histories = histories
 
     def export_request(self, record: RequestRecord) -> None:
-        """Write the spans of an ended request, if it made an answer."""
         if record.internal_id is None or record.ended_at is None:
             return
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
@@ -73,7 +70,6 @@ class RequestSpanExporter:
         span.end(_to_unix_nanoseconds(record, record.ended_at))
 
     def flush_and_close(self) -> None:
-        """Send the spans that are still queued."""
         self._provider.shutdown()
 
     def _parent_context(self, record: RequestRecord) -> Context | None:
@@ -85,7 +81,7 @@ class RequestSpanExporter:
 
 
 def create_otlp_exporter(endpoint: str) -> SpanExporter:
-    """Raises ConfigError when `endpoint` is no HTTP address, or the packages of the extra otel are missing."""
+    """Raises ConfigError if `endpoint` is not an HTTP URL, or the extra otel is missing."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigError(
@@ -102,7 +98,7 @@ def create_otlp_exporter(endpoint: str) -> SpanExporter:
 
 
 def _to_unix_nanoseconds(record: RequestRecord, moment: float) -> int:
-    """A time of time.monotonic() as nanoseconds of the Unix clock."""
+    """`moment`: time.monotonic()."""
     return int((record.created_at + moment - record.arrived_at) * 1e9)
 
 

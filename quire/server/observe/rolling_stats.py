@@ -1,8 +1,7 @@
-"""Statistics of a server's last minutes in bins of one second, so that a chart shows what was before it was opened.
+"""The last minutes in one-second bins, so that a chart shows the time before it was opened.
 
-Percentiles come from logarithmic buckets 10 % wide (as HdrHistogram and DDSketch do), so a bin costs the same however
-many tokens fall into it. The times between tokens are gathered, sorted and counted together: one by one they would take
-a sixth of the server's time for a token.
+Buckets are logarithmic, 10 % wide (as in HdrHistogram and DDSketch), so a bin's cost does not grow with its tokens.
+Token gaps are counted in bulk: one by one they would take a sixth of the server's time per token.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ HISTORY_SECONDS = 300
 _LOG_BUCKET_WIDTH = math.log(1.1)
 _MIN_SECONDS = 1e-6
 MAX_PENDING_GAPS = 1024
-"""Times between tokens that wait to be counted."""
+"""Bound on gaps not yet counted."""
 PERCENTILES = (0.5, 0.95)
 
 
 class LatencyHistogram:
-    """A distribution of durations, exact to about 5 %."""
+    """Distribution of durations, exact to about 5 %."""
 
     def __init__(self) -> None:
         self._buckets: Counter[int] = Counter()
 
     def observe_sorted(self, *seconds: float) -> None:
-        """`seconds` ascend."""
+        """`seconds`: ascending."""
         start = 0
         while start < len(seconds):
             bucket = round(math.log(max(seconds[start], _MIN_SECONDS)) / _LOG_BUCKET_WIDTH)
@@ -40,7 +39,7 @@ class LatencyHistogram:
             start = end
 
     def percentiles(self) -> list[float] | None:
-        """The PERCENTILES, in seconds; None when nothing was added."""
+        """PERCENTILES in seconds; None if empty."""
         total = self._buckets.total()
         return [self._value_at_rank(share * total) for share in PERCENTILES] if total else None
 
@@ -72,14 +71,14 @@ class SecondBin:
 
 
 class RollingStats:
-    """Counts tokens and durations by the second. A second without tokens has no bin."""
+    """Seconds without tokens have no bin."""
 
     def __init__(self, client: EngineClient, gap_listener: Callable[[Sequence[float]], None]) -> None:
-        """`gap_listener` is told of the times between tokens too, many at once and ascending, by `flush_token_gaps`."""
+        """`gap_listener` gets gaps in bulk, ascending."""
         self._client = client
         self._gap_listener = gap_listener
         self._gaps: list[float] = []
-        """Times between tokens that are to be counted in `_gaps_bin`."""
+        """They belong to `_gaps_bin`."""
         self._gaps_bin = SecondBin(0)
         self._bins: deque[SecondBin] = deque()
         self._generated_tokens, self._prompt_tokens = (
@@ -88,13 +87,12 @@ class RollingStats:
         )
 
     def bins_since(self, second: int) -> list[SecondBin]:
-        """The complete bins since `second` of the Unix clock, oldest first."""
+        """Return complete bins, oldest first. `second`: Unix time."""
         self.flush_token_gaps()
         now = int(clock.time())
         return [each for each in self._bins if second <= each.second < now]
 
     def record_token_gap(self, seconds: float) -> None:
-        """A step gave a request tokens so long after the last one that did."""
         if not self._gaps:
             self._gaps_bin = self.update_current_bin()
         self._gaps.append(seconds)
@@ -102,21 +100,20 @@ class RollingStats:
             self.flush_token_gaps()
 
     def flush_token_gaps(self) -> None:
-        """Count the times between tokens that were gathered."""
         if self._gaps:
             gaps, self._gaps = sorted(self._gaps), []
             self._gaps_bin.between_tokens.observe_sorted(*gaps)
             self._gap_listener(gaps)
 
     def update_current_bin(self) -> SecondBin:
-        """The bin of the current second, with the tokens since the last call added. Call it when tokens came."""
+        """Call when tokens arrived. Adds those since the last call."""
         second = int(clock.time())
         if not self._bins or self._bins[-1].second < second:
             self._bins.append(SecondBin(second))
             while self._bins[0].second < second - HISTORY_SECONDS:
                 self._bins.popleft()
         current, stats = self._bins[-1], self._client.engine_core.stats
-        # The engine's own counters stay right when its outputs are merged on their way.
+        # The engine's counters stay right when outputs are merged on the way.
         current.generated_tokens += stats.generation_tokens - self._generated_tokens
         current.prompt_tokens += stats.prompt_tokens - self._prompt_tokens
         self._generated_tokens, self._prompt_tokens = stats.generation_tokens, stats.prompt_tokens

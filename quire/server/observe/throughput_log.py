@@ -1,5 +1,3 @@
-"""Logs a line every ten seconds while requests run: what the engine computes, and how much is waiting."""
-
 from __future__ import annotations
 
 import asyncio
@@ -13,7 +11,7 @@ LOG_INTERVAL_SECONDS = 10.0
 
 
 async def log_throughput_periodically(client: EngineClient, seconds: float = LOG_INTERVAL_SECONDS) -> None:
-    """Runs until it is cancelled. Logs nothing for intervals in which nothing ran."""
+    """Skips idle intervals."""
     before = client.engine_core.stats
     while True:
         await asyncio.sleep(seconds)
@@ -24,7 +22,6 @@ async def log_throughput_periodically(client: EngineClient, seconds: float = LOG
 
 
 def format_throughput(before: EngineStats, now: EngineStats, seconds: float) -> str:
-    """The difference between two statistics of the engine, as text."""
     prompt = (now.prompt_tokens - before.prompt_tokens) / seconds
     generated = (now.generation_tokens - before.generation_tokens) / seconds
     text = f"{prompt:.0f} prompt and {generated:.0f} generated tokens/s; {now.running} running, {now.waiting} waiting"
