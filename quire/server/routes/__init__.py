@@ -1,1 +1,1 @@
-"""The endpoints: one file per noun."""
+"""The endpoints, one file per noun."""

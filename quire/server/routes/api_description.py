@@ -1,4 +1,4 @@
-"""What the OpenAPI description says of routes that read their bodies themselves."""
+"""Describes bodies that routes read themselves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REFERENCES = "#/components/schemas/{model}"
 
 
 class BodySchema(dict[str, Any]):
-    """What the OpenAPI description says of a route that takes one of these bodies, for FastAPI's `openapi_extra`."""
+    """`openapi_extra` of a route that takes one of these bodies."""
 
     def __init__(self, *models: type[BaseModel]) -> None:
         references = [{"$ref": REFERENCES.format(model=model.__name__)} for model in models]
@@ -23,7 +23,6 @@ class BodySchema(dict[str, Any]):
 
 
 def describe_bodies(app: FastAPI, routers: Iterable[APIRouter]) -> None:
-    """Add the schemas of the bodies that these routers take to the application's OpenAPI description."""
     describe = app.openapi
     extras = [route.openapi_extra for router in routers for route in router.routes if isinstance(route, APIRoute)]
     models = {model: None for extra in extras if isinstance(extra, BodySchema) for model in extra.models}

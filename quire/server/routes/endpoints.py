@@ -1,5 +1,3 @@
-"""The endpoints whose answer follows from the body of a POST alone. Each is a row of a table."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
@@ -39,8 +37,6 @@ ENDPOINTS = (
 
 
 def make_handler(resolve: Resolver[Resolution]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    """The function that answers the requests of an endpoint."""
-
     async def handle_request(request: Request) -> Response:
         return await answer(request, resolve)
 

@@ -1,7 +1,3 @@
-"""The engine, for the server's operators: GET /v1/engine/events, the stream behind the dashboard; /v1/engine/requests,
-the last answers; /v1/engine/trace, a recording for Perfetto; and routes that let the engine sleep, wake it, and replace
-its weights."""
-
 from __future__ import annotations
 
 import asyncio
@@ -40,7 +36,6 @@ from quire.server.served_model import ServedModel, get_model
 
 router = APIRouter(route_class=ModelRoute)
 sleep_router = APIRouter(route_class=EngineOptionalRoute)
-"""The routes that change whether a model sleeps."""
 
 
 @router.get(
@@ -49,10 +44,8 @@ sleep_router = APIRouter(route_class=EngineOptionalRoute)
     responses={200: {"content": {"text/event-stream": {}}, "description": "Server-sent events, until you leave."}},
 )
 async def engine_events(request: Request) -> Response:
-    """The engine as it changes: `hello` with what stays and the last five minutes, then `state` every half second.
-
-    It costs nothing while nobody watches. server/observe/live_view.py and EngineView (engine/core/stats.py) say
-    what the events have.
+    """The engine live: `hello` with constants and the last five minutes, then `state` every half second. It costs
+    nothing while nobody watches. Fields: server/observe/live_view.py and EngineView (engine/core/stats.py).
     """
     runtime = get_runtime(request)
     watcher = LiveViewStream(runtime.live_view)
@@ -63,8 +56,9 @@ async def engine_events(request: Request) -> Response:
 
 @router.get("/v1/engine/requests", name="engine_requests", response_model=None)
 async def list_recent_answers(request: Request, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> Response:
-    """The last answers, the latest first: phases, tokens, finish reasons, model; what each tenant had of the engine in
-    all that are remembered (--request-history); and the adapters. Nothing of what was asked or answered."""
+    """The last answers, latest first: phases, tokens, finish reasons, model; each tenant's share of all remembered ones
+    (--request-history); and the adapters. Contains no prompts or answers.
+    """
     runtime = get_runtime(request)
     answers = summarize_recent_answers(runtime.request_log, runtime.client.history, limit)
     if peer_answers := await runtime.cross_process_observer.collect_peer_answer_summaries(limit):
@@ -77,12 +71,11 @@ async def list_recent_answers(request: Request, limit: Annotated[int, Query(ge=1
 
 @router.get("/v1/engine/trace", name="engine_trace", response_model=None)
 async def record_engine_trace(request: Request, seconds: Annotated[float, Query(gt=0, le=120)] = 5.0) -> Response:
-    """Record for `seconds` seconds, then answer with a trace that ui.perfetto.dev opens."""
+    """Record for `seconds` seconds, then answer with a trace for ui.perfetto.dev."""
     return Response(await record_trace(get_runtime(request).client.history, seconds), media_type="application/json")
 
 
 def build_server_facts(runtime: ModelRuntime, model: ServedModel) -> dict[str, object]:
-    """The facts that do not change while the server runs."""
     config = runtime.config
     return {
         "version": VERSION,
@@ -105,10 +98,9 @@ async def sleep(
     mode: Literal["keep", "wait", "abort"] = "keep",
     refuse: bool = False,
 ) -> Response:
-    """Let weights and KV cache go, until /wake_up; at level 2 the engine's process too, which then takes seconds.
-
-    mode: open requests wait and go on (keep), end before it (wait) or end at once (abort). New requests wait, or with
-    `refuse` are answered 503.
+    """Free weights and KV cache until /wake_up. Level 2 also ends the engine's process, so waking takes seconds. mode:
+    open requests wait and continue (keep), finish first (wait) or end at once (abort). New requests wait, or get 503
+    with `refuse`.
     """
     await get_runtime(request).weight_controller.sleep(level, mode, refuse=refuse)
     return _sleep_state_response(request)
@@ -116,8 +108,7 @@ async def sleep(
 
 @sleep_router.post("/wake_up", response_model=None)
 async def wake_up(request: Request, tags: Annotated[list[str] | None, Query()] = None) -> Response:
-    """Take weights and KV cache back, both whatever vLLM's `tags` say. 503 where there is no room for them: then the
-    model sleeps on."""
+    """Restore weights and KV cache, both whatever vLLM's `tags` say. 503 if there is no room: the model sleeps on."""
     try:
         await get_runtime(request).weight_controller.wake_up()
     except ConfigError as error:
@@ -135,8 +126,9 @@ async def is_sleeping(request: Request) -> Response:
 
 @sleep_router.post("/update_weights", response_model=None, openapi_extra=BodySchema(UpdateWeightsRequest))
 async def update_weights(request: Request) -> Response:
-    """Serve other weights of the model's shape, without losing an open request: from a path, or with `tensors` over the
-    group of /init_weights_group. 400 for what cannot be served: then the weights before go on."""
+    """Serve other weights of the same shape without losing open requests: from a path, or as `tensors` over the group
+    of /init_weights_group. 400 if they cannot be served: the old ones stay.
+    """
     runtime = get_runtime(request)
     body = await resolve_body(request, _parse_weights_update)
     try:
@@ -155,7 +147,7 @@ async def update_weights(request: Request) -> Response:
 
 @router.post("/init_weights_group", response_model=None, openapi_extra=BodySchema(WeightsGroupRequest))
 async def init_weights_group(request: Request) -> Response:
-    """Join a torch.distributed group, whose rank 0 will send weights; answered when all members are there."""
+    """Join a torch.distributed group whose rank 0 will send weights. Answered when all members have joined."""
     body = await resolve_body(request, _parse_weights_group)
     group = Group(body.master_address, body.master_port, **body.model_dump(exclude={"master_address", "master_port"}))
     await get_runtime(request).weights_group.join(group)
@@ -164,14 +156,14 @@ async def init_weights_group(request: Request) -> Response:
 
 @router.post("/close_weights_group", response_model=None)
 async def close_weights_group(request: Request) -> Response:
-    """Leave the group. The weights that came over it are served on."""
+    """Leave the group. Weights received over it stay in use."""
     await get_runtime(request).weights_group.leave()
     return _sleep_state_response(request)
 
 
 @router.post("/collective_rpc", response_model=None, openapi_extra=BodySchema(CallRequest))
 async def collective_rpc(request: Request) -> Response:
-    """Call a method of the ranks by its name, between two steps, where --dev-endpoints lets it."""
+    """Call a method of all ranks between two steps. Needs --dev-endpoints."""
     runtime = get_runtime(request)
     if not runtime.config.dev_endpoints:
         raise InvalidRequest("Ranks take no calls from here: start the server with --dev-endpoints")
@@ -206,7 +198,7 @@ def _parse_weights_group(body: bytes, model: ServedModel, config: ServerConfig) 
 
 
 def _to_broadcast_tensors(tensors: Sequence[BroadcastTensor], weight_bytes: int) -> list[Tensor]:
-    """Raises InvalidRequest for more than the model could hold, however few bits it keeps of each number."""
+    """Raises InvalidRequest if they exceed the model at its lowest bit width."""
     total_bytes = sum(4 * math.prod(each.shape) for each in tensors)
     if total_bytes > (max_bytes := 16 * weight_bytes):
         raise InvalidRequest(

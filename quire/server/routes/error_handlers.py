@@ -1,5 +1,4 @@
-"""What FastAPI does with the errors that routes raise; server/error_responses.py says what is told, and does not import
-FastAPI, which processes that start quickly have no use for."""
+"""Separate from error_responses.py, which processes that start quickly import without FastAPI."""
 
 from __future__ import annotations
 
@@ -41,11 +40,11 @@ UNSUPPORTED_PATHS = {
     "/api/push": "it uploads no models",
     "/api/blobs": "it takes no models from requests",
 }
-"""What others' APIs have and this server has not: how its path begins, and why, or what to use instead."""
+"""Path prefixes of other APIs that this server lacks, with the reason or an alternative."""
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Answer the typed errors that routes raise. UnexpectedErrorMiddleware answers others."""
+    """UnexpectedErrorMiddleware answers untyped errors."""
     app.add_exception_handler(QuireError, _handle_typed_error)
     app.add_exception_handler(RequestValidationError, _handle_validation_error)
     app.add_exception_handler(HTTPException, _handle_http_exception)
@@ -58,12 +57,12 @@ async def _handle_typed_error(request: Request, error: Exception) -> Response:
     if isinstance(error, RateLimited):
         headers = dict(error.headers)
     if isinstance(error, RequestQuarantined | ModelNotLoadable):
-        headers = {"x-should-retry": "false"}  # or OpenAI's SDK would send it twice more
+        headers = {"x-should-retry": "false"}  # OpenAI's SDK would retry twice
     return error_response(request.url.path, error_body, headers)
 
 
 async def _handle_validation_error(request: Request, error: Exception) -> Response:
-    """Of a wrong query parameter; bodies are not FastAPI's to read."""
+    """For query parameters: routes read bodies themselves."""
     assert isinstance(error, RequestValidationError)
     details = error.errors()
     message = "; ".join(f"{detail['loc'][-1]}: {detail['msg']}" for detail in details)

@@ -1,5 +1,3 @@
-"""What every request passes before its route, and every response after it."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -32,8 +30,9 @@ def add_middleware(
     budget_bytes: int,
     http_metrics: HttpMetrics,
 ) -> None:
-    """Add the middleware, the innermost first: a request meets the one added last first. `budget_bytes`: bytes that all
-    requests may hold. Raises ConfigError for allowed hosts that cannot be used."""
+    """Added innermost first: requests meet the last one first. `budget_bytes`: memory of all requests. Raises
+    ConfigError for unusable allowed hosts.
+    """
     app.state.hosts = AllowedHosts(config)
     record_sinks: list[Callable[[RequestRecord], None]] = []
     if not config.disable_access_log:

@@ -1,7 +1,3 @@
-"""What is known of a model: GET /v1/models, the names that requests may use, the model's own and those of its adapters;
-GET /props, as llama.cpp's server has it, and GET /tokenizer_info. POST /v1/load_lora_adapter and
-/v1/unload_lora_adapter, with vLLM's bodies and answers, let adapters come and go."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +23,7 @@ from quire.server.served_model import NEUTRAL_SAMPLING, TASK_OUTPUTS, ServedMode
 router = APIRouter(route_class=ModelRoute)
 rate_limited_router = APIRouter(route_class=RateLimitedRoute)
 MAX_SAFE_INTEGER = 2**53
-"""Up to here every reader of JSON has integers exactly. Tokenizers without a limit write 10**30."""
+"""Exact in every JSON reader. Tokenizers without a limit write 10**30."""
 
 
 @router.get("/v1/models")
@@ -36,21 +32,20 @@ async def list_models(request: Request) -> dict[str, Any]:
 
 
 def model_list_body(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The answer with these cards, at least one."""
+    """`entries`: at least one."""
     return {
         "object": "list",
         "data": entries,
         "has_more": False,
         "first_id": entries[0]["id"],
         "last_id": entries[-1]["id"],
-        "models": [  # as TypeSafe's clients read it; of one that was never loaded no date is known
+        "models": [  # for TypeSafe's clients; a model that was never loaded has no date
             {"name": each["id"], "description": "", "release_date": each.get("created_at", "")[:10]} for each in entries
         ],
     }
 
 
 def list_model_cards(model: ServedModel) -> list[dict[str, Any]]:
-    """One for each name of a model."""
     return [_build_model_card(name, model) for name in (*model.names, *model.adapters)]
 
 
@@ -62,8 +57,7 @@ async def retrieve_model(model: str, request: Request) -> dict[str, Any]:
 
 
 def _build_model_card(name: str, model: ServedModel) -> dict[str, Any]:
-    """What clients of OpenAI's API read, of Anthropic's, the context's length under each name in use, and what
-    OpenRouter's says of what a model reads and samples with."""
+    """Has the fields of OpenAI's, Anthropic's and OpenRouter's APIs, and the context length under all names in use."""
     return {
         "id": name,
         "object": "model",
@@ -93,9 +87,8 @@ def _input_modalities(model: ServedModel) -> list[str]:
 
 @router.post("/v1/load_lora_adapter", response_model=None, openapi_extra=BodySchema(LoadAdapterRequest))
 async def load_lora_adapter(request: Request) -> PlainTextResponse:
-    """Serve an adapter as a model of its own, from the next request on. Needs an admin's API key where there are keys.
-
-    It is copied and checked before the answer, while streams go on.
+    """Serve an adapter as a model, from the next request on. Needs an admin's API key if there are keys. It is copied
+    and checked before the answer, while streams continue.
     """
     adapters, body = _require_adapter_registry(request), await parse_request_body(request, LoadAdapterRequest)
     await adapters.load_lora_adapter(body.lora_name, body.lora_path, replace=body.load_inplace)
@@ -104,7 +97,7 @@ async def load_lora_adapter(request: Request) -> PlainTextResponse:
 
 @router.post("/v1/unload_lora_adapter", response_model=None, openapi_extra=BodySchema(UnloadAdapterRequest))
 async def unload_lora_adapter(request: Request) -> PlainTextResponse:
-    """Serve an adapter no more; its requests under way finish. Needs an admin's API key where there are keys."""
+    """Stop serving an adapter; its running requests finish. Needs an admin's API key if there are keys."""
     adapters, body = _require_adapter_registry(request), await parse_request_body(request, UnloadAdapterRequest)
     await adapters.unload_lora_adapter(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
@@ -119,7 +112,7 @@ def _require_adapter_registry(request: Request) -> AdapterRegistry:
 
 @rate_limited_router.get("/props", response_model=None)
 async def props(request: Request) -> dict[str, Any]:
-    """What is known of the model: clients of llama.cpp's read the context's length and the chat template here."""
+    """What llama.cpp's clients read: context length, chat template and more."""
     model, runtime = get_model(request), get_runtime(request)
     special = model.tokenizer.special_tokens
     usual = {**NEUTRAL_SAMPLING, **model.sampling_defaults}
@@ -140,13 +133,14 @@ async def props(request: Request) -> dict[str, Any]:
 
 @rate_limited_router.get("/tokenizer_info", response_model=None)
 def tokenizer_info(request: Request) -> Response:
-    """tokenizer_config.json as it is in effect, in vLLM's form: lm-eval's remote tokenizer reads it."""
+    """The effective tokenizer_config.json in vLLM's form, as lm-eval's remote tokenizer reads it."""
     return Response(encode_ascii_json(tokenizer_config(get_model(request))), 200, media_type="application/json")
 
 
 def tokenizer_config(model: ServedModel) -> dict[str, Any]:
-    """The entries of the file except paths of the machine that wrote it. Special tokens are strings, or null if there
-    is none. added_tokens_decoder and chat_template are included, whichever file of the model they come from."""
+    """Omit paths of the machine that wrote the file. Special tokens are strings or null. added_tokens_decoder and
+    chat_template are included, whichever file has them.
+    """
     tokenizer = model.tokenizer
     entries = {name: value for name, value in tokenizer.config.items() if not name.endswith(("_path", "_file"))}
     max_length = entries.get("model_max_length")

@@ -1,5 +1,3 @@
-"""/v1/requests/{id}: cancel a request from another connection; explain where its time went."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -25,9 +23,9 @@ router = APIRouter()
 async def cancel_request(request_id: str, request: Request) -> dict[str, Any]:
     """Cancel an open request. Its caller gets what has been generated so far, with finish_reason "abort".
 
-    The id is the answer's (chatcmpl-…, cmpl-…), for all its choices, or one choice's (chatcmpl-…-0), as explain lists
-    them. If callers chose the same id for several answers, all of them are cancelled. Requests of another key can only
-    be cancelled with an admin's API key.
+    `request_id` is the answer's id (chatcmpl-…, cmpl-…) for all its choices, or one choice's (chatcmpl-…-0), as explain
+    lists them. If callers chose an id several times, all its answers are cancelled. Other keys' requests need an
+    admin's key.
     """
     tenant, cancelled = tenant_of(request.scope), 0
     owner = None if tenant.admin else tenant.name
@@ -42,19 +40,20 @@ async def cancel_request(request_id: str, request: Request) -> dict[str, Any]:
 
 @router.get("/v1/requests/{name:path}/explain", response_model=None)
 async def explain(name: str, request: Request) -> Response:
-    """Where the time of an open or recent request went: time per phase, prompt chunks, the batches it was in,
-    preemptions, replays; and how much of its prompt was in the prefix cache, how much could have been, and why it was
-    not. The request is named by the answer's id or by X-Request-Id. With API keys, only for requests of the same key,
-    or with an admin's key."""
+    """Where the time of an open or recent request went: phases, prompt chunks, batches, preemptions, replays; and how
+    much of its prompt was or could have been in the prefix cache, and why not. `name` is the answer's id or
+    X-Request-Id. With API keys, only the request's own key or an admin's may ask.
+    """
     explanation, _ = await _find_explanation(name, tenant_of(request.scope), request)
     return Response(explanation, media_type="application/json")
 
 
 @router.get("/v1/requests/{name:path}/conversation", name="conversation", response_model=None)
 async def list_conversation_turns(name: str, request: Request) -> dict[str, Any]:
-    """The turns of the conversation that a request belongs to, as far as they are remembered (--request-history): for
-    each prompt, the numbers of tokens that were cached, that could have been cached, and that were new. Prompts belong
-    to one conversation if one begins with the other, or with most of it."""
+    """The remembered turns (--request-history) of a request's conversation: for each prompt, the tokens that were
+    cached, could have been cached, and were new. Prompts belong together if one begins with the other, or with most of
+    it.
+    """
     explanation, runtime = await _find_explanation(name, tenant := tenant_of(request.scope), request)
     prefixes = [each["prefix"] for each in msgspec.json.decode(explanation)["sequences"] if each["prefix"] is not None]
     conversation_names = list(dict.fromkeys(each["conversation"] for each in prefixes))
@@ -67,7 +66,7 @@ async def list_conversation_turns(name: str, request: Request) -> dict[str, Any]
 
 
 async def _find_explanation(name: str, tenant: Tenant, request: Request) -> tuple[bytes, ModelRuntime]:
-    """The explanation of a request, and what runs beside its model."""
+    """Raises RequestNotFound."""
     for runtime in list(get_server_context(request).models.loaded_runtimes):
         async with runtime.loop_work_pacer:
             explanation = runtime.cross_process_observer.explain_own_request(name, tenant.name, tenant.admin)

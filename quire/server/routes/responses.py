@@ -1,5 +1,3 @@
-"""/v1/responses: OpenAI's Responses API."""
-
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
@@ -39,14 +37,11 @@ from quire.server.store.response_store import ObjectSummary, Store
 
 router = APIRouter()
 generation_router = APIRouter(route_class=GenerationRoute)
-"""The route whose calls the engine computes."""
 counting_router = APIRouter(route_class=RateLimitedRoute)
-"""The route whose calls only read their bodies."""
 FINAL_EVENTS = {"completed": "response.completed", "failed": "response.failed"}
-"""The last event of a stream, by the response's status; of others it is response.incomplete."""
+"""Last stream event by status; response.incomplete for others."""
 WriteResult = TypeVar("WriteResult")
 UNFINISHED_STATUSES = ("queued", "in_progress")
-"""What is stored of the status of a response that has not ended."""
 
 
 @generation_router.post("/v1/responses", response_model=None, openapi_extra=BodySchema(ResponsesRequest))
@@ -59,7 +54,7 @@ async def create_response(request: Request) -> Response:
     resolved = await prepare_generation(request, resolution, durable)
     fields = resolved.responses_fields
     assert fields is not None
-    # in the events that open the stream; or once, in the answer
+    # in the opening events, or once in the answer
     grow_request_lease(request.scope, 2 * len(fields.echoed_fields))
     writer = ResponsesWriter(resolved, model.tokenizer, model.fingerprint)
     recorder = ResponseRecorder(get_server_context(request).data_dir, owner, resolved, writer)
@@ -79,9 +74,9 @@ async def count_tokens(request: Request) -> Response:
 
 
 async def _existing_response(request: Request, resolved: GenerationRequest, durable: DurableRequest) -> Response | None:
-    """The response of a call whose Idempotency-Key was used before. None if the server ended after it had written the
-    call to the journal and before it stored the response. Raises HTTPException while another request is at that
-    point."""
+    """None if the server ended between journaling the call and storing the response. Raises HTTPException while another
+    request is at that point.
+    """
     try:
         return Response(
             await _load_response(request, resolved.answer_id), 200, resolved.response_headers, "application/json"
@@ -93,7 +88,7 @@ async def _existing_response(request: Request, resolved: GenerationRequest, dura
 
 @router.post("/v1/responses/compact", include_in_schema=False)
 async def refuse_compaction() -> None:
-    """Only a model that was trained for it can compact a conversation."""
+    """Only a model trained for it can compact a conversation."""
     raise RequestNotFound("Conversations are not compacted here: send fewer items")
 
 
@@ -101,8 +96,9 @@ async def refuse_compaction() -> None:
 async def retrieve_response(
     response_id: str, request: Request, stream: bool = False, starting_after: Annotated[int, Query(ge=0)] | None = None
 ) -> Response:
-    """A stored response. `stream`: the events after the one numbered `starting_after`, if the response was created in
-    the background and streamed; only the last event if it has ended."""
+    """A stored response. `stream`: the events after number `starting_after`, if it was created in the background and
+    streamed; only the last event if it has ended.
+    """
     summary = await _find_response_summary(request, response_id)
     background, key = get_server_context(request).background, (owner_of(request), response_id)
     config, is_unfinished = get_server_context(request).config, summary.about["status"] in UNFINISHED_STATUSES
@@ -113,10 +109,8 @@ async def retrieve_response(
         if is_unfinished and (events := await background.follow_answer(key, after)) is not None:
             grow_request_lease(request.scope, 3 * summary.length)  # each event is sent again
             return EventStream(events, ignore_disconnect, {}, config)
-        summary = await _find_response_summary(request, response_id)  # it may have ended just now
-        if (
-            summary.about["status"] in UNFINISHED_STATUSES
-        ):  # by nobody: its server has ended, and another has not begun it yet
+        summary = await _find_response_summary(request, response_id)  # it may just have ended
+        if summary.about["status"] in UNFINISHED_STATUSES:  # its server has ended, and no other has resumed it yet
             raise Overloaded("The response is about to be gone on with. Please try again")
         return EventStream(
             _last_event(summary, await _load_response(request, response_id)), ignore_disconnect, {}, config
@@ -128,7 +122,7 @@ async def retrieve_response(
 
 @router.post("/v1/responses/{response_id}/cancel", response_model=None)
 async def cancel_response(response_id: str, request: Request) -> Response:
-    """End a response that goes on in the background."""
+    """End a background response."""
     summary = await _find_response_summary(request, response_id)
     if not summary.about["background"]:
         raise InvalidRequest("response_id: only a response in the background can be cancelled", param="response_id")
@@ -138,7 +132,7 @@ async def cancel_response(response_id: str, request: Request) -> Response:
 
 @router.delete("/v1/responses/{response_id}", response_model=None)
 async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
-    """Forget a stored response; one that is still generated ends."""
+    """Delete a stored response. If it is still generated, it ends."""
     await _find_response_summary(request, response_id)
     await get_server_context(request).background.cancel_answer_if_running((owner_of(request), response_id))
     if (streams := get_server_context(request).resumable_calls) is not None:
@@ -157,14 +151,13 @@ async def list_input_items(
 
 
 async def write_in_owner_thread(request: Request, method: Callable[..., WriteResult], *args: object) -> WriteResult:
-    """What a method of the store returns, called with the request's owner in a thread for what takes long."""
     data, owner = get_server_context(request).data_dir, owner_of(request)
     assert data is not None, "refused otherwise"
     return await data.owner_executor.run_for_owner(owner, method, owner, *args)
 
 
 def require_store(request: Request, id: str) -> Store:
-    """Raises RequestNotFound where nothing is stored."""
+    """Raises RequestNotFound without --data-dir."""
     store = get_server_context(request).store
     if store is None:
         raise RequestNotFound(f"`{id}` is not stored: this server stores nothing, see --data-dir", param="id")
@@ -180,7 +173,7 @@ async def _find_response_summary(request: Request, response_id: str) -> ObjectSu
 
 
 async def _load_response(request: Request, response_id: str) -> bytes:
-    """A stored response, which the request holds until it is answered. Raises RequestNotFound, Overloaded."""
+    """The response counts against the request's memory lease. Raises RequestNotFound, Overloaded."""
     grow_request_lease(request.scope, (await _find_response_summary(request, response_id)).length)
     get_object = require_store(request, response_id).get_without_items
     return (

@@ -1,5 +1,3 @@
-"""The routers of every server."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -36,7 +34,7 @@ ROUTERS = (
 
 
 def add_routers_with_metrics(app: FastAPI, first_routers: Sequence[APIRouter]) -> HttpMetrics:
-    """Add `first_routers`, whose routes go before ROUTERS', and ROUTERS. Returns what counts their requests."""
+    """`first_routers` take precedence over ROUTERS."""
     routers = [*first_routers, *ROUTERS]
     for router in routers:
         app.include_router(router)

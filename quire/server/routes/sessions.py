@@ -1,5 +1,3 @@
-"""POST /v1/sessions/{id}/warm: announces that a paused conversation is about to go on."""
-
 from __future__ import annotations
 
 from fastapi import APIRouter
@@ -28,12 +26,11 @@ router = APIRouter(route_class=GenerationRoute)
     responses={404: {"description": "No conversation with that session_id has ended here lately."}},
 )
 async def warm(session_id: str, request: Request) -> Response:
-    """Bring a conversation into the KV cache, from a lower tier or by computing it again, so that its next turn starts
-    at once.
+    """Bring a conversation into the KV cache, from a lower tier or by recomputing it, so that its next turn starts at
+    once.
 
-    The conversation consists of the requests with this `session_id`, the same key and the same cache_salt. The answer
-    comes when the conversation is in the cache; a caller need not wait for it. The call is charged as a prompt of that
-    length with an answer of one token.
+    The conversation consists of the requests with this `session_id`, key and cache_salt. The answer comes when it is
+    cached; callers need not wait. Charged as a prompt of that length with one output token.
     """
     body = await resolve_body(request, parse_warm_request)
     runtime = get_runtime(request)

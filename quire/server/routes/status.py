@@ -1,5 +1,3 @@
-"""GET /health, /ready, /live, /ping, /version, /load and /metrics."""
-
 from __future__ import annotations
 
 from contextlib import nullcontext
@@ -23,22 +21,23 @@ router = APIRouter()
 @router.get("/health", response_model=None)
 @router.get("/ping", response_model=None)
 async def health(request: Request) -> Response:
-    """200 if the engine works, or sleeps because it was told to; 503 if it is silent, being replaced or gone, or if the
-    server is shutting down. The body is empty, but while --data-dir takes no writes: then it says why."""
+    """200 if the engine works or was put to sleep; 503 if it is silent, being replaced or gone, or the server is
+    shutting down. The body is empty, unless --data-dir takes no writes: then it says why.
+    """
     runtime = _single_runtime(request)
     return health_response(request, is_healthy=runtime.client.healthy and not runtime.admission.is_draining)
 
 
 @router.get("/ready", response_model=None)
 async def ready(request: Request) -> Response:
-    """The same, but 503 while the engine sleeps or its weights change: 200 when it can answer now."""
+    """As /health, but 503 while the engine sleeps or its weights change: 200 if it can answer now."""
     runtime = _single_runtime(request)
     return Response(status_code=200 if runtime.client.responsive and not runtime.admission.is_draining else 503)
 
 
 @router.get("/live", response_model=None)
 async def live(request: Request) -> Response:
-    """200 unless the engine is gone for good: while one can be brought back, this process should live."""
+    """200 unless the engine is gone for good: while it can be replaced, this process should live."""
     return Response(status_code=200 if _single_runtime(request).client.alive else 503)
 
 
@@ -49,8 +48,7 @@ async def version() -> dict[str, str]:
 
 @router.get("/load")
 async def load(request: Request) -> dict[str, int]:
-    """The number of open requests, in the form that vLLM gives to load balancers. It counts this process only, also if
-    several processes serve HTTP."""
+    """The number of open requests, as vLLM gives it to load balancers. Counts this process only."""
     return {
         "server_load": sum(runtime.client.num_open for runtime in get_server_context(request).models.loaded_runtimes)
     }
@@ -75,7 +73,7 @@ async def metrics(request: Request) -> Response:
 
 
 def health_response(request: Request, *, is_healthy: bool) -> Response:
-    """200 or 503. A server that cannot write what it keeps answers all else: it is well, and says why."""
+    """A server that cannot write its data answers everything else: it is healthy, and the body says why."""
     durable, status = get_server_context(request).persistence, 200 if is_healthy else 503
     if durable is None or not durable.data_dir_status.refusal:
         return Response(status_code=status)
@@ -84,7 +82,6 @@ def health_response(request: Request, *, is_healthy: bool) -> Response:
 
 
 def _single_runtime(request: Request) -> ModelRuntime:
-    """The model of a server of one: one of several has routes of its own for these paths
-    (server/multi_model/multi_model_app.py)."""
+    """For servers of one model; others replace these routes (server/multi_model/multi_model_app.py)."""
     (runtime,) = get_server_context(request).models.loaded_runtimes
     return runtime

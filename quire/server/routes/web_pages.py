@@ -1,5 +1,4 @@
-"""GET / and /web/…: the files of the playground and the dashboard. GET /docs and /docs/…: the API's description, in
-Swagger UI 5.35, whose files are part of the package."""
+"""The API description uses Swagger UI 5.35, whose files are in the package."""
 
 from __future__ import annotations
 
@@ -20,17 +19,17 @@ WEB_HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
-    "cache-control": "no-cache",  # a browser asks each time whether the file has changed, which costs one short answer
+    "cache-control": "no-cache",  # browsers ask each time whether it changed
 }
 API_DOCS_HEADERS = WEB_HEADERS | {
-    # Swagger UI writes styles and markup into its elements; what it runs and asks for is this server's alone.
+    # Swagger UI writes styles and markup into its elements, but loads and calls this server only.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
 }
 
 
 class WebFiles(StaticFiles):
-    """Serves files with headers that allow their pages to talk to this server only."""
+    """Pages may talk to this server only."""
 
     def __init__(self, folder: Path, headers: Mapping[str, str]) -> None:
         super().__init__(directory=folder)
@@ -51,7 +50,7 @@ router = APIRouter(routes=[Mount("/web", web_files), Mount("/docs/", api_docs_fi
 
 @router.get("/", include_in_schema=False)
 async def index_page() -> Response:
-    """The page. It needs no key, because it holds no data."""
+    """Needs no key, because it holds no data."""
     return await web_files.get_response("index.html", {"type": "http", "method": "GET", "headers": []})
 
 

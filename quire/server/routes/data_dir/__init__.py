@@ -1,1 +1,1 @@
-"""What is kept in --data-dir: conversations, files and batches."""
+"""Conversations, files and batches of --data-dir."""

@@ -1,5 +1,3 @@
-"""/v1/batches: OpenAI's Batch API."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -39,7 +37,7 @@ async def create_batch(request: Request) -> Response:
 
 @router.get("/v1/batches", response_model=None)
 async def list_batches(request: Request, limit: Limit = 20, after: str | None = None) -> Response:
-    """The newest first."""
+    """Newest first."""
     page = await find_or_raise(
         request,
         require_batch_runner(request).batches.page,
@@ -61,7 +59,7 @@ async def retrieve_batch(batch_id: str, request: Request) -> Response:
 
 @router.post("/v1/batches/{batch_id}/cancel", response_model=None)
 async def cancel_batch(batch_id: str, request: Request) -> Response:
-    """End a batch. The results so far are put into its files."""
+    """End a batch. Its results so far are kept."""
     return _batch_response(await require_batch_runner(request).cancel_batch(owner_of(request), batch_id))
 
 
@@ -70,7 +68,6 @@ def _batch_response(batch: Batch) -> Response:
 
 
 def batch_object(batch: Batch) -> dict[str, Any]:
-    """A batch in OpenAI's form."""
     fields = msgspec.structs.asdict(batch)
     counts = {name: fields.pop(name) for name in ("total", "completed", "failed")}
     input_tokens, output_tokens = fields.pop("input_tokens"), fields.pop("output_tokens")

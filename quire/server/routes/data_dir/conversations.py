@@ -1,4 +1,4 @@
-"""/v1/conversations: OpenAI's Conversations API. A response that names a conversation appends its items to it."""
+"""A response that names a conversation appends its items to it."""
 
 from __future__ import annotations
 

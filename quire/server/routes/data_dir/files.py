@@ -1,5 +1,3 @@
-"""/v1/files: OpenAI's Files API."""
-
 from __future__ import annotations
 
 import asyncio
@@ -35,15 +33,14 @@ from quire.server.store.files import STORAGE_FULL_MESSAGE, StoredFile, new_file,
 
 router = APIRouter(route_class=ModelIndependentRoute)
 Purpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
-"""OpenAI's. All are kept; only batches read them."""
+"""Only batches read files."""
 BATCH_PURPOSE = "batch"
 FileLimit = Annotated[int, Query(ge=1, le=10_000)]
 MAX_FILE_BYTES = 512 << 20
 """As at OpenAI."""
 _MAX_UPLOAD_SECONDS = 3600.0
-"""Seconds that an upload may take."""
 _AHEAD_BYTES = 4 << 20
-"""Reserved at a time for a file whose length is not announced."""
+"""Reserved per step if the length is not announced."""
 _MAX_NAME_LENGTH = 255
 _FORM_FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 UPLOAD_FORM_SCHEMA = {
@@ -67,7 +64,6 @@ UPLOAD_FORM_SCHEMA = {
         }
     },
 }
-"""Of the OpenAPI description."""
 
 
 @router.post("/v1/files", response_model=None, openapi_extra={"requestBody": UPLOAD_FORM_SCHEMA})
@@ -94,7 +90,7 @@ async def upload_file(request: Request) -> Response:
 
 
 class _UploadSpaceReserver:
-    """Room for a file that comes, which is reserved before what needs it is read."""
+    """Reserves space before bytes are read."""
 
     def __init__(self, request: Request, runner: BatchRunner, owner: str) -> None:
         self._files, self._owner = runner.files, owner
@@ -107,17 +103,17 @@ class _UploadSpaceReserver:
         self._received_bytes = 0
 
     async def reserve_announced(self) -> None:
-        """Raises HTTPException where the form that is announced is too large."""
+        """Raises HTTPException if the form is too large."""
         await self._reserve_largest_fitting_size(self._expected_bytes)
 
     async def count_and_reserve_bytes(self, size: int) -> None:
-        """Raises HTTPException where `size` bytes more are too many."""
+        """Raises HTTPException if there is no room."""
         self._received_bytes += size
-        if self._received_bytes > self._reserved_bytes:  # its length was not announced
+        if self._received_bytes > self._reserved_bytes:  # length not announced
             await self._reserve_largest_fitting_size(self._received_bytes, self._received_bytes + _AHEAD_BYTES)
 
     async def _reserve_largest_fitting_size(self, *sizes: int) -> None:
-        """The largest of these sizes for which there is room; the first is needed."""
+        """Reserve the largest of these sizes that fits; the first one is required."""
         if sizes[0] > MAX_FILE_BYTES:
             raise HTTPException(413, f"A file may have {MAX_FILE_BYTES} bytes")
         for size in sorted(sizes, reverse=True):
@@ -127,20 +123,19 @@ class _UploadSpaceReserver:
         raise HTTPException(413, STORAGE_FULL_MESSAGE)
 
     async def release_reservation(self) -> None:
-        with suppress(sqlite3.OperationalError):  # the process that has the data is replaced, and knows of none
+        with suppress(sqlite3.OperationalError):  # a replaced data process has no reservations
             await asyncio.to_thread(self._files.release, self.id)
 
 
 def _store_file(runner: BatchRunner, owner: str, file: StoredFile, content: BinaryIO) -> None:
-    """Write a file and make it known; whatever fails leaves nothing. All of it is one thread's, which goes on where its
-    caller gives up."""
+    """Leaves nothing on failure. One thread, which continues if the caller gives up."""
     is_kept = False
     try:
         runner.contents.write_content(file.id, content)
         runner.files.add(owner, file)
         is_kept = True
     except StoreUnreachable:
-        is_kept = True  # who does not answer may have made it known
+        is_kept = True  # the silent process may have added the file
         raise
     finally:
         if not is_kept:
@@ -169,7 +164,7 @@ async def retrieve_file(file_id: str, request: Request) -> Response:
 
 @router.get("/v1/files/{file_id}/content", response_model=None)
 async def retrieve_content(file_id: str, request: Request) -> Response:
-    """The content of a file; only a range of bytes if the header Range names one."""
+    """The content of a file, or the range that the header Range names."""
     file = await _find_file(request, file_id)
     if not await asyncio.to_thread(require_batch_runner(request).contents.content_path(file.id).exists):
         raise RequestNotFound(f"The content of `{file_id}` is not on the disk any more", param="file_id")
@@ -192,8 +187,7 @@ async def delete_file(file_id: str, request: Request) -> dict[str, Any]:
 async def _receive_form(
     request: Request, upload: _UploadSpaceReserver
 ) -> AsyncIterator[tuple[UploadFile, str, str, int | None]]:
-    """The file of the form, its name and purpose, and the seconds for which it is kept (None: forever). Large content
-    goes to a temporary file."""
+    """Yield file, name, purpose, and lifetime in seconds or None. Large content goes to a temporary file."""
 
     encodings = parse_encodings(request.headers)
 
@@ -220,7 +214,7 @@ async def _receive_form(
             form = await parser.parse()
     except MultiPartException as error:
         raise InvalidRequest(f"The form cannot be read: {error.message}") from None
-    except UnicodeError:  # some versions of the parser raise it
+    except UnicodeError:  # by some parser versions
         raise InvalidRequest("The form cannot be read: a name in it is no text") from None
     except ClientDisconnect:
         raise HTTPException(CLIENT_CLOSED_REQUEST) from None
@@ -243,9 +237,9 @@ async def _receive_form(
 
 
 def _sanitize_content_type_header(content_type: str) -> Headers:
-    """What the parser reads of a form's type: its boundary. Names of charsets are left out, as RFC 7578 knows none:
-    Python has charsets that decode to half surrogates, take quadratic time, or are none of texts. So names are UTF-8,
-    or else Latin-1. Raises InvalidRequest."""
+    """Keep only the boundary. Charsets are dropped (RFC 7578 has none): some of Python's yield half surrogates, take
+    quadratic time, or are not text. Names are then UTF-8 or Latin-1. Raises InvalidRequest.
+    """
     try:
         media_type, options = parse_options_header(content_type)
     except UnicodeError:
@@ -259,7 +253,7 @@ def _sanitize_content_type_header(content_type: str) -> Headers:
 
 
 def _file_name(content: UploadFile) -> str:
-    """The file's name, shortened. Raises InvalidRequest for one that is no text."""
+    """Shorten the name. Raises InvalidRequest for control characters."""
     name = (content.filename or "file")[:_MAX_NAME_LENGTH]
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in name):
         raise InvalidRequest("file: its name has control characters", param="file")
@@ -282,7 +276,7 @@ def _parse_keep_seconds(anchor: object, seconds: object) -> int | None:
 
 
 def _check_origin(request: Request) -> None:
-    """Raises HTTPException for a web page whose origin may not call the server: browsers let any page send a form."""
+    """Raises HTTPException for web pages of other origins: browsers let any page send a form."""
     origin = request.headers.get("origin")
     allowed = get_server_context(request).config.allowed_origins
     if origin is None or urlsplit(origin).netloc == request.headers.get("host") or {origin, "*"} & {*allowed}:
@@ -302,7 +296,7 @@ def file_not_found(file_id: str, param: str) -> RequestNotFound:
 
 
 def require_batch_runner(request: Request) -> BatchRunner:
-    """Raises RequestNotFound where nothing is kept."""
+    """Raises RequestNotFound without --data-dir."""
     runner = get_server_context(request).batch_runner
     if runner is None:
         raise RequestNotFound("This server keeps no files and batches: see --data-dir")
@@ -314,7 +308,6 @@ def _file_response(file: StoredFile) -> Response:
 
 
 def file_object(file: StoredFile) -> dict[str, Any]:
-    """A file in OpenAI's form."""
     return {
         "id": file.id,
         "object": "file",

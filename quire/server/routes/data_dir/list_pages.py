@@ -1,5 +1,3 @@
-"""Lists that are returned page by page, as OpenAI's are."""
-
 from __future__ import annotations
 
 import asyncio
@@ -29,8 +27,7 @@ def unknown_cursor_error(kind: str, after: str | None) -> InvalidRequest:
 async def list_items_response(
     request: Request, store: Store, id: str, limit: int, order: Order, after: str | None
 ) -> Response:
-    """The next `limit` items of a stored object behind the one with the id `after`. Raises InvalidRequest, and
-    Overloaded where too much waits to be sent."""
+    """Raises InvalidRequest if `after` is unknown, Overloaded if too much waits to be sent."""
     method = partial(store.read_item_page, newest_first=order == "desc", after=after)
     page = await find_or_raise(request, method, id, limit, not_found=unknown_cursor_error("item", after))
     return leased_json_response(request, encode_item_page(page))
@@ -39,8 +36,7 @@ async def list_items_response(
 async def find_or_raise(
     request: Request, method: Callable[..., Result | None], *args: object, not_found: QuireError
 ) -> Result:
-    """What a method of what is kept gives, called in a thread with the request's owner. Raises `not_found` where it
-    gives nothing."""
+    """Call `method` in a thread with the request's owner. Raises `not_found` if the result is falsy."""
     result = await asyncio.to_thread(method, owner_of(request), *args)
     if not result:
         raise not_found
@@ -54,13 +50,12 @@ def encode_item_page(page: ItemPage) -> bytes:
 
 
 def list_page_response(objects: Sequence[Mapping[str, Any]], *, has_more: bool) -> Response:
-    """A page of objects that have ids."""
     ids = [each["id"] for each in objects] or [None]
     about = {"object": "list", "first_id": ids[0], "last_id": ids[-1], "has_more": has_more, "data": objects}
     return Response(encode_json(about), media_type="application/json")
 
 
 def leased_json_response(request: Request, body: bytes) -> Response:
-    """What is stored, as JSON. Raises Overloaded where too much waits to be sent."""
+    """Raises Overloaded if too much waits to be sent."""
     grow_request_lease(request.scope, len(body))
     return Response(body, media_type="application/json")

@@ -1,1 +1,1 @@
-"""Tables of the endpoints whose answer follows from the body of a POST alone, in the order of the API's description."""
+"""Tables of endpoints answered from a POST body alone, in the order of the API description."""

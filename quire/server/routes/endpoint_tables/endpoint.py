@@ -1,5 +1,3 @@
-"""A row of a table of endpoints."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -15,12 +13,11 @@ from quire.server.pipeline.resolve import Resolver
 class Endpoint:
     path: str
     name: str
-    """The name of the operation in the API's description."""
+    """Operation name in the OpenAPI document."""
     description: str
     resolve: Resolver[Resolution]
-    """Makes of the body what is to be computed, or the answer itself."""
     body_models: tuple[type[BaseModel], ...]
-    """The models, one of which a body must match."""
+    """A body must match one of them."""
     route_class: type[RateLimitedRoute] = GenerationRoute
     in_schema: bool = True
-    """Whether the API's description has it: not where it is another name of one that is there."""
+    """False for an alias of another path."""

@@ -1,5 +1,3 @@
-"""The endpoints that generate text, and those that answer questions by the probabilities of tokens."""
-
 from __future__ import annotations
 
 from quire.server.access.admission import RateLimitedRoute

@@ -1,5 +1,3 @@
-"""The endpoints of Ollama's API that answer a body alone."""
-
 from __future__ import annotations
 
 from quire.server.protocol.ollama import (

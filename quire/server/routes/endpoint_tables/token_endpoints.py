@@ -1,5 +1,3 @@
-"""The endpoints between texts and token ids, which compute nothing."""
-
 from __future__ import annotations
 
 from quire.server.access.admission import RateLimitedRoute

@@ -1,5 +1,3 @@
-"""The endpoints that answer with vectors and scores."""
-
 from __future__ import annotations
 
 from functools import partial

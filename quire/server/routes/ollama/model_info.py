@@ -1,5 +1,3 @@
-"""POST /api/show; GET /api/tags, /api/ps and /api/version."""
-
 from __future__ import annotations
 
 from datetime import UTC, datetime
@@ -33,13 +31,13 @@ async def tags(request: Request) -> dict[str, Any]:
 
 @router.get("/api/ps")
 async def running(request: Request) -> dict[str, Any]:
-    """The same: all are loaded."""
+    """As /api/tags: all are loaded."""
     return {"models": ps_entries(get_runtime(request))}
 
 
 @router.post("/api/show", response_model=None, openapi_extra=BodySchema(OllamaShowRequest))
 async def show(request: Request) -> dict[str, Any]:
-    """What is known of a model. Raises ModelNotFound."""
+    """Facts about a model. Raises ModelNotFound."""
     body = await parse_request_body(request, OllamaShowRequest)
     model, info = get_model(request), get_runtime(request).info
     model.resolve_model_name(model_name_without_latest_tag(body.model or body.name, model))
@@ -61,22 +59,19 @@ async def show(request: Request) -> dict[str, Any]:
 
 
 def tags_entries(runtime: ModelRuntime) -> list[dict[str, Any]]:
-    """The entry in /api/tags for each name of a model."""
     model, info = runtime.model, runtime.info
     about = {"digest": model.fingerprint, "modified_at": _modified_at(model), "size": info.weight_bytes}
     return [model_entry(name, info.quantization or info.dtype) | about for name in (*model.names, *model.adapters)]
 
 
 def ps_entries(runtime: ModelRuntime) -> list[dict[str, Any]]:
-    """The entry in /api/ps for each name of a model."""
     static_fields = {"expires_at": "9999-12-31T23:59:59Z", "context_length": runtime.model.context_length}
     size = runtime.info.weight_bytes + runtime.info.kv_bytes + runtime.info.state_bytes
     return [{**each, **static_fields, "size_vram": size} for each in tags_entries(runtime)]
 
 
 def model_entry(name: str, quantization: str = "") -> dict[str, Any]:
-    """What is known of a model even if it is not loaded. Ollama's own client shows the first twelve characters of the
-    digest, whatever it is."""
+    """Ollama's client shows the digest's first twelve characters."""
     return {"name": name, "model": name, "digest": "fp_not_loaded", "size": 0, "details": _model_details(quantization)}
 
 

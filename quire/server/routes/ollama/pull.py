@@ -1,5 +1,4 @@
-"""POST /api/pull, which needs --allow-pull: downloads a model into the hub's cache by running `quire pull` as a
-process, which ends when the caller leaves. What has been downloaded by then stays in the cache."""
+"""POST /api/pull runs `quire pull`, which ends when the caller leaves. The hub's cache keeps what was downloaded."""
 
 from __future__ import annotations
 
@@ -21,9 +20,7 @@ from quire.server.routes.api_description import BodySchema
 from quire.server.runtime.server_context import get_server_context
 
 _PROGRESS_SECONDS = 5.0
-"""Seconds after which a caller hears that the download goes on."""
 _MAX_BODY_BYTES = 2**16
-"""Bytes of a body."""
 _FIRST_LINE = encode_json({"status": "pulling manifest"}) + b"\n"
 
 
@@ -32,7 +29,7 @@ router = APIRouter()
 
 @router.post("/api/pull", response_model=None, openapi_extra=BodySchema(OllamaPullRequest))
 async def pull(request: Request) -> Response:
-    """Download a model. Needs an admin's API key; on a server without keys, only callers on this machine may."""
+    """Download a model. Needs an admin's API key; without keys, only callers on this machine may."""
     server = get_server_context(request)
     if not server.config.allow_pull:
         raise InvalidRequest("Models are not downloaded here: start the server with --allow-pull, or `quire pull`")
@@ -52,7 +49,6 @@ async def pull(request: Request) -> Response:
 
 
 async def _download_and_stream_progress(download_lock: asyncio.Lock, name: str) -> AsyncGenerator[bytes]:
-    """A line at the beginning, more lines at intervals, and one at the end."""
     async with download_lock:
         yield _FIRST_LINE
         download = asyncio.ensure_future(_wait_for_download(await _spawn_pull_process(name)))
@@ -82,7 +78,7 @@ async def _spawn_pull_process(name: str) -> Process:
 
 
 async def _wait_for_download(process: Process) -> str | None:
-    """Downloads, and returns why it failed, or None if it succeeded. A download whose caller leaves is ended."""
+    """Returns the error, or None on success. Kills the process if the caller leaves."""
     try:
         _, error_output = await process.communicate()
     finally:
@@ -96,7 +92,7 @@ async def _wait_for_download(process: Process) -> str | None:
 
 
 async def _read_small_body(request: Request) -> bytes:
-    """Raises InvalidRequest for more than a name takes."""
+    """Raises InvalidRequest above _MAX_BODY_BYTES."""
     async with read_body(request) as body:
         if body.received_bytes > _MAX_BODY_BYTES:
             raise InvalidRequest(f"The body has more than {_MAX_BODY_BYTES} bytes")
