@@ -1,5 +1,3 @@
-"""Decides whether a call is admitted: whether the server is open, the queue has room, and the key's limits allow it."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
@@ -21,12 +19,10 @@ from quire.server.shared_capacity import SharedCapacity
 SHUTTING_DOWN_MESSAGE = "The server is shutting down"
 ASLEEP_MESSAGE = "The model sleeps and takes no requests: POST /wake_up wakes it"
 REJECTION_REASONS = ("max_num_queued_reqs", "max_num_queued_tokens", "shutting_down", "asleep")
-"""Reasons for a 503; the first two have vLLM's names."""
+"""Reasons for a 503; the first two are vLLM's names."""
 
 
 class AdmissionTicket:
-    """A call that was admitted, until it is settled."""
-
     def __init__(
         self, reservation: TokenReservation, token_budget: SharedCapacity, tenant: str, prompt_tokens: int
     ) -> None:
@@ -37,37 +33,30 @@ class AdmissionTicket:
         token_budget.adjust_held_amount(tenant, prompt_tokens)
 
     def settle_usage(self, used_tokens: int) -> None:
-        """As TokenReservation.settle_usage; the prompts are not needed any more."""
+        """Also release the prompts' share of the budget."""
         self._reservation.settle_usage(used_tokens)
         self._token_budget.adjust_held_amount(self._tenant, -self._prompt_tokens)
         self._prompt_tokens = 0
 
 
 class Admission:
-    """Admits generations as long as the queue has room for them.
-
-    A call is checked twice: `check_availability` before its body is read, `admit_generation` when its prompts are
-    known."""
+    """`check_availability` runs before the body is read, `admit_generation` when prompts are known."""
 
     def __init__(self, client: EngineClient, config: ServerConfig, context_length: int, *, has_api_keys: bool) -> None:
-        """`has_api_keys`: the server asks for API keys, so tenants compete for the queue."""
+        """`has_api_keys`: tenants compete for the queue."""
         self.is_draining = False
-        """Whether the server is about to end, and takes no new generations."""
         self.rejections = dict.fromkeys(REJECTION_REASONS, 0)
-        """How many calls were answered 503, by reason."""
         self._client = client
         self._config = config
         self._has_api_keys = has_api_keys
         self._token_budget = SharedCapacity(config.max_queued_tokens + config.max_running_requests * context_length)
-        """Prompt tokens of calls that are not settled: as many as may wait and run. Those whose clients do not read
-        hold theirs when the engine is done with them."""
+        """Prompt tokens of unsettled calls. Clients that do not read hold theirs after the engine is done."""
 
     def start_draining(self) -> None:
-        """Refuse all new generations from now on."""
         self.is_draining = True
 
     def check_availability(self, tenant: Tenant) -> None:
-        """Refuse what no body could make acceptable: an overloaded server should not read it. Raises Overloaded."""
+        """Call before the body is read, which an overloaded server should not do. Raises Overloaded."""
         if self.is_draining:
             raise self._make_counted_error("shutting_down", SHUTTING_DOWN_MESSAGE)
         if self._client.refusing:
@@ -77,10 +66,8 @@ class Admission:
     def admit_generation(
         self, tenant: Tenant, *, num_prompts: int, prompt_tokens: int, n: int, max_tokens: int | None, priority: int
     ) -> AdmissionTicket:
-        """Reserve tokens for n answers to each of `num_prompts` prompts, which have `prompt_tokens` tokens in total.
-
-        Settle it when the answers have ended. Raises InvalidRequest for a priority that the tenant may
-        not have and for more answers than can ever be queued, Overloaded when the queue is full, RateLimited.
+        """For n answers per prompt; `prompt_tokens` is the sum over prompts. Settle the ticket when they end. Raises
+        InvalidRequest for a forbidden priority or more answers than can ever be queued, Overloaded, RateLimited.
         """
         tenant.require_allowed_priority(priority)
         queued = self._config.max_queued_requests
@@ -103,10 +90,8 @@ class Admission:
         return AdmissionTicket(reservation, self._token_budget, tenant.name, prompt_tokens)
 
     def _check_queue_room(self, tenant: Tenant, *, requests: int, tokens: int) -> None:
-        """Raises Overloaded when the queue has no room for this many more requests and prompt tokens.
-
-        Where keys are asked for, a tenant's share of the queue may not exceed the room that it leaves to others
-        (Choudhury and Hahne, 1998, "Dynamic Queue Length Thresholds"); otherwise one tenant could lock out all others.
+        """Raises Overloaded. With API keys, a tenant's share of the queue may not exceed the room left to others
+        (Choudhury and Hahne, 1998, "Dynamic Queue Length Thresholds"), or it could lock them out.
         """
         client, config = self._client, self._config
         waiting = max(0, client.num_open + requests - config.max_running_requests)
@@ -134,16 +119,13 @@ def admission_of(request: Request) -> Admission:
 
 
 class ModelRoute(APIRoute):
-    """A route that needs a model, which the request names in its body, in its path, or in the query parameter `model`.
-
-    `handle` is overridden, not only the handler that it calls, because the request needs its model until the last byte
-    of the answer is sent.
+    """The model is named in the body, path or query parameter `model`. Overrides `handle`, because the model is needed
+    until the last byte is sent.
     """
 
     needs_awake: ClassVar[bool] = True
-    """Whether requests need the model's engine."""
     names_model: ClassVar[bool] = True
-    """Whether requests name their model; else any one that is loaded will do."""
+    """False: any loaded model will do."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         dispatch = scope["app"].state.server.models.dispatch_request
@@ -151,14 +133,13 @@ class ModelRoute(APIRoute):
 
 
 class EngineOptionalRoute(ModelRoute):
-    """A route that needs no running engine, or wakes the engine itself."""
+    """Needs no running engine, or wakes it itself."""
 
     needs_awake = False
 
 
 class RateLimitedRoute(EngineOptionalRoute):
-    """Counts a call against its key's requests per minute before the body is read. Answers report the key's limits in
-    x-ratelimit headers."""
+    """Counts before the body is read, and sends x-ratelimit headers."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -174,24 +155,20 @@ class RateLimitedRoute(EngineOptionalRoute):
         return handle_rate_limited
 
     def check_admission_before_body_read(self, request: Request) -> None:
-        """Raise the error that refuses a call whatever its body says."""
+        """Raise an error that does not depend on the body."""
 
 
 class StoredDataRoute(RateLimitedRoute):
-    """A counted route for data of the whole server, whichever model made it."""
+    """For data of the whole server, whichever model made it."""
 
     names_model = False
 
 
 class ModelIndependentRoute(RateLimitedRoute):
-    """A counted route that needs no model."""
-
     handle = APIRoute.handle
 
 
 class GenerationRoute(RateLimitedRoute):
-    """A counted route whose calls need room in the engine's queue."""
-
     needs_awake = True
 
     def check_admission_before_body_read(self, request: Request) -> None:

@@ -1,7 +1,5 @@
-"""Which names a server may be asked by that is this machine's alone.
-
-A web page may let its own name point to 127.0.0.1 (DNS rebinding). Browsers then take the server for a part of the
-page's site, and let the page read and delete what is there. Only the header Host tells.
+"""Against DNS rebinding: a web page may point its own name to 127.0.0.1, and browsers then let it read and delete data
+here. Only the Host header reveals it.
 """
 
 from __future__ import annotations
@@ -30,21 +28,19 @@ log = logging.getLogger("quire.server")
 
 
 class AllowedHosts:
-    """The names of a server. They are checked if it needs no API keys and listens on the loopback interface alone."""
+    """Enforced if the server needs no API keys and listens on loopback only."""
 
     def __init__(self, config: ServerConfig) -> None:
-        """Raises ConfigError for allowed hosts that are no names."""
+        """Raises ConfigError for invalid names."""
         self._allowed = [_parse_host_pattern(name) for name in config.allowed_hosts]
         self._has_api_keys = config.has_api_keys
         self._is_enforced = False
 
     def enforce_if_loopback_only(self, listeners: Sequence[socket.socket]) -> None:
-        """The server listens on these sockets."""
         self._is_enforced = not self._has_api_keys and all(map(is_loopback_listener, listeners))
 
     def find_refused_host(self, scope: Scope) -> str | None:
-        """The host that a request may not ask for. One without a header Host passes, as programs with HTTP/1.0 send it
-        and browsers never do. Of X-Forwarded-Host nothing is read."""
+        """Requests without Host pass: HTTP/1.0 programs send them, browsers never do. X-Forwarded-Host is ignored."""
         if not self._is_enforced:
             return None
         return next((host for host in host_header_values(scope) if not self._is_allowed(host)), None)
@@ -57,8 +53,6 @@ class AllowedHosts:
 
 
 class AllowedHostsMiddleware:
-    """Answers requests for other hosts with 403, on whatever path."""
-
     def __init__(self, app: ASGIApp, hosts: AllowedHosts) -> None:
         self._app = app
         self._hosts = hosts
@@ -81,12 +75,11 @@ class AllowedHostsMiddleware:
 
 
 def host_header_values(scope: Scope) -> list[str]:
-    """All that the headers Host say."""
     return [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
 
 
 def _parse_host_pattern(name: str) -> str:
-    """An allowed host's name in lower case. Raises ConfigError."""
+    """Return lower case. Raises ConfigError."""
     lowered = name.strip().lower().removesuffix(".")
     try:
         return str(ip_address(lowered.strip("[]")))

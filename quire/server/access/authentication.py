@@ -1,5 +1,3 @@
-"""Checks the API key of each request before any route sees it."""
-
 from __future__ import annotations
 
 from ipaddress import ip_address
@@ -15,11 +13,9 @@ from quire.server.error_responses import ErrorInfo, error_response
 
 
 class AuthenticationMiddleware:
-    """ASGI middleware that answers requests without a valid key (`Authorization: Bearer KEY` or `x-api-key: KEY`) with
-    401.
-
-    It also answers 403 when another key than an admin's is used for ADMIN_PREFIX or ADMIN_PATHS, and without keys when
-    another machine asks for ADMIN_PATHS. It puts the key's owner into the request's scope, where `tenant_of` finds it.
+    """Answers 401 without a valid key (`Authorization: Bearer KEY` or `x-api-key: KEY`), 403 without an admin's key for
+    ADMIN_PREFIX and ADMIN_PATHS, or for LOCAL_ONLY_PATHS if there are no keys and another machine asks. Sets the
+    scope's tenant.
     """
 
     def __init__(self, app: ASGIApp, tenants: Tenants, gateways: TrustedGateways) -> None:
@@ -32,7 +28,7 @@ class AuthenticationMiddleware:
             return await self._app(scope, receive, send)
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1008})
-        if "tenant" in scope:  # the server asks itself for one: see server/batches
+        if "tenant" in scope:  # a request of the server itself, see server/batches
             return await self._app(scope, receive, send)
         if not self._tenants.requires_key and scope["path"] in LOCAL_ONLY_PATHS and not is_local_program(scope):
             message = "Without API keys this route is for this machine's programs alone: see --admin-api-key"
@@ -58,8 +54,9 @@ class AuthenticationMiddleware:
 
 
 def is_local_program(scope: Scope) -> bool:
-    """Whether a program on this machine asks, and no web page: browsers let any page send a POST without a body to a
-    server on the loopback interface, and name the page's origin."""
+    """False for web pages, because browsers let any page POST without a body to a loopback server. They name its
+    origin.
+    """
     if "origin" in Headers(scope=scope):
         return False
     client = scope.get("client")
@@ -70,18 +67,17 @@ def is_local_program(scope: Scope) -> bool:
 
 
 def read_api_key(headers: Headers) -> str:
-    """The key of a request: that of OpenAI's header, or else of Anthropic's; empty where there is none."""
+    """OpenAI's header, otherwise Anthropic's; "" without a key."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" and key.strip() else headers.get("x-api-key", "").strip()
 
 
 def tenant_of(scope: Scope) -> Tenant:
-    """The tenant whose request this is."""
     tenant = scope["tenant"]
     assert isinstance(tenant, Tenant)
     return tenant
 
 
 def owner_of(request: Request) -> str:
-    """Whose data this is: the digest of the key, because a key's name may be given to another key."""
+    """The key's digest, because names can be given to other keys."""
     return tenant_of(request.scope).digest.hex()

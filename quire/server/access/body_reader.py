@@ -1,5 +1,3 @@
-"""Reads the bodies of requests: each up to a maximum size, and all together within a budget of memory."""
-
 from __future__ import annotations
 
 import asyncio
@@ -22,44 +20,38 @@ from quire.server.access.fair_semaphore import FairSemaphore
 from quire.server.shared_capacity import SharedCapacity
 
 UNCOUNTED_BYTES = 64 * 1024
-"""Bodies up to this size are not counted: the connection that brings one has a buffer as large."""
+"""Smaller bodies are not counted, because the connection's buffer is as large."""
 READ_BODY_SCOPE_KEY = "quire.body"
-"""The scope's key of a Body that an application around this one has read."""
+"""Scope key of a body that an outer application has read."""
 NOT_JSON_OBJECT_MESSAGE = "The body must be a JSON object, sent with the header Content-Type: application/json"
 
 
 @dataclass(eq=False, slots=True)
 class BodyBuffer:
-    """A body that is being received or parsed."""
-
     owner: str
-    """The tenant's name; empty on a server without keys."""
+    """Tenant name; "" without keys."""
     reserved_bytes: int = 0
-    """Bytes of the budget that it holds."""
+    """Reserved part of the budget."""
     chunks: list[bytes] = field(default_factory=list)
     received_bytes: int = 0
-    """Bytes received."""
     started_at: float = 0.0
-    """When its first bytes could be received, by the monotonic clock."""
+    """Monotonic time at which the first bytes could arrive."""
     deadline: asyncio.Timeout | None = None
-    """Ends the receiving."""
     release_memory: Callable[[], None] = lambda: None
-    """Gives its place in the budget back, and its pieces up. Does nothing the second time."""
+    """Idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
 class BodyTimeouts:
-    """Seconds that bodies may take."""
+    """All in seconds."""
 
     wait_seconds: float = 10.0
-    """To wait for room in the budget."""
+    """Wait for room in the budget."""
     check_interval: float = 0.5
-    """Between two looks for slow senders, while a body waits."""
     slow_after: float = 2.0
-    """While others wait, a body that has taken more must come so fast that all of it is there in half of
-    `wait_seconds`."""
+    """While others wait, an older body must be on pace to arrive within half of `wait_seconds`."""
     total_seconds: float = 300.0
-    """Until a body is whole: 16 MiB at 56 KiB/s. What comes more slowly keeps its place for hours."""
+    """Until a body is complete: 16 MiB at 56 KiB/s. Slower ones would keep their share for hours."""
 
     def is_slow(self, body: BodyBuffer) -> bool:
         seconds = clock.monotonic() - body.started_at
@@ -69,37 +61,33 @@ class BodyTimeouts:
 
 
 class BodyReader:
-    """Bodies that do not fit into the budget wait, unread; after a time they are refused.
-
-    While one waits, senders that are slow are cut off, so nobody can hold the budget for long by sending little.
+    """Bodies that exceed the budget wait unread, and are refused after a time. Meanwhile slow senders are cut off, so
+    that nobody holds the budget by sending little.
     """
 
     def __init__(self, max_bytes: int, budget_bytes: int, timeouts: BodyTimeouts = BodyTimeouts()) -> None:
-        """max_bytes: of one body. budget: bytes of all; one body always fits."""
+        """`max_bytes`: of one body, for which the budget always has room."""
         self._max_bytes = max_bytes
         self._timeouts = timeouts
         self._budget = SharedCapacity(max(budget_bytes, max_bytes))
         self._open_bodies: set[BodyBuffer] = set()
         self._waiting: list[tuple[int, BodyBuffer, asyncio.Future[None]]] = []
         self._decode_slots = FairSemaphore(1)
-        """One body is decoded at a time: a decoder's memory is not in the budget."""
+        """One at a time: decoders' memory is not in the budget."""
         self._last_cut_at = 0.0
-        """When slow senders were cut off last, by the loop's clock."""
+        """Event loop time."""
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of the budget that are taken."""
         return self._budget.total_used
 
     @asynccontextmanager
     async def hold_request_body(self, request: Request, *, json: bool = True) -> AsyncIterator[BodyBuffer]:
-        """The body, whole and decoded; its part of the budget is held until the block ends. One that is in the scope is
-        not read once more, and gives back its part of the budget that it is in. `json`: False for one that is passed
-        on, of any type.
+        """Yield the whole decoded body, whose budget is held until the block ends. A body in the scope is not read
+        again. `json`: False accepts any type.
 
-        Raises HTTPException for one that is too large, comes too slowly or is encoded as none is read, Overloaded where
-        there was no room, InvalidRequest for another type than JSON and for one that is not of its encoding,
-        ClientDisconnect.
+        Raises HTTPException if the body is too large, too slow or of an unknown encoding, Overloaded, InvalidRequest if
+        it is not JSON or its encoding is broken, ClientDisconnect.
         """
         if (existing := request.scope.get(READ_BODY_SCOPE_KEY)) is not None:
             try:
@@ -153,12 +141,11 @@ class BodyReader:
             has_more = message.get("more_body", False)
             if body.received_bytes > max(
                 UNCOUNTED_BYTES, body.reserved_bytes
-            ):  # its length was not told: chunks, or HTTP/2 behind a proxy
+            ):  # unknown length: chunked, or HTTP/2 behind a proxy
                 await self._reserve_bytes(body, min(8 * body.received_bytes, max(self._max_bytes, body.received_bytes)))
 
     async def _decode_body(self, body: BodyBuffer, encodings: list[str]) -> None:
-        """Replace the pieces by what they stand for, which is counted before there is memory for it: nobody waits for
-        room with a decoder."""
+        """Decode twice, first for the size, so that no decoder is held while waiting for room."""
         async with self._decode_slots.hold_slot(body.owner):
             size = sum([len(part) async for part in self._iter_decoded_parts(body.chunks, encodings)])
         await self._reserve_bytes(body, max(size, body.reserved_bytes))
@@ -177,7 +164,7 @@ class BodyReader:
             self._check_size(self._max_bytes + 1)
 
     async def _reserve_bytes(self, body: BodyBuffer, size: int) -> None:
-        """Wait until `body` may hold `size` bytes."""
+        """Raises Overloaded after `wait_seconds`, HTTPException above the maximum size."""
         self._check_size(size)
         if size <= UNCOUNTED_BYTES:
             return
@@ -186,7 +173,7 @@ class BodyReader:
             return
         granted = asyncio.get_running_loop().create_future()
         waiting = (size, body, granted)
-        insort(self._waiting, waiting, key=itemgetter(0))  # small ones are not held up by large ones
+        insort(self._waiting, waiting, key=itemgetter(0))  # smallest first, so that large ones do not block them
         try:
             for _ in range(round(self._timeouts.wait_seconds / self._timeouts.check_interval)):
                 self._cut_slow_senders()
@@ -218,7 +205,7 @@ class BodyReader:
 
     def _cut_slow_senders(self) -> None:
         now = asyncio.get_running_loop().time()
-        if now < self._last_cut_at + self._timeouts.check_interval / 2:  # one of those that wait looks for all of them
+        if now < self._last_cut_at + self._timeouts.check_interval / 2:  # one waiter checks for all
             return
         self._last_cut_at = now
         for body in self._open_bodies:
@@ -238,8 +225,8 @@ def _decode_chunks(chunks: list[bytes], decoder: BodyDecoder) -> Iterator[bytes]
 
 
 def _reject_non_json_from_browser(headers: Headers) -> None:
-    """A form's type is refused from web pages: one of any origin may send it without asking. Browsers name the origin
-    of whatever they post; curl, whose `-d` says that it is a form, does not.
+    """Browsers let pages of any origin post other types without asking, but they name the origin. curl, whose `-d`
+    declares a form, does not.
     """
     content_type = headers.get("content-type")
     if content_type is None or not ("origin" in headers or "sec-fetch-site" in headers):

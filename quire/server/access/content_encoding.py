@@ -1,5 +1,4 @@
-"""Bodies that come compressed, by their header Content-Encoding: decoded in small steps, so that a body of any ratio
-costs no more than a plain one of the largest size."""
+"""Small steps make a body of any ratio cost no more than the largest plain one."""
 
 from __future__ import annotations
 
@@ -17,23 +16,25 @@ from quire.engine.common.errors import InvalidRequest
 
 ENCODINGS = ("zstd", "gzip")
 STEP_BYTES = 64 * 1024
-"""Bytes that one step decodes at most."""
+"""Output limit of a step."""
 _INPUT_BYTES = 16 * 1024
-"""Bytes that one step reads at most: of blocks that stand for nothing so many take 4 ms."""
+"""Input limit of a step: empty blocks of this size take 4 ms."""
 _BATCH_SECONDS = 0.02
 _BATCH_PARTS = 16
-"""Of what a thread decodes at a time."""
+"""Limits of one run in a thread."""
 MAX_LAYERS = 3
 MAX_MEMBERS = 4096
-"""Members of gzip, or frames of zstd, that follow one another in a body: each costs some time, though it be empty."""
+"""gzip members or zstd frames of a body. Even empty ones take time."""
 _ENCODING_ALIASES = {"x-gzip": "gzip"}
 _WINDOW_LOG = 23
-"""Memory of a zstd decoder: 8 MiB, the most that RFC 9659 lets a client ask for."""
+"""Limits a zstd decoder to 8 MiB, the most that RFC 9659 lets clients use."""
 _GZIP_WBITS = 16 + zlib.MAX_WBITS
 
 
 def parse_encodings(headers: Headers) -> list[str]:
-    """The encodings of a body, the one that was applied first in front. Raises HTTPException for others than these."""
+    """Return them in order of application. Raises HTTPException if unsupported, InvalidRequest for more than
+    MAX_LAYERS.
+    """
     listed = ",".join(headers.getlist("content-encoding")).lower().split(",")
     encodings = [
         _ENCODING_ALIASES.get(name, name) for entry in listed if (name := entry.strip()) not in ("", "identity")
@@ -49,21 +50,17 @@ def parse_encodings(headers: Headers) -> list[str]:
 
 
 class BodyTooLarge(Exception):
-    """A body that is decoded to more bytes than it may have."""
+    """The decoded body is too large."""
 
 
 class BodyDecoder:
-    """Decodes one body while its pieces come."""
-
     def __init__(self, encodings: list[str], max_bytes: int) -> None:
-        """`max_bytes`: bytes that the body may have, and each of its encoded forms."""
+        """`max_bytes`: of the body, and of each encoded form."""
         self._layers = [_EncodingLayer(name, max_bytes) for name in reversed(encodings)]
         self._remaining_bytes = max_bytes
 
     def decode_chunk(self, chunk: bytes) -> Iterator[bytes]:
-        """What a piece adds to the body: a part for each step, which may be empty, as a step may be long and stand for
-        nothing. All of it must be taken. Raises BodyTooLarge, and InvalidRequest for a piece that is not of its
-        encoding."""
+        """A part per step, possibly empty. Consume all. Raises BodyTooLarge, and InvalidRequest for broken data."""
         yield from self._decode_from_layer(chunk, 0)
 
     def _decode_from_layer(self, chunk: bytes, layer: int) -> Iterator[bytes]:
@@ -73,7 +70,7 @@ class BodyDecoder:
                 raise BodyTooLarge
             yield chunk
             return
-        for start in range(0, len(chunk), _INPUT_BYTES):  # what a step leaves of its input is copied
+        for start in range(0, len(chunk), _INPUT_BYTES):  # a step copies its unused input
             for part in self._layers[layer].decode_layer_chunk(chunk[start : start + _INPUT_BYTES]):
                 if part:
                     yield from self._decode_from_layer(part, layer + 1)
@@ -81,20 +78,20 @@ class BodyDecoder:
                     yield part
 
     def check_complete(self) -> None:
-        """Raises InvalidRequest for a body that is cut off."""
+        """Raises InvalidRequest for a truncated body."""
         for layer in self._layers:
             layer.check_layer_complete()
 
 
 async def iter_parts_in_thread(parts: Iterator[bytes]) -> AsyncGenerator[bytes]:
-    """The parts that are not empty, which a thread decodes some at a time, while the event loop goes on."""
+    """Decode in a thread, some parts at a time; empty parts are dropped."""
     while (batch := await asyncio.to_thread(_decode_next_parts, parts)) is not None:
         for part in batch:
             yield part
 
 
 def _decode_next_parts(parts: Iterator[bytes]) -> list[bytes] | None:
-    """The next parts; None after the last one."""
+    """None after the last part."""
     deadline = clock.monotonic() + _BATCH_SECONDS
     batch: list[bytes] = []
     for part in parts:
@@ -106,7 +103,7 @@ def _decode_next_parts(parts: Iterator[bytes]) -> list[bytes] | None:
 
 
 class _EncodingLayer:
-    """One encoding of a body, in which several members, or frames, may follow one another."""
+    """Data may have several members or frames."""
 
     def __init__(self, name: str, max_bytes: int) -> None:
         self._name = name
@@ -139,7 +136,7 @@ class _EncodingLayer:
     def _decompress_step(self, chunk: bytes) -> bytes:
         try:
             part: bytes = self._stream.decompress(chunk, STEP_BYTES)
-        except Exception as error:  # zlib.error, ZstdError, and MemoryError for a window that is too large
+        except Exception as error:  # zlib.error, ZstdError, or MemoryError for too large a window
             message = f"The body is not in {self._name}, as its header Content-Encoding says: {error}"
             raise InvalidRequest(message) from None
         return part
@@ -150,7 +147,7 @@ class _EncodingLayer:
 
 
 class _SingleMemberGzipDecompressor:
-    """zlib's decoder with the interface of zstd's."""
+    """zlib with ZstdDecompressor's interface."""
 
     def __init__(self) -> None:
         self._inflate = zlib.decompressobj(_GZIP_WBITS)
@@ -173,7 +170,7 @@ class _SingleMemberGzipDecompressor:
 
 
 def _new_zstd_decompressor() -> Any:
-    """A decoder; the library is imported when the first such body arrives."""
+    """Imports the library on first use."""
     if sys.version_info >= (3, 14):
         from compression import zstd
     else:

@@ -1,5 +1,3 @@
-"""Which web pages of other origins may call the server; and a hint to the operator if pages are refused."""
-
 from __future__ import annotations
 
 import logging
@@ -11,13 +9,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.server.config import ServerConfig
 
 REFUSALS_BEFORE_WARNING = 3
-"""Preflights that were refused, until the log says so: one alone may be anybody's who looks around."""
+"""A single refused preflight may be a probe."""
 _MAX_SHOWN_CHARACTERS = 100
 log = logging.getLogger("quire.server")
 
 
 def wrap_in_cors(app: ASGIApp, config: ServerConfig) -> ASGIApp:
-    """An application that web pages of config.allowed_origins may call."""
     if not config.allowed_origins:
         return PreflightRefusalLogMiddleware(app)
     allowing = CORSMiddleware(
@@ -32,8 +29,7 @@ def wrap_in_cors(app: ASGIApp, config: ServerConfig) -> ASGIApp:
 
 
 class PreflightRefusalLogMiddleware:
-    """Logs the name of the flag, once, when browsers repeatedly ask whether a page may call the server and it may not.
-    The page itself gets no message that its user could understand."""
+    """Logs the flag's name once, because the page's user gets no useful message."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,5 +1,3 @@
-"""Turns of a few at a time, which the keys of a server take one after the other."""
-
 from __future__ import annotations
 
 import asyncio
@@ -17,12 +15,12 @@ class _Waiter:
 
 
 class FairSemaphore:
-    """`count` turns at the same time. The owner who has the fewest is next; of those who have as many, the one who got
-    his last one earliest. An owner is a tenant's name, empty on a server without keys."""
+    """Next is the owner with the fewest slots, then the one served least recently. Owners are tenant names; "" without
+    keys.
+    """
 
     def __init__(self, num_slots: int, *, reserves_for_others: bool = False) -> None:
-        """`reserves_for_others`: a key gets a turn only while as many are left to others as it has; for turns that take
-        long."""
+        """`reserves_for_others`: an owner must leave as many slots to others as it takes. For long work."""
         self._slots_in_use = BytesByOwner()
         self._budget = SharedCapacity(num_slots, self._slots_in_use)
         self._num_slots = num_slots
@@ -30,11 +28,10 @@ class FairSemaphore:
         self._waiters: list[_Waiter] = []
         self._num_granted = 0
         self._last_grants: dict[str, int] = {}
-        """By owners that wait or have a turn: the number of the last one they got."""
+        """Number of the last grant, for owners that wait or hold a slot."""
 
     @asynccontextmanager
     async def hold_slot(self, owner: str) -> AsyncIterator[None]:
-        """The block runs in a turn of the owner's."""
         await self.acquire_slot(owner)
         try:
             yield
@@ -68,7 +65,7 @@ class FairSemaphore:
         while candidates := [waiter for waiter in self._waiters if self._has_slot_for(waiter.owner)]:
             waiter = min(candidates, key=self._grant_sort_key)
             self._waiters.remove(waiter)
-            if waiter.granted.cancelled():  # who waited has left, and is about to hear of it
+            if waiter.granted.cancelled():  # the waiter is being cancelled
                 continue
             self._num_granted += 1
             self._last_grants[waiter.owner] = self._num_granted

@@ -1,5 +1,6 @@
-"""What trusted gateways say about a request: to which of several users of one key it belongs, and how urgent it is. The
-headers are those of Kubernetes' Gateway API Inference Extension."""
+"""Trusted gateways name the user behind a key and how urgent a request is. The headers are those of Kubernetes' Gateway
+API Inference Extension.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ from quire.server.protocol.request_bodies import SAFE_ID_PATTERN
 
 FAIRNESS_HEADER, OBJECTIVE_HEADER = "x-gateway-inference-fairness-id", "x-gateway-inference-objective"
 PRIORITY_SCOPE_KEY = "quire.priority"
-"""The scope's key of the priority of what the server asks itself."""
+"""Scope key for requests of the server to itself."""
 
 
 class TrustedGateways:
-    """Reads the headers of requests that come from the addresses in `config.trusted_gateways`, and of no others."""
+    """Reads headers only from addresses in `config.trusted_gateways`."""
 
     def __init__(self, config: ServerConfig) -> None:
-        """Raises ConfigError for what is no address, network, or NAME=PRIORITY."""
+        """Raises ConfigError for an invalid address, network, or NAME=PRIORITY."""
         try:
             self._networks = [ip_network(entry, strict=False) for entry in config.trusted_gateways]
         except ValueError as error:
@@ -37,16 +38,14 @@ class TrustedGateways:
             self._priorities[name] = int(priority)
 
     def tenant_for_fairness_id(self, tenant: Tenant, scope: Scope) -> Tenant:
-        """The tenant, or the part of it that the gateway names: it has its own share of the engine, and all else in
-        common with the others of its key."""
+        """A named user has a share of the engine, and everything else in common with the key."""
         name = self._read_trusted_header(scope, FAIRNESS_HEADER)
         if name is None or re.fullmatch(SAFE_ID_PATTERN, name) is None:
             return tenant
         return replace(tenant, name=f"{tenant.name}/{name}")
 
     def resolve_priority(self, scope: Scope) -> int | None:
-        """The priority of the objective that the gateway names, or of what the server asks itself; None where nobody
-        names one that is known."""
+        """None if unknown."""
         if (scope_priority := scope.get(PRIORITY_SCOPE_KEY)) is not None:
             return int(scope_priority)
         name = self._read_trusted_header(scope, OBJECTIVE_HEADER)
@@ -57,7 +56,7 @@ class TrustedGateways:
             return None
         try:
             address = ip_address(scope["client"][0])
-        except ValueError:  # a Unix socket's
+        except ValueError:  # a Unix socket
             return None
         trusted = any(address in network for network in self._networks)
         return Headers(scope=scope).get(header) if trusted else None

@@ -1,5 +1,3 @@
-"""Names and addresses of hosts: whether they are this machine's, and whether a pattern means them."""
-
 from __future__ import annotations
 
 import re
@@ -8,7 +6,7 @@ from collections.abc import Iterable
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
 _LOCAL_SUFFIXES = (".localhost", ".local", ".internal")
-"""Names below these are no site's: ICANN gives none of them away."""
+"""ICANN delegates none of these."""
 _PRIVATE_NETWORKS = [
     *map(ip_network, ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16")),
     *map(ip_network, ("fc00::/7", "fe80::/10")),
@@ -17,19 +15,18 @@ _HOST_HEADER = re.compile(r"(?:\[(?P<bracketed>[^\]]*)\]|(?P<name>[^\s:\[\]/\\?#
 
 
 def normalize_host(host: str) -> str | None:
-    """The name or address of a header Host, as it is usually written, without its port and a dot at its end; None where
-    it has no such form."""
+    """No port and trailing dot; None if malformed."""
     host = host.strip().lower()
     match = _HOST_HEADER.fullmatch(host)
     if match is None:
-        return _normalize_address(host)  # of version 6, without the brackets that it should have
+        return _normalize_address(host)  # IPv6 without brackets
     if match["bracketed"] is not None:
         return _normalize_address(match["bracketed"])
     return _normalize_address(match["name"]) or match["name"].removesuffix(".")
 
 
 def _normalize_address(text: str) -> str | None:
-    """An IP address as it is usually written; None where the text is none."""
+    """None if it is not an IP address."""
     try:
         return str(ip_address(text))
     except ValueError:
@@ -37,7 +34,7 @@ def _normalize_address(text: str) -> str | None:
 
 
 def is_local_or_private_host(host: str) -> bool:
-    """Whether a header Host names this machine, or a network that nobody reaches from elsewhere."""
+    """True for this machine, or a network unreachable from elsewhere."""
     name = normalize_host(host)
     if name is None:
         return False
@@ -56,14 +53,14 @@ def _is_local_or_private_address(address: IPv4Address | IPv6Address) -> bool:
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind((str(address), 0))  # only this machine's own addresses can be bound
+            probe.bind((str(address), 0))  # works only for this machine's addresses
     except OSError:
         return False
     return True
 
 
 def is_loopback_listener(listener: socket.socket) -> bool:
-    """Whether only this machine's programs reach a socket by an address."""
+    """True for sockets without an IP address."""
     if listener.family not in (socket.AF_INET, socket.AF_INET6):
         return False
     address = ip_address(str(listener.getsockname()[0]).partition("%")[0])
@@ -72,7 +69,7 @@ def is_loopback_listener(listener: socket.socket) -> bool:
 
 
 def matches_any_host_pattern(name: str, patterns: Iterable[str]) -> bool:
-    """Whether one of the patterns means a host's name. *.example.com: all below it; *: any."""
+    """*.example.com matches all names below, * any."""
     return any(
         pattern in ("*", name) or (pattern.startswith("*.") and name.endswith(pattern[1:]) and name != pattern[1:])
         for pattern in patterns

@@ -1,4 +1,4 @@
-"""The memory that requests occupy after their bodies have been parsed, until their answers have been sent."""
+"""From parsing until the answer is sent."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from quire.server.access.body_reader import UNCOUNTED_BYTES
 from quire.server.shared_capacity import SharedCapacity
 
 MAX_LEASED_BYTES = 64 << 20
-"""Of all requests. Sixty agents that send 100 KB of tools and instructions, which a response repeats, hold 18 MB."""
+"""Sixty agents with 100 KB of echoed tools and instructions hold 18 MB."""
 MAX_LEASED_IMAGE_BYTES = 512 << 20
-"""The same, beside that, where a model reads images: one in high resolution takes 13 MB until its answer has ended."""
+"""In addition, for image models: a high-resolution image takes 13 MB until its answer ends."""
 _LEASE_SCOPE_KEY = "quire.hold"
 
 
 class MemoryLease:
-    """The memory of one request. Up to UNCOUNTED_BYTES are not counted: its connection has a buffer of that size."""
+    """The first UNCOUNTED_BYTES are free, because the connection's buffer is as large."""
 
     __slots__ = ("_budget", "_counted", "_free", "_owner", "_size")
 
@@ -30,12 +30,10 @@ class MemoryLease:
 
     @property
     def leased_bytes(self) -> int:
-        """Bytes of the budget that it takes."""
         return self._counted
 
     def grow_lease(self, size: int) -> None:
-        """Hold `size` bytes more, until `release_lease`. Raises Overloaded where others hold too much; one hold always
-        fits."""
+        """Raises Overloaded if others hold too much; a single lease always fits."""
         leased_bytes = self._size + size if self._size + size > self._free else 0
         added_bytes = leased_bytes - self._counted
         if (
@@ -51,7 +49,7 @@ class MemoryLease:
         self._budget.adjust_held_amount(self._owner, added_bytes)
 
     def move_to_new_lease(self) -> MemoryLease:
-        """Another hold that has all of this one, which is empty then. It has no connection: each byte counts."""
+        """Every byte of the new lease counts, because it has no connection."""
         other = MemoryLease(self._budget, self._owner, uncounted_bytes=0)
         size = self._size
         self.release_lease()
@@ -64,7 +62,7 @@ class MemoryLease:
 
 
 class MemoryLeaseMiddleware:
-    """Gives every request a lease, and releases it when the answer has been taken from the connection's buffer."""
+    """Releases the lease when the answer has left the connection's buffer."""
 
     def __init__(self, app: ASGIApp, budget: SharedCapacity) -> None:
         self._app = app
@@ -78,7 +76,7 @@ class MemoryLeaseMiddleware:
         async def send_whole(message: Message) -> None:
             if lease.leased_bytes and message.get("body") and not message.get("more_body"):
                 await send({**message, "more_body": True})
-                message = {"type": "http.response.body", "body": b""}  # sent when the client has read the rest
+                message = {"type": "http.response.body", "body": b""}  # sent after the client has read the rest
             await send(message)
 
         try:
@@ -94,5 +92,5 @@ def lease_of(scope: Scope) -> MemoryLease:
 
 
 def grow_request_lease(scope: Scope, size: int) -> None:
-    """Let a request hold `size` bytes more until it is answered. Raises Overloaded."""
+    """Lasts until the request is answered. Raises Overloaded."""
     lease_of(scope).grow_lease(size)

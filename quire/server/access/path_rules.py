@@ -1,13 +1,11 @@
-"""Paths that need no key, and those that need an admin's."""
-
 from __future__ import annotations
 
 PUBLIC_PATHS = frozenset({"/health", "/ping", "/ready", "/live"})
-"""Paths that need no key, because load balancers request them and have none."""
+"""Load balancers have no key."""
 WEB_PREFIX = "/web/"
-"""The web page's files need no key: they contain nothing secret, and the page asks its user for a key."""
+"""No secrets; the page asks for a key."""
 ADMIN_PREFIX = "/v1/engine/"
-"""Routes for the server's operators: on a server with keys they need an admin's."""
+"""Operators' routes, which need an admin's key if there are keys."""
 
 ADMIN_PATHS = frozenset(
     {
@@ -25,9 +23,9 @@ ADMIN_PATHS = frozenset(
         "/collective_rpc",
     }
 )
-"""More of these."""
+"""As ADMIN_PREFIX."""
 LOCAL_ONLY_PATHS = ADMIN_PATHS - {"/is_sleeping"}
-"""Those of them that on a server without keys are this machine's alone, and no web page's."""
+"""Without keys: only for this machine's programs, no web pages."""
 
 
 def is_public_path(path: str) -> bool:

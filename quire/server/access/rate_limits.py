@@ -1,5 +1,3 @@
-"""Limits a tenant's requests and tokens per minute, and reports them in OpenAI's x-ratelimit headers."""
-
 from __future__ import annotations
 
 import math
@@ -12,7 +10,7 @@ SECONDS_PER_MINUTE = 60.0
 
 
 class TokenBucket:
-    """A token bucket: it fills evenly, and holds at most a minute's amount. Taking more than it holds leaves a debt."""
+    """Holds at most a minute's amount. Withdrawing more leaves a debt."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
         self.per_minute = per_minute
@@ -28,30 +26,28 @@ class TokenBucket:
         return self._level
 
     def withdraw(self, amount: float) -> None:
-        """Take `amount` out; a negative amount is put back."""
+        """A negative amount is put back."""
         self._level = min(self.per_minute, self.level - amount)
 
     def seconds_until(self, amount: float) -> float:
-        """Seconds until it holds `amount`; 0 when it does now."""
+        """0 if it holds `amount` now."""
         return max(0.0, amount - self.level) * SECONDS_PER_MINUTE / self.per_minute
 
 
 class TokenReservation:
-    """The tokens taken from a bucket for a request that is running; `settle_usage` corrects them when it has ended."""
-
     def __init__(self, bucket: TokenBucket | None, tokens: int) -> None:
         self._bucket = bucket
         self._tokens = tokens
 
     def settle_usage(self, used_tokens: int) -> None:
-        """Charge the tokens that were actually used. Only the first call counts."""
+        """Only the first call counts."""
         bucket, self._bucket = self._bucket, None
         if bucket is not None:
             bucket.withdraw(used_tokens - self._tokens)
 
 
 class RateLimits:
-    """The limits of one tenant; None means no limit. Methods raise RateLimited when a limit is exceeded."""
+    """None: unlimited. Methods raise RateLimited."""
 
     def __init__(
         self,
@@ -63,7 +59,6 @@ class RateLimits:
         self._token_bucket = None if tokens_per_minute is None else TokenBucket(tokens_per_minute, clock)
 
     def with_full_buckets(self) -> RateLimits:
-        """The same limits with full buckets."""
         limits = [
             None if bucket is None else bucket.per_minute for bucket in (self._request_bucket, self._token_bucket)
         ]
@@ -74,7 +69,7 @@ class RateLimits:
         return self._request_bucket is not None or self._token_bucket is not None
 
     def count_request(self) -> None:
-        """Count a request, before it is read. A tenant whose token bucket is in debt is refused, too."""
+        """Call before the request is read. Raises too if the token bucket is in debt."""
         if self._token_bucket is not None:
             self._require_amount("tokens", self._token_bucket, 0)
         if self._request_bucket is not None:
@@ -82,7 +77,7 @@ class RateLimits:
             self._request_bucket.withdraw(1)
 
     def reserve_tokens(self, tokens: int) -> TokenReservation:
-        """Reserve the most tokens that a request can take, its prompt included."""
+        """`tokens`: the most that the request can use, including its prompt."""
         if self._token_bucket is not None:
             limit = self._token_bucket.per_minute
             if tokens > limit:
@@ -93,7 +88,6 @@ class RateLimits:
         return TokenReservation(self._token_bucket, tokens)
 
     def ratelimit_headers(self) -> dict[str, str]:
-        """OpenAI's x-ratelimit-* headers for the current state."""
         values = {}
         for name, bucket in (("requests", self._request_bucket), ("tokens", self._token_bucket)):
             if bucket is not None:
@@ -103,7 +97,7 @@ class RateLimits:
         return values
 
     def _require_amount(self, name: str, bucket: TokenBucket, amount: int) -> None:
-        """Raise RateLimited, with headers that say when to retry, unless the bucket holds `amount`."""
+        """Raises RateLimited, with headers that tell when to retry."""
         seconds = bucket.seconds_until(amount)
         if seconds > 0:
             remaining = max(0, math.floor(bucket.level))
@@ -117,7 +111,7 @@ class RateLimits:
 
 
 def format_duration(seconds: float) -> str:
-    """A duration as OpenAI writes it, rounded up: 120ms, 7.7s, 6m0s."""
+    """As OpenAI writes it, rounded up: 120ms, 7.7s, 6m0s."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     if seconds < SECONDS_PER_MINUTE:

@@ -1,5 +1,3 @@
-"""--root-path: the prefix of a proxy that keeps it in the paths of requests."""
-
 from __future__ import annotations
 
 from starlette.responses import RedirectResponse
@@ -7,10 +5,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class RootPathMiddleware:
-    """Takes --root-path off the paths of requests, so that all that follows knows one path for each route.
-
-    Whether a path is an admin's is decided by that path: it must be the one that is routed. So the scope's `root_path`,
-    which Starlette would take off once more, is set for the API's description alone.
+    """Removes --root-path. Admin paths are those that are routed, so `root_path`, which Starlette would remove again,
+    is set for the API description only.
     """
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:

@@ -1,5 +1,4 @@
-"""The tenants of the server: API keys from flags and from a TOML file, and what each key may do. See
-docs/deploy/security-and-limits.md."""
+"""API keys from flags and a TOML file (docs/deploy/security-and-limits.md)."""
 
 from __future__ import annotations
 
@@ -17,16 +16,14 @@ from quire.server.access.rate_limits import RateLimits
 from quire.server.config import ServerConfig
 
 HASH_PREFIX = "sha256:"
-"""Prefix of a key that is given by its SHA-256 digest in hexadecimal."""
+"""Prefix of a key's SHA-256 in hexadecimal."""
 
 
 class KeyEntry(BaseModel):
-    """One table of the key file."""
-
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     key: str
-    """The key itself, or HASHED followed by its digest."""
+    """The key, or HASH_PREFIX and its digest."""
     weight: float = Field(default=1.0, gt=0, le=1000)
     requests_per_minute: int | None = Field(default=None, ge=1)
     tokens_per_minute: int | None = Field(default=None, ge=1)
@@ -36,35 +33,32 @@ class KeyEntry(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """The owner of a key; on a server without keys, all callers together."""
+    """A key's owner; without keys, all callers together."""
 
     name: str
     digest: bytes
-    """SHA-256 of the key, which itself is not kept; empty for callers without a key."""
+    """SHA-256 of the key, which is not kept; empty without a key."""
     limits: RateLimits
     weight: float = 1.0
-    """The tenant's share of the engine, relative to others'."""
+    """Share of the engine, relative to others."""
     priority: int | None = None
-    """The most urgent priority that its requests may have (lower is more urgent); None: any."""
+    """Most urgent priority allowed (lower is more urgent); None: any."""
     admin: bool = False
     shares_prefixes: bool = False
-    """Whether its requests may use cached prefixes of other keys' requests."""
+    """May use prefixes of other keys."""
 
     def prefix_cache_salt(self, cache_salt: str) -> str:
-        """The prefix cache's salt for a request with this cache_salt.
-
-        It differs from key to key, so no tenant can find out by timing whether another tenant's prompt is cached.
-        """
+        """Differs by key, so that timing does not reveal other tenants' prompts."""
         return cache_salt if self.shares_prefixes or not self.digest else f"{self.digest.hex()}/{cache_salt}"
 
     def require_allowed_priority(self, priority: int) -> None:
-        """Raise InvalidRequest for a priority that this tenant may not use."""
+        """Raises InvalidRequest."""
         if self.priority is not None and priority < self.priority:
             raise InvalidRequest(f"priority must be at least {self.priority} with this API key", param="priority")
 
 
 class Tenants:
-    """All tenants of a server. Raises ConfigError for keys that cannot be used."""
+    """Raises ConfigError for unusable keys."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
@@ -79,35 +73,29 @@ class Tenants:
             tenants_by_digest[tenant.digest] = tenant
             names.add(name)
         self._keyed_tenants = list(tenants_by_digest.values())
-        if len(self._keyed_tenants) == 1:  # the owner of the only key is taken for the server's operator
+        if len(self._keyed_tenants) == 1:  # the only key's owner is the operator
             self._keyed_tenants = [replace(self._keyed_tenants[0], admin=True)]
         self.requires_key = bool(self._keyed_tenants)
-        """Whether requests need a key."""
         limits = RateLimits(config.requests_per_minute, config.tokens_per_minute)
         self.anonymous = Tenant("", b"", limits, admin=not self.requires_key)
-        """The tenant of requests without a key: all of them on a server without keys, else those to open paths."""
+        """For all requests if there are no keys, otherwise for public paths."""
 
     @property
     def keyed_tenants(self) -> tuple[Tenant, ...]:
-        """Those with keys."""
         return tuple(self._keyed_tenants)
 
     def find_by_key(self, key: str) -> Tenant | None:
-        """The owner of a key, which is given as a header's bytes decoded as Latin-1; None if there is none.
-
-        It compares with every key in constant time, so that the time taken reveals nothing about the keys.
-        """
+        """`key`: header bytes as Latin-1. Takes constant time, so that timing reveals nothing."""
         digest = _hash_key(key)
         matches = [tenant for tenant in self._keyed_tenants if hmac.compare_digest(digest, tenant.digest)]
         return matches[0] if matches else None
 
     def find_by_digest(self, digest: str) -> Tenant | None:
-        """The tenant whose key has this digest, in hexadecimal; None where the key is not taken any more."""
+        """`digest`: hexadecimal. None if the key is no longer accepted."""
         tenants = self._keyed_tenants or [self.anonymous]
         return next((tenant for tenant in tenants if tenant.digest.hex() == digest), None)
 
     def _iter_key_entries(self) -> Iterator[tuple[str, KeyEntry, str]]:
-        """For each key its tenant's name, its entry and the setting that it comes from."""
         config = self._config
         for number, key in enumerate(config.admin_api_key, 1):
             yield f"admin-{number}", KeyEntry(key=key, priority=None, admin=True), "admin_api_key"
@@ -143,7 +131,7 @@ class Tenants:
 
 
 def _read_key_file(path: Path) -> dict[str, KeyEntry]:
-    """The entries of a key file by tenant. Raises ConfigError, whose message never contains a key."""
+    """Raises ConfigError, whose message contains no key."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
