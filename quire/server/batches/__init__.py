@@ -1,1 +1,1 @@
-"""Files of requests that are answered behind everything else: OpenAI's Batch API, and `quire run`."""
+"""Requests answered after everything else: OpenAI's Batch API and `quire run`."""

@@ -1,4 +1,4 @@
-"""Requests that the server makes to itself in the name of a tenant, without a socket."""
+"""Requests of the server to itself for a tenant."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from starlette.types import ASGIApp, Message
 
 _RETRY_STATUSES = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 _MAX_RETRY_SECONDS = 30.0
-"""Seconds between two tries of a request for which there was no room."""
 _BASE_SCOPE: Mapping[str, Any] = {
     "type": "http",
     "asgi": {"version": "3.0"},
@@ -34,19 +33,16 @@ class ASGIResponse:
 
 
 class ASGIClient:
-    """Asks the application by ASGI alone: an HTTP client costs the event loop half a millisecond more a request, and
-    leaves cycles of references behind."""
+    """An HTTP client would cost the event loop another 0.5 ms per request and leave reference cycles behind."""
 
     def __init__(self, app: ASGIApp, extra_scope: Mapping[str, Any], cancelled: asyncio.Event) -> None:
-        """`extra_scope`: what the scopes of its requests have beside their own, the `tenant` above all. Once
-        `cancelled` is set, they end as if their caller had left."""
+        """`extra_scope`: at least the `tenant`. Once `cancelled` is set, requests end as if their caller had left."""
         self._app = app
         self._extra_scope = extra_scope
         self._cancelled = cancelled
 
     async def post_with_retries(self, path: str, body: bytes) -> ASGIResponse | None:
-        """The answer to a POST, once there is room for it; None where `left` was set before. `path`: may have a
-        query."""
+        """None if `cancelled`. `path` may have a query."""
         wait = 0.25
         while not self._cancelled.is_set():
             response = await self._post_once(path, body)
@@ -60,7 +56,7 @@ class ASGIClient:
         return None
 
     async def _post_once(self, path: str, body: bytes) -> ASGIResponse:
-        """One try. Where the application fails, that is status 500."""
+        """The status is 500 if the application raises."""
         path, _, query = path.partition("?")
         length = (b"content-length", b"%d" % len(body))
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), length]
@@ -85,6 +81,6 @@ class ASGIClient:
             else:
                 body_chunks.append(message.get("body", b""))
 
-        with suppress(Exception):  # which the application has logged
+        with suppress(Exception):  # the application has logged it
             await self._app({**_BASE_SCOPE, **request_scope, **self._extra_scope}, receive, send)
         return ASGIResponse(status, response_headers, b"".join(body_chunks))

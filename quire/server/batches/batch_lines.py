@@ -1,5 +1,3 @@
-"""Files in OpenAI's batch format: a request on each line, and then a result on each."""
-
 from __future__ import annotations
 
 import json
@@ -21,7 +19,7 @@ from quire.server.protocol.stored_objects import BATCH_ENDPOINTS
 
 
 class _LineEntry(msgspec.Struct):
-    """Fields of any type, so that each is refused in our words."""
+    """Any type, so that errors have our wording."""
 
     custom_id: Any = None
     method: Any = "POST"
@@ -36,8 +34,6 @@ class _RequestFlags(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class LineRequest:
-    """One line of the input."""
-
     custom_id: str
     url: str
     body: bytes
@@ -45,7 +41,7 @@ class LineRequest:
 
 
 def parse_line(line: str | bytes) -> LineRequest:
-    """Parse a line of the input. Raises InvalidRequest."""
+    """Raises InvalidRequest."""
     try:
         entry = msgspec.json.decode(line, type=_LineEntry)
     except msgspec.ValidationError:
@@ -69,26 +65,26 @@ def parse_line(line: str | bytes) -> LineRequest:
 
 
 def encode_answer_line(custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
-    """A line of a batch's output. `body`: the answer, JSON."""
+    """`body`: JSON."""
     answer = b'{"status_code":%d,"request_id":%b,"body":%b}' % (status, encode_ascii_json(request_id), body)
     return _encode_result_line(custom_id, answer, b"null")
 
 
 def encode_error_line(custom_id: str, code: str, message: str, param: str | None = None) -> bytes:
-    """One for a request that was never answered."""
+    """For a request without an answer."""
     return _encode_result_line(
         custom_id, b"null", encode_ascii_json({"code": code, "message": message, "param": param})
     )
 
 
 def _encode_result_line(custom_id: str, response: bytes, error: bytes) -> bytes:
-    # ASCII, for a custom_id may have half a surrogate pair
+    # ASCII: custom_id may contain half a surrogate pair.
     head = b'{"id":"batch_req_%b","custom_id":%b' % (random_source.uuid_hex().encode(), encode_ascii_json(custom_id))
     return b'%b,"response":%b,"error":%b}' % (head, response, error)
 
 
 def custom_id_or_line_name(line_number: int, line: str) -> str:
-    """The line's custom_id; made from its number in the file if it has none."""
+    """Made from the line number if there is none."""
     try:
         value = json.loads(line)["custom_id"]
     except (ValueError, KeyError, TypeError):
@@ -97,13 +93,12 @@ def custom_id_or_line_name(line_number: int, line: str) -> str:
 
 
 def read_nonempty_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The numbers and texts of a file's non-empty lines."""
     with path.open(encoding="utf-8", errors="replace") as file:
         yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
 
 
 def read_line_numbers_by_custom_id(path: Path) -> dict[str, int]:
-    """The custom_ids of an input file, each with the number of its first line. Raises ConfigError."""
+    """Map a custom_id to its first line. Raises ConfigError."""
     line_numbers: dict[str, int] = {}
     try:
         for number, line in read_nonempty_lines(path):
@@ -114,7 +109,7 @@ def read_line_numbers_by_custom_id(path: Path) -> dict[str, int]:
 
 
 def find_duplicate_lines(path: Path, line_numbers: Mapping[str, int]) -> set[int]:
-    """Numbers of the lines whose custom_id an earlier line has: each of them fails, as `line-NUMBER`."""
+    """Return lines that repeat a custom_id. They fail as `line-NUMBER`."""
     return {
         number
         for number, line in read_nonempty_lines(path)
@@ -124,7 +119,7 @@ def find_duplicate_lines(path: Path, line_numbers: Mapping[str, int]) -> set[int
 
 @contextmanager
 def rereadable_file(path: Path) -> Iterator[Path]:
-    """The file, or a copy of what comes from a pipe or, for `-`, from stdin."""
+    """Copies pipes and stdin (`-`)."""
     if str(path) != "-" and not path.is_fifo():
         yield path
         return

@@ -1,5 +1,3 @@
-"""Reads the input file of a batch: where each request is, or what is wrong with it."""
-
 from __future__ import annotations
 
 from codecs import BOM_UTF8
@@ -13,20 +11,20 @@ from quire.server.formats.tools.strict_json import is_encodable
 from quire.server.store.batches import BatchError, BatchLine
 
 MAX_LINES = 50_000
-"""Requests of a batch, as at OpenAI."""
+"""As at OpenAI."""
 MAX_CUSTOM_ID = 512
 """Characters."""
 _MAX_ERRORS = 100
-"""Lines beyond these get no error of their own."""
+"""Further lines are not checked."""
 _SORT_PREFIX_BYTES = 256
-"""Leading bytes of a body by which requests are sorted. Requests with the same instructions then follow one another
-while the pages of their common prefix are cached."""
+"""Requests are sorted by this much of their body, so that the same instructions follow one another while their prefix
+is cached.
+"""
 
 
 def read_batch_lines(path: Path, endpoint: str, max_bytes: int) -> tuple[list[BatchLine], list[BatchError]]:
-    """The requests of a file, in the order in which they are to begin, or else all errors. `max_bytes`: of a body.
-
-    Takes a second for 100 MB; in a thread, please. Raises OSError.
+    """Requests in processing order, or else all errors. `max_bytes`: of a body. Takes 1 s per 100 MB: call it in a
+    thread. Raises OSError.
     """
     entries: list[tuple[bytes, int, int, int, str]] = []
     errors: list[BatchError] = []
@@ -56,14 +54,14 @@ def read_batch_lines(path: Path, endpoint: str, max_bytes: int) -> tuple[list[Ba
 
 
 def _iter_lines_with_offsets(file: BinaryIO, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:
-    """The number of each line, from 1, where it begins in the file, and the line, without a mark of the byte order."""
+    """1-based number, byte offset, line. No byte order mark."""
     number = 0
     start = 0
     while line := file.readline(max_line_bytes):
         number += 1
         begin = start
         start += len(line)
-        if number == 1 and line.startswith(BOM_UTF8):  # as Windows' editors write it
+        if number == 1 and line.startswith(BOM_UTF8):  # Windows editors write it
             line = line[len(BOM_UTF8) :]
             begin = len(BOM_UTF8)
         yield number, begin, line

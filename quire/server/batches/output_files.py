@@ -1,5 +1,3 @@
-"""The files of a batch that ends: the answers, and the errors."""
-
 from __future__ import annotations
 
 import os
@@ -40,12 +38,13 @@ class _AnswerLine(msgspec.Struct):
 
 
 def finish_batch(batches: Batches, contents: FileContents, owner: str, batch: Batch) -> None:
-    """Write the files of a batch whose lines will get no more results, and end it in the same transaction. In a thread,
-    please. Raises OSError and sqlite3.Error, and may then be called again."""
+    """For a batch that gets no more results; ends it in the same transaction. Blocks. Raises OSError and sqlite3.Error;
+    may be called again.
+    """
     new_files: list[StoredFile] = []
     try:
         was_ended_here = batches.end(owner, _write_batch_files(batches, contents, batch, new_files), new_files)
-    except StoreUnreachable:  # it may be done: then the files are known, else the next start deletes them
+    except StoreUnreachable:  # if it was ended, its files are known; otherwise the next start deletes them
         raise
     except BaseException:
         contents.delete_contents(new_files)
@@ -55,7 +54,7 @@ def finish_batch(batches: Batches, contents: FileContents, owner: str, batch: Ba
 
 
 def _write_batch_files(batches: Batches, contents: FileContents, batch: Batch, new_files: list[StoredFile]) -> Batch:
-    """The batch as it is from now on; its files are written, and added to `new_files`."""
+    """Return the ended batch, and append its files to `new_files`."""
     num_unanswered = sum(1 for _ in _iter_unanswered_ids(batches, batch.id))
     status: BatchStatus = "cancelled" if batch.status == "cancelling" else "expired" if num_unanswered else "completed"
     usage = _Usage()
@@ -76,7 +75,7 @@ def _write_batch_files(batches: Batches, contents: FileContents, batch: Batch, n
 
 
 def _write_file(contents: FileContents, batch: Batch, name: str, lines: Iterator[bytes]) -> StoredFile | None:
-    """None where there are no lines."""
+    """None if there are no lines."""
     if (first := next(lines, None)) is None:
         return None
     file = new_file(f"{batch.id}_{name}.jsonl", _OUTPUT_PURPOSE, 0, keep_seconds=batch.keep_seconds)
@@ -103,7 +102,7 @@ def _iter_and_count_usage(lines: Iterator[bytes], usage: _Usage) -> Iterator[byt
 
 
 def _iter_results(batches: Batches, id: str, *, failed: bool) -> Iterator[bytes]:
-    """The lines of a file, in the order of the input's."""
+    """In input order."""
     last = 0
     while rows := batches.list_result_lines(id, last, failed=failed):
         yield from (line for _, line in rows)

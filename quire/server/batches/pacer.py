@@ -1,8 +1,7 @@
-"""How many lines of batches are answered beside other requests, so that these hardly wait longer.
+"""Limits how many batch lines run, so that other requests are hardly delayed.
 
-A line makes others wait in two ways: its beginning holds up the event loop for two milliseconds, and its rows make
-steps longer. So lines begin one by one, some time apart; none begins while another request waits for its first token;
-and only so many are answered at a time as hardly lengthen a step, which is measured.
+A line's start holds the event loop for 2 ms, and its rows lengthen steps. So lines start one by one with pauses, none
+while another request waits for its first token, and only as many run as hardly lengthen the measured steps.
 """
 
 from __future__ import annotations
@@ -16,26 +15,26 @@ from quire.engine.common import clock
 from quire.engine.core.request_history import StepEntry
 
 BATCH_TENANT_SUFFIX = "/batches"
-"""The end of the names under which batches ask."""
+"""Suffix of the tenant names that batches use."""
 _MAX_QUEUED_TOKENS = 256
-"""Prompt tokens of lines that may wait while there are no other requests. A request that arrives waits for the step
-under way, so steps are kept short."""
+"""Prompt tokens of lines that may queue if there are no other requests. A new request waits for the running step, so
+steps are kept short.
+"""
 _QUIET_SECONDS = 1.0
-"""For so long after another request, a further one is expected."""
+"""After another request, a further one is expected for this long."""
 _LINE_INTERVAL_SECONDS = 0.015
-"""Between the begins of two lines beside requests of others: a line takes the event loop two milliseconds."""
+"""Pause between line starts if others have requests, because a start takes the event loop 2 ms."""
 _MAX_SLOWDOWN = 1.25
-"""Steps with lines may take so many times as long as those without, or with one line alone."""
+"""Bound on the time of steps with lines, relative to steps without lines, or with a single one."""
 _SMOOTHING_STEPS = 16
-"""Steps in whose number an older one counts for little."""
+"""The newest step has a weight of 1/N."""
 
 
 class StepTimesByRequestCount:
-    """How long recent steps took that gave each of their sequences one token, by the number of sequences."""
+    """Of steps with one token per request only."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
-        """By the number of sequences."""
 
     def record_step_time(self, step: StepEntry) -> None:
         record = step.record
@@ -45,8 +44,7 @@ class StepTimesByRequestCount:
             self._seconds[record.num_requests] = average + (seconds - average) / _SMOOTHING_STEPS
 
     def is_similarly_fast(self, num_requests: int, baseline_requests: int) -> bool:
-        """Whether steps with `num_requests` sequences are known to take hardly longer than those with
-        `baseline_requests`. Where none with `num_requests` was seen, those with one less count."""
+        """If `num_requests` was never seen, steps with one less count."""
         seconds, baseline_seconds = (
             (self._seconds.get(num_requests) or self._seconds.get(num_requests - 1)),
             self._seconds.get(baseline_requests),
@@ -55,17 +53,13 @@ class StepTimesByRequestCount:
 
 
 class BatchPacer:
-    """Says when the next line may begin."""
-
     def __init__(self, clients: Callable[[], list[EngineClient]]) -> None:
-        """`clients`: of all engines, which know what else there is to do."""
+        """`clients`: of all engines."""
         self._clients = clients
         self._step_times = WeakKeyDictionary[EngineClient, StepTimesByRequestCount]()
         self._others_seen_at = self._line_started_at = -inf
-        """When requests of others were open last, and when a line was begun."""
 
     def must_wait(self, num_running: int) -> bool:
-        """Whether the next line has to wait, while `num_running` lines are being answered."""
         clients, now = self._clients(), clock.monotonic()
         names = (item for each in clients for item in each.open_everywhere.items())
         num_others = sum(count for name, count in names if not name.endswith(BATCH_TENANT_SUFFIX))
@@ -85,7 +79,6 @@ class BatchPacer:
         )
 
     def record_line_start(self) -> None:
-        """A line begins."""
         self._line_started_at = clock.monotonic()
 
     def _step_times_of(self, client: EngineClient) -> StepTimesByRequestCount:

@@ -1,7 +1,6 @@
-"""Answers the lines of batches behind everything else, until each has exactly one result, whatever ends meanwhile.
+"""Answers each batch line exactly once, at the lowest priority, whatever crashes.
 
-A line's result is in the database before another line takes its place. What had begun when the process ended begins
-again at its next start; what had a result keeps it.
+A result is stored before the next line takes its slot. After a restart, lines without a result start again.
 """
 
 from __future__ import annotations
@@ -37,26 +36,23 @@ from quire.server.store.write_retry import Result, retry_until_written
 
 log = logging.getLogger("quire.server")
 BATCH_PRIORITY = 1 << 20
-"""The priority of batches: whatever comes with a smaller number, 0 unless it says otherwise, goes first."""
+"""Smaller numbers go first; the default of requests is 0."""
 MAX_OPEN_BATCHES = 64
-"""Batches of a key that have not ended."""
+"""Per API key."""
 MAX_UPLOADS = 16
-"""Files that come at the same time. A key that has some gets more only while as many are left to others."""
+"""A key must leave as many to others as it has."""
 _SLOT_DIVISOR = 4
-"""Lines are begun in at most one of so many places of the engine."""
+"""Lines use at most 1/N of the engine's slots."""
 _LINES_PER_CHECK = 2
-"""Lines that are begun between two looks: each takes the event loop some milliseconds, which others wait for."""
+"""Line starts between two checks, because each holds the event loop for some milliseconds."""
 _CHECK_SECONDS = 0.005
 _READ_AHEAD_LINES = 64
-"""Lines that are read from the database at once."""
 _SWEEP_SECONDS = 600.0
 _EXPIRED_FILES_PER_READ = 100
-"""Files that are looked at before others are read."""
 
 
 class BatchRunner:
-    """All batches of a server. Of several API processes only the one that leads answers them; in the others this reads
-    and changes what is stored of them. Call its methods on the event loop: they leave the disk to threads."""
+    """Only the leading API process answers batches; others access stored ones. Use it on the event loop."""
 
     def __init__(
         self,
@@ -66,26 +62,24 @@ class BatchRunner:
         config: ServerConfig,
         clients: Callable[[], list[EngineClient]],
     ) -> None:
-        """`app`: what answers the lines. `clients`: of all engines."""
+        """`app` answers the lines. `clients`: of all engines."""
         self._app = app
         self.batches = data.batches
         self.files = data.files
         self.contents = data.contents
-        """What is stored; any thread may use these."""
+        """Thread-safe."""
         self.uploads = SharedCapacity(MAX_UPLOADS)
-        """Uploads that this process receives, by owner."""
+        """Uploads to this process, by owner."""
         self._tenants = tenants
         self._config = config
         self._pacer = BatchPacer(clients)
         self._line_slots = FairSemaphore(max(1, config.max_running_requests // _SLOT_DIVISOR))
-        self._read_slots = FairSemaphore(1)  # a file at a time, for threads compete with the event loop
+        self._read_slots = FairSemaphore(1)  # one at a time, because threads compete with the event loop
         self._cancel_events: dict[str, asyncio.Event] = {}
-        """By the batch's id: set when its lines shall end."""
         self.result_counts = {"completed": 0, "failed": 0}
-        """Lines that got their result in this process."""
+        """Lines answered by this process."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.is_leader = False
-        """Whether this process answers all batches."""
         self._closing = False
 
     @property
@@ -93,8 +87,7 @@ class BatchRunner:
         return len(self._cancel_events)
 
     async def start_open_batches(self) -> None:
-        """Begin to answer the batches that have not ended; from the first call on, this process answers all of them.
-        End those that other processes were asked to cancel."""
+        """Answer all open batches, and cancel those that other processes were asked to cancel."""
         if not self.is_leader:
             self.is_leader = True
             self._track_task(asyncio.create_task(self._delete_expired_files()))
@@ -105,7 +98,7 @@ class BatchRunner:
                 cancelled.set()
 
     async def stop_batches(self) -> None:
-        """Stop where they are: the next start goes on."""
+        """The next start continues where they stop."""
         self._closing = True
         for cancelled in self._cancel_events.values():
             cancelled.set()
@@ -114,19 +107,18 @@ class BatchRunner:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def is_file_in_use(self, file_id: str, owner: str) -> bool:
-        """Whether a batch that has not ended reads a file. In a thread, please."""
+        """Blocks: call it in a thread."""
         return self.batches.is_file_in_use(owner, file_id)
 
     async def add_batch(self, owner: str, batch: Batch) -> None:
-        """Raises RateLimited where the owner has many already."""
+        """Raises RateLimited if the owner has MAX_OPEN_BATCHES."""
         if not await asyncio.to_thread(self.batches.add, owner, batch, MAX_OPEN_BATCHES):
             raise RateLimited(f"{MAX_OPEN_BATCHES} batches have not ended yet. Please try again later", headers={})
         if self.is_leader:
             self._start_batch(owner, batch)
 
     async def cancel_batch(self, owner: str, id: str) -> Batch:
-        """Ends a batch; its results so far are kept. Raises RequestNotFound, and InvalidRequest for one that has ended
-        or is about to."""
+        """Results so far are kept. Raises RequestNotFound, and InvalidRequest if it ended or is finalizing."""
         batch = await asyncio.to_thread(self.batches.cancel, owner, id)
         if batch is None:
             raise RequestNotFound(f"No batch `{id}` is known here", param="batch_id")
@@ -145,7 +137,6 @@ class BatchRunner:
         task.add_done_callback(self._tasks.discard)
 
     async def _run_batch(self, owner: str, batch: Batch) -> None:
-        """A batch to its end."""
         try:
             if batch.status == "validating":
                 await self._import_input_file(owner, batch)
@@ -167,7 +158,7 @@ class BatchRunner:
         return batch
 
     async def _import_input_file(self, owner: str, batch: Batch) -> None:
-        """Make its lines known, or let it fail."""
+        """Store its lines, or fail the batch."""
         max_bytes = int(self._config.max_body_size * 2**20)
         try:
             path = self.contents.content_path(batch.input_file_id)
@@ -181,7 +172,7 @@ class BatchRunner:
         await self._retry_until_written(lambda: self.batches.store_lines_and_batch(owner, updated_batch, lines))
 
     async def _answer_batch_lines(self, owner: str, batch: Batch) -> None:
-        """Until all lines have a result, or the time is over, or nobody wants more."""
+        """Ends when the batch is answered, expired or cancelled."""
         cancelled, seconds_left = self._cancel_events[batch.id], max(0.0, batch.expires_at - clock.time())
         expire = asyncio.get_running_loop().call_later(seconds_left, cancelled.set)
         try:
@@ -197,7 +188,7 @@ class BatchRunner:
             await self._retry_until_written(partial(self.batches.mark_finalizing, owner, batch.id))
 
     def _derive_batch_tenant(self, tenant: Tenant) -> Tenant:
-        """The tenant with a share and limits of its own for batches: what it asks for itself is not held up."""
+        """Batches get their own share and limits, so that they do not slow down the tenant's requests."""
         return replace(tenant, name=f"{tenant.name}{BATCH_TENANT_SUFFIX}", limits=tenant.limits.with_full_buckets())
 
     async def _answer_lines(self, client: ASGIClient, owner: str, batch: Batch, cancelled: asyncio.Event) -> None:
@@ -224,7 +215,6 @@ class BatchRunner:
             await asyncio.gather(*running_tasks)
 
     async def _answer_line(self, client: ASGIClient, batch: Batch, line: BatchLine) -> None:
-        """Put its result, unless nobody wants it any more."""
         try:
             content = await asyncio.to_thread(_read_line_bytes, self.contents.content_path(batch.input_file_id), line)
             job = parse_line(content)
@@ -242,11 +232,10 @@ class BatchRunner:
         self.result_counts["failed" if result.failed else "completed"] += 1
 
     async def _retry_until_written(self, operation: Callable[[], Result]) -> Result:
-        """What a thread does, again and again while the disk is full or refuses it: nothing is lost meanwhile."""
+        """Run in a thread."""
         return await retry_until_written("batches wait", partial(asyncio.to_thread, operation))
 
     async def _delete_expired_files(self) -> None:
-        """Delete files whose time is over."""
         after: tuple[int, str, str] | None = None
         while True:
             expired = await self._retry_until_written(
