@@ -1,1 +1,1 @@
-"""Several models at one address, each with its own engine, within one limit of memory."""
+"""Several models at one address, each with an engine, within one memory limit."""

@@ -1,6 +1,3 @@
-"""The models that were added while the server ran. They are stored in its data folder, so that its next start has
-them."""
-
 from __future__ import annotations
 
 import json
@@ -19,7 +16,7 @@ _FILE_NAME, _DESCRIPTION = "models.json", "the added models"
 
 
 class AddedModels:
-    """Settings by name. Without a data folder they end with the server."""
+    """Without a data directory, lost when the server ends."""
 
     def __init__(self, config: ModelsConfig, data_dir: Path | None) -> None:
         self._file = None if data_dir is None else data_dir / _FILE_NAME
@@ -27,7 +24,7 @@ class AddedModels:
         self._config = config
 
     def load_entries(self) -> list[ModelEntry]:
-        """The models of before; what cannot be read or served any more is logged and left out."""
+        """Log and skip invalid models."""
         entries = []
         for name, settings in self._read_settings().items():
             try:

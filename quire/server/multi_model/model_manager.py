@@ -1,8 +1,7 @@
-"""Decides which models are awake: those that are requested, as long as their memory is within the limit.
+"""Decides which models are awake: the requested ones, within the memory limit.
 
-One task makes all changes, one at a time. A model is loaded when it is first requested and sleeps when nobody has
-requested it for a while. It also makes room for another model, the least recently used one first: at once if it has no
-open request, else after its slice of time. Its open requests wait while it sleeps, and continue afterwards.
+One task makes all changes, one at a time. A model is loaded on its first request and sleeps when idle. It makes room
+for others, least recently used first: without open requests at once, otherwise after its time slice. Its requests wait.
 """
 
 from __future__ import annotations
@@ -36,34 +35,32 @@ log = logging.getLogger("quire.server.multi_model.fleet")
 
 ModelState = Literal["unloaded", "loading", "awake", "sleeping"]
 OpenRuntime = Callable[[ModelEntry], AbstractAsyncContextManager[ModelRuntime]]
-"""A model with an engine of its own, ready, until the block ends."""
+"""A context with a ready model that has its own engine."""
 
 _PROCESS_OVERHEAD_BYTES = 256 * 2**20
-"""Bytes that an engine's process takes beside weights, keys and values."""
+"""An engine's process without weights and KV cache."""
 _POLL_SECONDS = 0.5
 _RETRY_SECONDS = 10.0
-"""After a load has failed, requests are told why for so long, before the next one tries again."""
+"""After a failed load, requests get its error for this long."""
 
 
 @dataclass(eq=False, slots=True)
 class ManagedModel:
-    """One model."""
-
     entry: ModelEntry
     runtime: ModelRuntime | None = None
     """None until it is loaded."""
     num_open: int = 0
-    """Requests that want it awake."""
+    """Requests that need it awake."""
     waiting_since: float = 0.0
-    """Since when requests have waited for it to be awake, by the monotonic clock; 0: none waits."""
+    """Monotonic time since which requests wait; 0: none waits."""
     last_used_at: float = 0.0
-    """When the last request came or ended."""
+    """Monotonic time at which the last request came or ended."""
     awake_since: float = 0.0
     is_loading: bool = False
     failure: QuireError | None = None
     failed_at: float = 0.0
     load_finished: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the model is loaded, or the load has failed."""
+    """Set when the load succeeded or failed."""
     stop_event: asyncio.Event = field(default_factory=asyncio.Event)
     serve_task: asyncio.Task[None] | None = None
 
@@ -80,7 +77,7 @@ class ManagedModel:
 
     @property
     def awake_memory_bytes(self) -> int:
-        """Bytes that it takes while it is awake: as its engine said, or before it has, what its files tell."""
+        """Reported by the engine; before that, estimated from the files."""
         config = self.entry.config
         engines = config.data_parallel_size
         if self.runtime is not None:
@@ -107,7 +104,6 @@ class ModelManager:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can still load and wake."""
         return self._task is not None and not self._task.done()
 
     @property
@@ -122,7 +118,7 @@ class ModelManager:
         raise model_not_found_error(name, [each for member in self.managed_models for each in member.served_names])
 
     def add_model(self, entry: ModelEntry) -> ManagedModel:
-        """Serve one more model. Raises InvalidRequest where one of its names is taken."""
+        """Raises InvalidRequest if a name is taken."""
         for name in (*entry.config.model_names, *configured_adapter_names(entry.config)):
             if any(name in member.served_names for member in self.managed_models):
                 raise InvalidRequest(
@@ -132,7 +128,6 @@ class ModelManager:
         return member
 
     async def remove_model(self, member: ManagedModel) -> None:
-        """Unload it and serve it no more."""
         self.managed_models.remove(member)
         member.failure, member.failed_at = ModelNotFound("The model was removed"), clock.monotonic()
         member.load_finished.set()
@@ -157,7 +152,7 @@ class ModelManager:
 
     @contextmanager
     def keep_awake(self, member: ManagedModel) -> Iterator[None]:
-        """Within the block the model is to be awake; it may be only for a slice of the time."""
+        """The model may still be awake in time slices only."""
         member.num_open += 1
         member.last_used_at = clock.monotonic()
         self._change_event.set()
@@ -169,7 +164,7 @@ class ModelManager:
             self._change_event.set()
 
     async def wait_until_loaded(self, member: ManagedModel) -> ModelRuntime:
-        """Wait until a model that is `keep_awake` is loaded. Raises what the load raises."""
+        """Call inside `keep_awake`. Raises ModelNotLoadable or Overloaded."""
         while member.runtime is None:
             if member.failure is not None and clock.monotonic() - member.failed_at < _RETRY_SECONDS:
                 error_class = ModelNotLoadable if isinstance(member.failure, ModelError) else Overloaded
@@ -179,8 +174,7 @@ class ModelManager:
         return member.runtime
 
     async def abort_requests_and_unload(self, member: ManagedModel) -> None:
-        """End its engine and give back all that it took. Requests that are open, or come meanwhile, end with an error
-        that says to try again; the next one loads it."""
+        """Open requests get an error that asks to retry; the next one loads the model."""
         if member.runtime is not None:
             runtime, unloaded = member.runtime, Overloaded("The model was unloaded. Please try again")
             member.stop_event.set()
@@ -198,11 +192,11 @@ class ModelManager:
                 log.exception("models: a change failed")
             self._change_event.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(_POLL_SECONDS):  # wait_for would lose a cancel that comes with a wake
+                async with asyncio.timeout(_POLL_SECONDS):  # wait_for could lose a cancellation here
                     await self._change_event.wait()
 
     async def _apply_due_change(self) -> None:
-        """Make one change, if one is due: bury, wake, or let sleep."""
+        """Make at most one change: close a dead model, wake one, or let one sleep."""
         now = clock.monotonic()
         for member in self.managed_models:
             if member.runtime is not None and not member.runtime.client.alive and not member.stop_event.is_set():
@@ -222,13 +216,13 @@ class ModelManager:
                 await self._put_to_sleep(member)
 
     async def _wake_or_load_if_room(self, member: ManagedModel, now: float) -> None:
-        """Wake or load it, if there is room, or others can make some now."""
+        """Others are put to sleep only if they have no requests or their time slice is over."""
         if self._config.memory_limit_bytes is not None:
             awake = [other for other in self.managed_models if other.state == "awake"]
             try:
                 size = await asyncio.to_thread(lambda: member.awake_memory_bytes)
                 self._check_fits_memory_limit(size)
-            except QuireError as error:  # or its files are not there, or are none
+            except QuireError as error:  # also if its files are missing or invalid
                 return self._record_failure(member, error)
             needed = size + sum(other.awake_memory_bytes for other in awake) - self._config.memory_limit_bytes
             for other in sorted(awake, key=lambda other: (other.num_open > 0, other.last_used_at)):
@@ -239,7 +233,7 @@ class ModelManager:
                 await self._put_to_sleep(other)
                 needed -= other.awake_memory_bytes
         if member.runtime is None:
-            with suppress(QuireError):  # which the requests are told
+            with suppress(QuireError):  # its requests get the error
                 await self._load_model(member)
         else:
             await member.runtime.weight_controller.wake_up()
@@ -252,7 +246,7 @@ class ModelManager:
         await member.runtime.weight_controller.sleep(member.entry.sleep_level, "keep")
 
     async def _load_model(self, member: ManagedModel) -> None:
-        """Raises what the start of its engine raises."""
+        """Raises what the engine's start raises."""
         log.info("models: loading %s", member.entry.name)
         member.is_loading, member.failure = True, None
         member.stop_event.clear()
@@ -271,18 +265,16 @@ class ModelManager:
             member.load_finished.set()
 
     def _check_fits_memory_limit(self, size: int) -> None:
-        """Raise ConfigError for a model that is larger than all may be together."""
+        """Raises ConfigError."""
         if self._config.memory_limit_bytes is not None and size > self._config.memory_limit_bytes:
             needed, bound = size / 2**30, self._config.memory_limit_bytes / 2**30
             raise ConfigError(f"memory: it needs {needed:.2f} GiB awake, and all may take {bound:.2f}", param="memory")
 
     def _record_failure(self, member: ManagedModel, error: QuireError) -> None:
-        """What its requests are told, for a while."""
         member.failure, member.failed_at = error, clock.monotonic()
         member.load_finished.set()
 
     async def _serve_until_stopped(self, member: ManagedModel, started: asyncio.Future[None]) -> None:
-        """What serves it, from the load to `ending`."""
         try:
             async with self._open_runtime(member.entry) as runtime:
                 runtime.workers.start_fork_server()
@@ -304,4 +296,4 @@ class ModelManager:
             await asyncio.gather(task, return_exceptions=True)
             member.serve_task = (
                 None if member.serve_task is task else member.serve_task
-            )  # a request may have it loaded already
+            )  # a request may already have loaded it again

@@ -1,5 +1,3 @@
-"""The file of `quire serve --models`: the models, and how much memory the models that are awake may take together."""
-
 from __future__ import annotations
 
 import tomllib
@@ -20,8 +18,7 @@ from quire.server.config import ServerConfig
 from quire.server.multi_model.presets import ModelPreset, parse_preset
 
 _DEFAULT_KV_GIB = 1.0
-"""What a model gets for keys and values where neither it nor the command line says; the share of the machine's memory
-that a model alone would get depends on what else runs."""
+"""KV cache of a model. A share of the machine's memory would depend on what else runs."""
 _MODEL_SETTINGS = {
     *EngineConfig.model_fields,
     "served_model_name",
@@ -39,18 +36,17 @@ _MODEL_SETTINGS = {
     "default_chat_template_kwargs",
     "chat_template_content_format",
 }
-"""The settings that a model may have for itself; the others are the server's."""
+"""Settings of a model; all others are the server's."""
 _PRESET_KEYS = ("system", "parameters")
-"""Keys that are a name's: a table whose model is another table has these alone, and `served_model_name`. It is a name
-of that table's model."""
+"""An alias is a table whose model is another table. It may have only these keys and `served_model_name`."""
 _FILE_ONLY_SETTINGS = {"kv_offload_dir", "kv_offload_tier", "scheduler_cls", "executor_cls"}
-"""Settings that write to the disk or run somebody's code: not over HTTP."""
+"""These write to the disk or run code, so they are not accepted over HTTP."""
 _MAX_NAME_LENGTH = 256
 _Seconds = Annotated[float, Meta(ge=0)]
 
 
 class ModelsFileOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What stands in the file before its tables; memory in GiB."""
+    """Memory in GiB."""
 
     memory: Annotated[float, Meta(gt=0)] | None = None
     idle_seconds: _Seconds = 600.0
@@ -69,28 +65,26 @@ class ModelEntry:
     name: str
     config: ServerConfig
     idle_seconds: float
-    """After so many seconds without a request it sleeps; 0: never for that reason."""
+    """Idle time before it sleeps; 0: never."""
     sleep_level: int
-    """1: its engine's process stays, and wakes soon; 2: that ends too."""
+    """1: the engine's process stays and wakes fast; 2: it ends too."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelsConfig:
     entries: tuple[ModelEntry, ...]
-    """At least one; the first answers what names no model, and is loaded at the start."""
+    """At least one. The first is loaded at startup and is the default."""
     memory_limit_bytes: int | None
-    """Bytes that the models that are awake may take together; None: whatever."""
+    """Limit for awake models; None: unlimited."""
     slice_seconds: float
-    """How long a model with open requests stays awake before it must make room."""
+    """Time that a model with open requests stays awake before it must make room."""
     defaults: ModelsFileOptions
-    """What holds for a model that says nothing else."""
     flags: Mapping[str, Any]
-    """The settings that the command line gives to every model."""
     presets: Mapping[str, ModelPreset] = field(default_factory=dict)
-    """By name, what requests for it get where they say nothing else."""
+    """By model name."""
 
     def parse_added_entry(self, name: str, settings: Mapping[str, Any]) -> ModelEntry:
-        """A model that is not in the file, of what a table would say. Raises ConfigError that names the key."""
+        """For models that are not in the file. Raises ConfigError."""
         if not name or len(name) > _MAX_NAME_LENGTH or not name.isprintable() or name != name.strip():
             raise ConfigError(f"model: a name has 1 to {_MAX_NAME_LENGTH} printable characters", param="model")
         if foreign := sorted(settings.keys() & {*_FILE_ONLY_SETTINGS, *_PRESET_KEYS}):
@@ -102,7 +96,7 @@ class ModelsConfig:
 
 
 def read_models_file(path: Path, flags: Mapping[str, Any]) -> ModelsConfig:
-    """`flags`: settings that the command line gives to every model. Raises ConfigError that names the table and key."""
+    """`flags`: settings for every model. Raises ConfigError."""
     try:
         document = tomllib.loads(path.read_bytes().decode())
     except OSError as error:
@@ -124,7 +118,7 @@ def read_models_file(path: Path, flags: Mapping[str, Any]) -> ModelsConfig:
 def parse_model_tables(
     where: str, tables: Mapping[str, Mapping[str, Any]], options: ModelsFileOptions, flags: Mapping[str, Any]
 ) -> ModelsConfig:
-    """`where`: what an error begins with. Raises ConfigError that names the table and key."""
+    """`where`: prefix of errors. Raises ConfigError."""
     aliases = {name: table for name, table in tables.items() if table.get("model") in tables and table["model"] != name}
     entries = [
         _parse_entry(f"{where}: {name}", name, _without_preset_keys(table), options, flags)
@@ -166,7 +160,7 @@ def _with_more_served_names(entry: ModelEntry, names: Sequence[str]) -> ModelEnt
 
 
 def _check_alias_table_keys(where: str, table: Mapping[str, Any], names: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a name of a model whose table says more than a name may."""
+    """Raises ConfigError."""
     if not any(table is each for each in names.values()):
         return
     if table["model"] in names:
@@ -181,7 +175,7 @@ def _check_alias_table_keys(where: str, table: Mapping[str, Any], names: Mapping
 def _parse_entry(
     where: str, name: str, table: Mapping[str, Any], defaults: ModelsFileOptions, flags: Mapping[str, Any]
 ) -> ModelEntry:
-    """`where`: what an error begins with."""
+    """`where`: prefix of errors."""
     settings = dict(table)
     own_options = {key: settings.pop(key) for key in ("idle_seconds", "sleep_level") if key in settings}
     try:
@@ -195,7 +189,7 @@ def _parse_entry(
     settings = {"kv_cache_memory": _DEFAULT_KV_GIB} | dict(flags) | settings
     if settings.get("num_kv_blocks") is not None:
         settings.pop("kv_cache_memory")
-    if isinstance(more := settings.get("served_model_name", []), list):  # else what reads it will say
+    if isinstance(more := settings.get("served_model_name", []), list):  # otherwise load_settings raises
         settings["served_model_name"] = [name, *more]
     try:
         config = load_settings(ServerConfig, settings, origin="table " + name)

@@ -1,6 +1,3 @@
-"""The application for several models. Each request goes to the model that it names, which is loaded first if
-necessary."""
-
 from __future__ import annotations
 
 import asyncio
@@ -41,7 +38,7 @@ router = APIRouter(include_in_schema=False)
 class _ModelNameBody(msgspec.Struct):
     model: str | None = None
     name: str | None = None
-    """What Ollama's older clients call it."""
+    """Used by Ollama's older clients."""
 
 
 class _ModelChangeBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -50,12 +47,12 @@ class _ModelChangeBody(msgspec.Struct, forbid_unknown_fields=True):
 
 class _LoadBody(_ModelChangeBody):
     settings: dict[str, Any] | None = None
-    """Of a model that is not there yet: what its table in the file would say."""
+    """Settings of a new model."""
 
 
 class _UnloadBody(_ModelChangeBody):
     forget: bool = False
-    """Serve it no more: one that was added while the server ran."""
+    """Stop serving a model that was added at run time."""
 
 
 Change = TypeVar("Change", bound=_ModelChangeBody)
@@ -68,9 +65,9 @@ def create_multi_model_app(
     config: ServerConfig,
     tenants: Tenants,
 ) -> FastAPI:
-    """An ASGI application that serves a fleet, which starts and ends with its lifespan. Beside the routes of all
-    servers: GET /v1/models has all models with their `state`, and POST /v1/models/load and /v1/models/unload are an
-    admin's. Raises what `build_app` raises."""
+    """The lifespan runs the manager. GET /v1/models has each model's `state`; POST /v1/models/load and /unload need an
+    admin. Raises what `build_app` raises.
+    """
 
     @asynccontextmanager
     async def open_models() -> AsyncIterator[ModelDispatcher]:
@@ -84,7 +81,7 @@ def create_multi_model_app(
 
 
 class MultiModelDispatcher:
-    """Where nothing names a model, a request is for the first; the query parameter `model` names one too."""
+    """Requests that name no model go to the first one. The query parameter `model` also names one."""
 
     def __init__(self, manager: ModelManager, models_config: ModelsConfig, added_models: AddedModels) -> None:
         self.manager = manager
@@ -98,7 +95,7 @@ class MultiModelDispatcher:
     async def dispatch_request(
         self, handler: ASGIApp, scope: Scope, receive: Receive, send: Send, *, needs_awake: bool, names_model: bool
     ) -> None:
-        """It gets the body read, which has its place in the budget until it takes the body over."""
+        """The body it reads stays in the memory budget until the handler takes it over."""
         request, path = Request(scope, receive), scope["path"]
         name = request.query_params.get("model") or request.path_params.get("model")
         if request.method not in ("POST", "PUT", "PATCH"):
@@ -118,7 +115,7 @@ class MultiModelDispatcher:
             raise HTTPException(CLIENT_CLOSED_REQUEST) from None
 
     def _apply_preset(self, path: str, name: str | None, body: BodyBuffer) -> None:
-        """Put what the model's name says into a request that does not say it."""
+        """Fill in what the request leaves out."""
         if name is None:
             name = self.manager.managed_models[0].entry.name
         elif path.startswith(OLLAMA_PREFIX):
@@ -127,14 +124,13 @@ class MultiModelDispatcher:
             apply_preset(preset, path, body)
 
     def _loaded_or_first_model(self) -> ManagedModel:
-        """A model that is loaded, or the first."""
         return next(
             (member for member in self.manager.managed_models if member.runtime is not None),
             self.manager.managed_models[0],
         )
 
     def _find_model(self, path: str, name: str | None) -> ManagedModel:
-        """The model of this name, by default the first. Raises ModelNotFound."""
+        """Defaults to the first. Raises ModelNotFound."""
         members = self.manager.managed_models
         names = [each for member in members for each in member.served_names]
         if name is None or (path == SYSTEM_ONE_PATH and is_model_alias(name, names)):
@@ -142,7 +138,7 @@ class MultiModelDispatcher:
         return self.manager.require_model(strip_latest_tag(name, names) if path.startswith(OLLAMA_PREFIX) else name)
 
     async def wait_until_loaded(self, member: ManagedModel, receive: Receive) -> ModelRuntime:
-        """Wait until it is loaded. Raises what the load raises; HTTPException when nobody waits for it any more."""
+        """Raises what the load raises, and HTTPException if the client disconnects."""
         if member.runtime is not None:
             return member.runtime
         with self.manager.keep_awake(member):
@@ -185,7 +181,7 @@ async def list_model_tags(request: Request) -> dict[str, Any]:
 
 @router.get("/api/ps")
 async def list_running_models(request: Request) -> dict[str, Any]:
-    """Those that are awake."""
+    """Awake models."""
     awake = [member.runtime for member in _get_dispatcher(request).manager.managed_models if member.state == "awake"]
     return {"models": [each for runtime in awake if runtime is not None for each in ps_entries(runtime)]}
 
@@ -258,4 +254,4 @@ def _requested_model_name(path: str, body: bytes) -> str | None:
         names = msgspec.json.decode(body, type=_ModelNameBody)
         return names.model or names.name if path.startswith(OLLAMA_PREFIX) else names.model
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        return None  # which the route will tell
+        return None  # the route reports it

@@ -1,4 +1,4 @@
-"""Names of one's own for a model: each with a system message and defaults of its own, on the engine that is there."""
+"""Model aliases with their own system message and defaults, on an existing engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PRESET_PARAMETERS = (
     "chat_template_kwargs",
     "reasoning_effort",
 )
-"""What requests may leave to their model's name, as chats call it."""
+"""Parameters of a preset, under their names in a chat."""
 _OLLAMA_NAMES = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}
 _FIELDS_BY_PATH: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "/v1/chat/completions": ("messages", {name: name for name in PRESET_PARAMETERS}),
@@ -44,19 +44,19 @@ _FIELDS_BY_PATH: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "/api/generate": ("system", {}),
     "/tokenize": ("messages", {"chat_template_kwargs": "chat_template_kwargs"}),
 }
-"""By path, the field of the system message, and what each parameter is called there."""
+"""By path: field of the system message, and names of the parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPreset:
     system: str | None
-    """For requests that bring no system message."""
+    """Used if a request has no system message."""
     parameters: Mapping[str, Any]
-    """By the names of a chat, for requests that do not say them."""
+    """By their names in a chat; used for what requests leave out."""
 
 
 def parse_preset(where: str, system: object, parameters: object) -> ModelPreset:
-    """Raises ConfigError, beginning with `where`, that names the key."""
+    """`where`: prefix of errors. Raises ConfigError."""
     if system is not None and (not isinstance(system, str) or not system.strip()):
         raise ConfigError(f"{where}: system: must be a text")
     if not isinstance(parameters, dict):
@@ -76,14 +76,14 @@ def parse_preset(where: str, system: object, parameters: object) -> ModelPreset:
 
 
 def apply_preset(preset: ModelPreset, path: str, body: BodyBuffer) -> None:
-    """Put into a request's body what its model's name says, and it does not. A body that is none stays as it is."""
+    """Fill in what the body leaves out. An invalid body stays as it is."""
     path_fields = _FIELDS_BY_PATH.get(path)
     if path_fields is None:
         return
     try:
         content = msgspec.json.decode(b"".join(body.chunks))
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        return  # which the route will tell
+        return  # the route reports it
     if not isinstance(content, dict):
         return
     field, names = path_fields
@@ -115,7 +115,7 @@ def _fill_system_message(content: dict[str, Any], field: str, system: str) -> No
 
 
 def _fill_field(content: dict[str, Any], name: str, value: Any) -> None:
-    """A variable of the chat template is filled in alone: the request's others stay."""
+    """Template variables are merged; the request's take precedence."""
     if value is None:
         return
     if isinstance(value, Mapping) and isinstance(content.get(name), dict):
