@@ -1,5 +1,3 @@
-"""The adapters beside the model: which names there are, which content each stands for, and where it is kept."""
-
 from __future__ import annotations
 
 import asyncio
@@ -28,12 +26,10 @@ MAX_NAME_LENGTH = 256
 MAX_ADAPTERS = 10_000
 _NAMES_FILE = "adapters.json"
 _UNNAMED_SECONDS = 600.0
-"""Seconds for which the files of an adapter without a name are kept: a request may be about to need them."""
+"""Unnamed adapters stay this long, because a request may be about to need their files."""
 
 
 class AdapterRegistry:
-    """Adapters by name. `adapters_by_name` is live; the other methods are for the routes that change it."""
-
     def __init__(
         self,
         config: ServerConfig,
@@ -41,8 +37,7 @@ class AdapterRegistry:
         digests_in_use: Callable[[], Collection[str]],
         names_file: Path | None,
     ) -> None:
-        """`digests_in_use`: digests of the adapters that open requests need. `names_file`: where the names that are
-        loaded at run time are kept for the next start."""
+        """`digests_in_use`: of open requests."""
         self._adapter_store = adapter_store
         self._digests_in_use = digests_in_use
         self._model_names = config.model_names
@@ -50,9 +45,8 @@ class AdapterRegistry:
         self._names_file = names_file
         self._adapters: dict[str, Adapter] = {}
         self._configured_names: set[str] = set()
-        """The names that --lora-modules gives."""
         self._unnamed_since: dict[str, float] = {}
-        """Digests without a name, and since when."""
+        """Monotonic times since which digests have no name."""
         self._change_lock = asyncio.Lock()
 
     @property
@@ -60,7 +54,7 @@ class AdapterRegistry:
         return MappingProxyType(self._adapters)
 
     def load_initial_adapters(self, modules: Sequence[str]) -> None:
-        """Take in what was loaded before this server's start, and `modules` of --lora-modules. Raises ConfigError."""
+        """Raises ConfigError."""
         for name, digest in self._read_saved_digests_by_name().items():
             try:
                 self._adapters[name] = self._adapter_store.reopen_stored_adapter(name, digest)
@@ -79,8 +73,7 @@ class AdapterRegistry:
         self._delete_unused_files()
 
     async def load_lora_adapter(self, name: str, path: str, *, replace: bool) -> None:
-        """Serve the adapter at `path` under this name, from the next request on. Raises InvalidRequest, naming the
-        field; for a name that has another content already, unless it may be replaced."""
+        """Raises InvalidRequest, also if the name has other content and `replace` is False."""
         self._check_name(name)
         async with self._change_lock:
             if name not in self._adapters and len(self._adapters) >= MAX_ADAPTERS:
@@ -103,7 +96,7 @@ class AdapterRegistry:
             self._save_and_clean_up(before)
 
     async def unload_lora_adapter(self, name: str) -> None:
-        """Requests under way finish. Raises ModelNotFound."""
+        """Running requests finish. Raises ModelNotFound."""
         async with self._change_lock:
             if name not in self._adapters:
                 raise ModelNotFound(f"There is no adapter `{name[:100]}`", param="lora_name")
@@ -133,7 +126,6 @@ class AdapterRegistry:
             self._unnamed_since.setdefault(digest, clock.monotonic())
 
     def _delete_unused_files(self) -> None:
-        """Delete the files that nobody can need any more."""
         used, now = self._digests_in_use(), clock.monotonic()
         for digest, since in list(self._unnamed_since.items()):
             if now - since > _UNNAMED_SECONDS and digest not in used:
@@ -151,8 +143,7 @@ class AdapterRegistry:
 
 
 def write_json_file(file: Path | None, content: Mapping[str, Any], description: str) -> None:
-    """Replace a file of the data folder, as JSON: whole or not at all, for this user alone. Without a file nothing is
-    kept; where it cannot be written, that is logged, and `description` is missing at the next start."""
+    """Atomic, and only readable by this user. None: nothing is stored. Errors are only logged."""
     if file is None:
         return
     temporary = file.with_suffix(".new")
@@ -169,7 +160,7 @@ def write_json_file(file: Path | None, content: Mapping[str, Any], description: 
 
 
 def parse_adapter_option(text: str) -> tuple[str, str]:
-    """Of --lora-modules: NAME=PATH, or vLLM's {"name": ..., "path": ...}. Raises ConfigError."""
+    """NAME=PATH, or vLLM's {"name": ..., "path": ...}. Raises ConfigError."""
     if text.startswith("{"):
         try:
             option = json.loads(text)
@@ -183,15 +174,16 @@ def parse_adapter_option(text: str) -> tuple[str, str]:
 
 
 def configured_adapter_names(config: ServerConfig) -> tuple[str, ...]:
-    """The names of --lora-modules. Raises ConfigError."""
+    """Raises ConfigError."""
     if config.lora_modules and not config.enable_lora:
         raise ConfigError("lora_modules: need --enable-lora (enable_lora = true)", param="lora_modules")
     return tuple(parse_adapter_option(text)[0] for text in config.lora_modules)
 
 
 def check_local_adapters(config: ServerConfig, modules: ModuleShapes | None) -> None:
-    """Raise ConfigError for adapters of --lora-modules that are missing on this machine or do not fit the model: this
-    takes milliseconds, and the model is still loading. `modules`: of the model; None or empty: not known yet."""
+    """Raises ConfigError if --lora-modules are missing here or do not fit. Takes milliseconds, while the model is
+    loading. `modules` None or empty: unknown.
+    """
     configured_adapter_names(config)
     for name, path in map(parse_adapter_option, config.lora_modules):
         try:
@@ -212,8 +204,7 @@ def open_adapter_registry(
     *,
     device: str,
 ) -> Iterator[AdapterRegistry | None]:
-    """The adapters of a model that has these modules; None where none are served. `data_dir`: the folder where they are
-    kept for the next start. Raises ConfigError."""
+    """Yields None if no adapters are served. `data_dir` keeps them for the next start. Raises ConfigError."""
     configured_adapter_names(config)
     if not config.enable_lora or modules is None:
         yield None

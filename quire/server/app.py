@@ -1,5 +1,3 @@
-"""The application of a server of one model."""
-
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
@@ -24,8 +22,6 @@ from quire.server.workers.pool import LaunchProcess
 
 
 class SingleModelDispatcher:
-    """The Models of a server of one."""
-
     def __init__(self, runtime: ModelRuntime) -> None:
         self.loaded_runtimes = (runtime,)
 
@@ -43,9 +39,9 @@ def create_app(
     link: PeerLink | None = None,
     launch_process: LaunchProcess = Child,
 ) -> FastAPI:
-    """An ASGI application that serves one model; its lifespan starts the client and stops it, and raises what
-    `open_runtime` raises. `modules`, `launch_process`: see there; `link`: see `build_app`; of a SharedClient
-    it is that one. Raises what `build_app` raises."""
+    """The lifespan starts and stops the client, and raises what `open_runtime` raises. `link`: see `build_app`; a
+    SharedClient is its own. Raises what `build_app` raises.
+    """
     config = source.config
     tenants = Tenants(config)
 

@@ -1,5 +1,3 @@
-"""Builds the application of a server, whatever its models: routes, the error table, middleware and its start."""
-
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
@@ -32,10 +30,10 @@ def build_app(
     link: PeerLink | None = None,
     open_stored_data: OpenStoredData = open_configured_data_dir,
 ) -> FastAPI:
-    """An ASGI application of the models that are `open_models` as long as its lifespan lasts. `routers`: routes that go
-    before its own. Raises ConfigError for API keys, gateways and hosts that cannot be used; the lifespan what
-    `open_models` and `open_stored_data` raise. `budget_bytes`: bytes that all requests may hold. `link`: to the process
-    that has what is kept, where others share it. `open_stored_data`: gives what is kept."""
+    """The lifespan opens `open_models` and `open_stored_data` and raises what they raise. `routers` take precedence.
+    `budget_bytes`: memory of all requests. `link`: to the owner of shared data. Raises ConfigError for unusable API
+    keys, gateways and hosts.
+    """
     gateways = TrustedGateways(config)
 
     def histories() -> list[RequestHistory]:
@@ -57,7 +55,7 @@ def build_app(
         lifespan=lifespan,
         redirect_slashes=False,
         strict_content_type=False,
-        docs_url=None,  # server/routes/web_pages.py has it; FastAPI's own pages load what they show from elsewhere
+        docs_url=None,  # see server/routes/web_pages.py; FastAPI's pages load external files
         redoc_url=None,
     )
     install_error_handlers(app)

@@ -1,5 +1,3 @@
-"""How a server is set up: the engine's settings and its own."""
-
 from __future__ import annotations
 
 import re
@@ -22,13 +20,13 @@ ToolCallParser = Literal["auto", "none", _JsonToolParser, "granite", "openai", "
 ReasoningParser = Literal["auto", "none", "think", "mistral", "seed_oss", "cohere"]
 DEMO_NAME = "quire-demo"
 _UNINFORMATIVE_NAME = re.compile(r"hf|models?|main|weights|checkpoint|snapshot|huggingface|[0-9a-f]{40}")
-"""Names of directories that say nothing of the model in them."""
+"""Folder names that do not identify a model."""
 _MAX_NAME_LENGTH = 200
 _HUB_CACHE_FOLDER = re.compile(r"models--(.+?)--(.+)")
 
 
 class ServerConfig(EngineConfig):
-    """Fields keep vLLM's flag names where the meaning is the same."""
+    """Fields have vLLM's flag names if they mean the same."""
 
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0: all interfaces")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0: any free one")
@@ -197,7 +195,7 @@ class ServerConfig(EngineConfig):
     @field_validator("tool_call_parser", "reasoning_parser", mode="before")
     @classmethod
     def replace_redundant_parser_with_auto(cls, value: object, info: ValidationInfo) -> object:
-        """auto, for vLLM's names of formats that are read from the chat template."""
+        """Return auto for vLLM's names of formats that the chat template tells."""
         return "auto" if redundant_vllm_value_reason(str(info.field_name), value) else value
 
     @field_validator("default_chat_template_kwargs")
@@ -209,14 +207,13 @@ class ServerConfig(EngineConfig):
 
     @property
     def has_api_keys(self) -> bool:
-        """Whether requests need an API key."""
         return bool(self.api_key or self.admin_api_key or self.api_key_file is not None)
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The names of the model, at least one. A hub id is its own name, without the address that it came in, a
-        directory gives its last part (or, where that says nothing, what config.json knows), a GGUF file its name
-        without the suffix."""
+        """Default: the hub id, the folder's name (or the one in config.json if it is uninformative), or the GGUF file's
+        stem.
+        """
         if self.served_model_name:
             return tuple(self.served_model_name)
         if self.model == DEMO_MODEL:
@@ -231,7 +228,6 @@ class ServerConfig(EngineConfig):
 
 
 def _name_from_folder(path: Path) -> str:
-    """The name of the model in a directory."""
     if not _UNINFORMATIVE_NAME.fullmatch(path.name.lower()):
         return path.name
     if cached := _HUB_CACHE_FOLDER.fullmatch(
@@ -240,7 +236,7 @@ def _name_from_folder(path: Path) -> str:
         return "/".join(cached.groups())
     try:
         known = (read_json_if_present(path / "config.json") or {}).get("_name_or_path")
-    except ModelError:  # which the start will report
+    except ModelError:  # reported at startup
         known = None
     if not isinstance(known, str) or not known.isprintable() or len(known) > _MAX_NAME_LENGTH:
         return path.name

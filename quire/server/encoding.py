@@ -1,5 +1,3 @@
-"""How answers become bytes: JSON, and the frame of a server-sent event. How API processes answer one another."""
-
 from __future__ import annotations
 
 import json
@@ -12,12 +10,11 @@ import msgspec
 from quire.engine.processes.utility_calls import method_call_codec as method_call_codec
 
 encode_json = msgspec.json.Encoder().encode
-"""Compact JSON in UTF-8. Raises UnicodeEncodeError for text with half of a surrogate pair."""
+"""Compact UTF-8. Raises UnicodeEncodeError for half a surrogate pair."""
 
 EVENT_PREFIX, EVENT_END = b"data: ", b"\n\n"
-"""What stands before and behind the data of an event."""
 DONE_EVENT = b"data: [DONE]\n\n"
-"""The last event of OpenAI's streams."""
+"""Ends OpenAI's streams."""
 
 
 PING_EVENT = b": ping\n\n"
@@ -25,12 +22,11 @@ PING_EVENT = b": ping\n\n"
 
 
 def encode_event(kind: str, data: Mapping[str, object], **raw_fields: bytes) -> bytes:
-    """An event with a name of its own; `raw_fields`: as below."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode_with_raw_fields(data, **raw_fields))
 
 
 def encode_with_raw_fields(fields: Mapping[str, object], **raw_fields: bytes) -> bytes:
-    """A JSON object of at least one field, and behind it others whose values are JSON already."""
+    """A JSON object of `fields` (at least one) and `raw_fields`, which are JSON already."""
     more = [b',"%b":%b' % (name.encode(), value) for name, value in raw_fields.items()]
     return b"%b%b}" % (encode_json(fields)[:-1], b"".join(more))
 
@@ -40,13 +36,12 @@ def join_json_array(encoded: Iterable[bytes]) -> bytes:
 
 
 def encode_ascii_json(value: object) -> bytes:
-    """JSON in ASCII, for text that a client may have given half of a surrogate pair: UTF-8 cannot write that."""
+    """UTF-8 cannot encode half a surrogate pair, which clients may send."""
     return json.dumps(value).encode()
 
 
 def escape_log_text(text: str) -> str:
-    """The text as a line of a log may have it: an address may spell line breaks and codes that move a cursor, and
-    these are written as its percent signs had them."""
+    """Percent-encodes characters that could break a line or move the cursor."""
     return "".join(char if char.isprintable() else quote(char, errors="replace") for char in text)
 
 
@@ -54,8 +49,7 @@ encode_msgpack = msgspec.msgpack.Encoder().encode
 
 
 def method_handler(owner: object, method: Callable[..., Any]) -> Callable[[bytes], Awaitable[bytes | None]]:
-    """What answers another process that calls this method of `owner`: None, where the method returns None. No body
-    stands for no arguments."""
+    """Serve calls of `method` by other processes. A result of None stays None. An empty body means no arguments."""
 
     async def handle_call(body: bytes) -> bytes | None:
         arguments = method_call_codec(method).arguments_decoder.decode(body) if body else None

@@ -1,4 +1,4 @@
-"""One table from exceptions to the error body of each API, before a stream and inside it."""
+"""Maps exceptions to each API's error body, also inside streams."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ERROR_TABLE: tuple[tuple[type[QuireError], int, str], ...] = (
     (EngineError, 500, SERVER_ERROR_TYPE),
     (QuireError, 500, SERVER_ERROR_TYPE),
 )
-"""Base class, HTTP status and OpenAI's error type; the first matching row counts."""
+"""Base class, HTTP status, OpenAI's type; the first match counts."""
 ANTHROPIC_ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -52,56 +52,50 @@ ANTHROPIC_ERROR_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""Anthropic's error types by HTTP status; other statuses have invalid_request_error below 500, api_error from there."""
+"""By HTTP status. Others are invalid_request_error below 500, api_error from 500."""
 SYSTEM_ONE_PATH = "/v1/systemone"
-"""The route of TypeSafe's API."""
 OLLAMA_PREFIX = "/api/"
-"""The beginning of the paths of Ollama's API."""
 RETRY_AFTER_SECONDS = "1"
 UNEXPECTED_MESSAGE = "The server had an error while processing your request. The log says more"
 
 
 _TOKEN_COUNTS = re.compile(r"length is (\d+) tokens, but \w+ came to (?:about )?(\d+) tokens")
-"""In the message of a ContextLengthExceeded."""
+"""Matches the message of a ContextLengthExceeded."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorInfo:
-    """What a client is told of an error."""
-
     status: int
     message: str
     error_type: str
-    """OpenAI's type."""
     param: str | None = None
     code: str | None = None
 
     def encode_body(self, path: str) -> bytes:
-        """The JSON body in the form of the API that the path belongs to."""
+        """In the form of the path's API."""
         return next((form for paths, form in ERROR_ENCODERS if paths.fullmatch(path)), ErrorInfo.encode_openai)(self)
 
     def with_api_status(self, path: str) -> ErrorInfo:
-        """As the API that the path belongs to numbers it."""
+        """TypeSafe's API uses 422 for 400."""
         return replace(self, status=422) if path == SYSTEM_ONE_PATH and self.status == HTTPStatus.BAD_REQUEST else self
 
     def encode_openai(self) -> bytes:
-        # ASCII, because a message may quote half a surrogate pair from the request, which UTF-8 cannot encode.
+        # ASCII: messages may quote half a surrogate pair, which UTF-8 cannot encode.
         fields = {"message": self.message, "type": self.error_type, "param": self.param, "code": self.code}
         return encode_ascii_json({"error": fields})
 
     def encode_ollama(self) -> bytes:
-        """A message alone."""
         return encode_ascii_json({"error": self.message})
 
     def encode_system_one(self) -> bytes:
-        """FastAPI's form: a `detail` that says what is wrong with the body, or has the type of any other error."""
+        """FastAPI's `detail`: what is wrong with the body, or the type of another error."""
         if self.status == HTTPStatus.UNPROCESSABLE_ENTITY:
             place = ["body"] if self.param is None else ["body", self.param]
             return encode_ascii_json({"detail": [{"loc": place, "msg": self.message, "type": "value_error"}]})
         return encode_ascii_json({"detail": {"error_type": self._anthropic_type, "message": self.message}})
 
     def encode_anthropic(self) -> bytes:
-        """It has no field for the parameter, so the message names it."""
+        """There is no field for the parameter, so the message names it."""
         message = self.message if self.param is None or self.param in self.message else f"{self.param}: {self.message}"
         if self.code == ContextLengthExceeded.code:  # Claude Code reads these words and both numbers, and compacts
             token_counts = _TOKEN_COUNTS.search(message)
@@ -111,7 +105,6 @@ class ErrorInfo:
 
     @property
     def _anthropic_type(self) -> str:
-        """Anthropic's, by the status."""
         other = "api_error" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else INVALID_REQUEST_TYPE
         return ANTHROPIC_ERROR_TYPES.get(self.status, other)
 
@@ -121,11 +114,10 @@ ERROR_ENCODERS = (
     (re.compile(rf"{OLLAMA_PREFIX}.*", re.DOTALL), ErrorInfo.encode_ollama),
     (re.compile(SYSTEM_ONE_PATH), ErrorInfo.encode_system_one),
 )
-"""The APIs that have a form of errors of their own, by the paths of their routes."""
 
 
 def error_info(error: Exception) -> ErrorInfo:
-    """The failure that a caller is told. An error that is none of ours is logged, and told as unexpected."""
+    """Exceptions that are not ours are logged and reported as unexpected."""
     if isinstance(error, QuireError):
         status, kind = next((status, kind) for base, status, kind in ERROR_TABLE if isinstance(error, base))
         return ErrorInfo(status, error.message, kind, error.param, error.code)
@@ -137,27 +129,22 @@ def error_info(error: Exception) -> ErrorInfo:
 
 
 def http_error_info(error: HTTPException) -> ErrorInfo:
-    """The failure of an error that has an HTTP status."""
     kind = SERVER_ERROR_TYPE if error.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR else INVALID_REQUEST_TYPE
     return ErrorInfo(error.status_code, str(error.detail), kind)
 
 
 def encode_openai_stream_error(error: Exception) -> bytes:
-    """An error inside a stream of OpenAI's chunks, as its last event."""
     return EVENT_PREFIX + error_info(error).encode_openai() + EVENT_END
 
 
 def error_response(path: str, info: ErrorInfo, headers: dict[str, str] | None = None) -> Response:
-    """The response to a request for `path` that failed."""
     info = info.with_api_status(path)
     return Response(info.encode_body(path), info.status, headers, "application/json")
 
 
 class UnexpectedErrorMiddleware:
-    """ASGI middleware that answers unexpected exceptions with 500.
-
-    Starlette's own handler for them runs outside all middleware: its answer would lack the CORS headers, and web pages
-    of other origins could not read it.
+    """Answers unexpected exceptions. Starlette's own handler runs outside all middleware: its answer would lack CORS
+    headers, so pages of other origins could not read it.
     """
 
     def __init__(self, app: ASGIApp) -> None:

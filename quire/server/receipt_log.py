@@ -1,4 +1,4 @@
-"""Receipts of answers: made for who asks for one, and of every answer for the file of --receipt-log."""
+"""Receipts: on request, and for every answer with --receipt-log."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ from quire.server.observe.metrics import Metrics
 
 log = logging.getLogger("quire.server")
 _MAX_PENDING_BYTES = 64 << 20
-"""Bytes of receipts that wait to be written. Where a disk is slower than answers, the rest is lost, and counted."""
+"""Bound on unwritten receipts. If the disk is too slow, further ones are dropped and counted."""
 
 
 class ReceiptLog:
-    """A file to which receipts are appended, a line each. Several processes may write to it. One that has become too
-    large is renamed, to its name and `.1`, in the place of the one before."""
+    """Several processes may append. Above `max_bytes` it is renamed to `.1`, replacing the last one."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        """Raises ConfigError where it cannot be written."""
+        """Raises ConfigError if the file cannot be written."""
         self._path = path
         self._max_bytes = max_bytes
         self._queued_lines: list[bytes] = []
@@ -39,7 +38,7 @@ class ReceiptLog:
             raise ConfigError(f"receipt_log: {path}: {error.strerror}", param="receipt_log") from None
 
     def queue_line(self, line: bytes) -> bool:
-        """Have a line written soon; False where there is no room for it."""
+        """False if there is no room."""
         if self._pending_bytes + len(line) > _MAX_PENDING_BYTES:
             return False
         self._queued_lines.append(line)
@@ -64,7 +63,7 @@ class ReceiptLog:
     def _append_bytes(self, content: bytes) -> None:
         file = self._open_file()
         try:
-            while True:  # until it is the one that has the name, and nobody else's to rename
+            while True:  # until the locked file is the current one
                 fcntl.flock(file, fcntl.LOCK_EX)
                 file_status = os.fstat(file)
                 if self._path.exists() and self._path.stat().st_ino == file_status.st_ino:
@@ -84,8 +83,6 @@ class ReceiptLog:
 
 
 class ReceiptWriter:
-    """Makes the receipts of one model's answers."""
-
     def __init__(self, hashes: ModelHasher, info: EngineInfo, metrics: Metrics, log: ReceiptLog | None) -> None:
         self.hashes = hashes
         self.receipt_log = log
@@ -94,20 +91,18 @@ class ReceiptWriter:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def encode_answer_receipt(self, request: GenerationRequest, running: RunningGeneration[Generation]) -> bytes:
-        """The receipt that an answer gives, as JSON."""
+        """JSON."""
         self._metrics.receipt_counters["answer"].inc()
         return encode_receipt(await self._build_receipt(request, running))
 
     def log_answer(self, request: GenerationRequest, running: RunningGeneration[Generation]) -> None:
-        """Note an answer that has ended, in whatever way, in the log, if there is one. What is told once more was noted
-        the first time."""
+        """Failed answers are logged too. Repeated ones were logged before."""
         if self.receipt_log is not None and request.authorized_caller.record_receipt and running.needs_engine:
             task = asyncio.create_task(self._write_receipt(request, running))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Write what has to be written."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.receipt_log is not None:
             await self.receipt_log.close()

@@ -1,5 +1,3 @@
-"""A served model: its names, and everything that turns text into its tokens and back."""
-
 from __future__ import annotations
 
 import hashlib
@@ -26,39 +24,33 @@ from quire.server.config import ServerConfig
 from quire.server.formats.chat_formats import ChatFormats
 
 TASK_OUTPUTS: dict[Task, str] = {"generate": "text", "embed": "embeddings", "classify": "scores"}
-"""What each task makes, for messages."""
 
 
 NEUTRAL_SAMPLING: Mapping[str, float] = {each.name: each.default for each in MODEL_DEFAULT_FIELDS}
-"""What a request samples with where neither it nor the model's generation_config.json says."""
+"""Used unless the request or generation_config.json sets them."""
 _MAX_LISTED_NAMES, _MAX_COMPARED_NAMES = 20, 200
-"""Names that an error lists, and that it compares with the one asked for."""
+"""In an error: names listed, and names compared with the requested one."""
 
 
 @dataclass(frozen=True)
 class ServedModelSpec:
-    """The part of a ServedModel that is sent to another process, which makes the rest of it."""
+    """The part of a ServedModel that is sent to other processes, which build the rest."""
 
     config: ServerConfig
     tokenizer: Tokenizer
     vocab_size: int
     """Token ids run from 0 to vocab_size - 1."""
     sampling_defaults: Mapping[str, float]
-    """Sampling parameters of the model's generation_config.json, or of the settings that are in its place, and as
-    `max_tokens` the most that a request may generate."""
+    """From generation_config.json, or settings in its place. `max_tokens` bounds the output."""
     context_length: int = 0
-    """Most tokens of a prompt and its answer together. Known when the engine has started, as `tasks` are."""
+    """Tokens of prompt and answer. Known, like `tasks`, when the engine has started."""
     tasks: tuple[Task, ...] = ("generate",)
-    """The kinds of requests that it can answer."""
     pooling: PoolingConfig | None = None
-    """How it makes vectors."""
     multimodal_prompt_builder: MultimodalPromptBuilder | None = None
-    """How it reads images; None where requests may not bring any."""
+    """None if requests may not have images."""
     no_images_reason: str = NO_IMAGES_REASON
-    """Why they may not."""
 
     def with_engine_info_from(self, model: ServedModel) -> ServedModelSpec:
-        """With what the engine says of the model."""
         return replace(
             self,
             context_length=model.context_length,
@@ -68,7 +60,7 @@ class ServedModelSpec:
         )
 
     def build_served_model(self, *, expendable: bool = False, adapters: Collection[str] = ()) -> ServedModel:
-        """Raises ModelError for a chat template that is not valid Jinja."""
+        """Raises ModelError for invalid Jinja in the chat template."""
         return ServedModel(
             **{each.name: getattr(self, each.name) for each in fields(ServedModelSpec)},
             names=self.config.model_names,
@@ -82,23 +74,22 @@ class ServedModelSpec:
 @dataclass(frozen=True, kw_only=True)
 class ServedModel(ServedModelSpec):
     names: tuple[str, ...]
-    """Names that requests may use, at least one; the first is the model's own."""
+    """At least one; the first is the model's own."""
     chat_formats: ChatFormats
     media_domains: tuple[str, ...] = ()
-    """Hosts from which images are fetched."""
     fetched_images: Mapping[str, bytes] = field(default_factory=dict)
-    """The images of the request that is being resolved, by address."""
+    """Images of the current request, by URL."""
     adapters: Collection[str] = ()
-    """Names of the adapters beside it, which requests may use too; they come and go."""
+    """Names of LoRA adapters, which change at run time."""
     created: int = 0
-    """Seconds of the Unix clock."""
+    """Unix seconds."""
     fingerprint: str = ""
     """Answers with the same fingerprint and seed have the same tokens."""
     expendable: bool = False
-    """Whether this process may be killed, as workers may: then it takes work that may never end."""
+    """This process may be killed, so it may take work that never ends."""
 
     def with_engine_info(self, info: EngineInfo, weights_version: str, adapters: Collection[str]) -> ServedModel:
-        """With what an engine says that is ready now. It may be unable to read images."""
+        """The engine may be unable to read images."""
         no_images_reason = info.no_images
         if not no_images_reason and self.multimodal_prompt_builder is None:
             no_images_reason = NO_IMAGES_REASON
@@ -119,18 +110,17 @@ class ServedModel(ServedModelSpec):
 
     @property
     def default_sampling(self) -> Mapping[str, float]:
-        """What a request samples with where it does not say."""
         return {name: self.sampling_defaults.get(name, plain) for name, plain in NEUTRAL_SAMPLING.items()}
 
     @property
     def max_output_tokens(self) -> int | None:
-        """The most that a request may generate; None: what its context holds."""
+        """None: bounded by the context."""
         most = self.sampling_defaults.get("max_tokens")
         return None if most is None else int(most)
 
     @property
     def is_dual_encoder(self) -> bool:
-        """Whether an image has a vector of its own, and is in no prompt with text."""
+        """An image has its own vector, and is not combined with text."""
         return self.multimodal_prompt_builder is not None and self.multimodal_prompt_builder.vision.is_dual_encoder
 
     @property
@@ -138,7 +128,7 @@ class ServedModel(ServedModelSpec):
         return self.chat_formats.renderer
 
     def resolve_model_name(self, requested_name: str | None) -> str:
-        """The name that an answer gives: the one asked for, by default the first. Raises ModelNotFound."""
+        """Defaults to the first name. Raises ModelNotFound."""
         if requested_name is None:
             return self.names[0]
         if requested_name not in self.names and requested_name not in self.adapters:
@@ -146,7 +136,7 @@ class ServedModel(ServedModelSpec):
         return requested_name
 
     def check_task(self, task: Task) -> None:
-        """Raises InvalidRequest where the model is not made for it."""
+        """Raises InvalidRequest."""
         if task not in self.tasks:
             task_outputs = " and ".join(TASK_OUTPUTS[each] for each in self.tasks)
             hint = ": serve it with --pooling-type last" if (self.tasks, task) == (("generate",), "embed") else ""
@@ -156,9 +146,10 @@ class ServedModel(ServedModelSpec):
 
 
 def system_fingerprint(info: EngineInfo, weights_version: str, config: EngineConfig) -> str:
-    """A name of all that decides a seed's tokens: Quire's version and code, the model and its weights, wherever they
-    lie, its type, the device, the backend, the bits of what is computed with, and the ranks, whose sums round
-    differently. The end says whether the batch decides them too (see `quire verify`)."""
+    """Identifies all that decides a seed's tokens: Quire's version and code, the model and its weights (wherever
+    stored), dtype, device, backend, bit widths, and ranks, whose sums round differently. The suffix tells whether the
+    batch matters too (see `quire verify`).
+    """
     model = info.content or info.model
     identity_parts = (VERSION, info.code, model, info.dtype, info.device, info.backend, weights_version)
     setting_values = (
@@ -178,7 +169,6 @@ def system_fingerprint(info: EngineInfo, weights_version: str, config: EngineCon
 
 
 def model_not_found_error(requested_name: str, served_names: Sequence[str]) -> ModelNotFound:
-    """The error for a name that is none of those `served_names`."""
     shown = requested_name if len(requested_name) <= 100 else f"{requested_name[:100]}…"
     more = f" and {len(served_names) - _MAX_LISTED_NAMES} more" if len(served_names) > _MAX_LISTED_NAMES else ""
     suggestion = suggest_nearest(requested_name[:100], served_names[:_MAX_COMPARED_NAMES])

@@ -1,5 +1,3 @@
-"""Bytes of memory that all requests together may hold, shared among keys."""
-
 from __future__ import annotations
 
 from bisect import bisect_left, insort
@@ -7,15 +5,14 @@ from collections.abc import Iterator, Mapping
 
 
 class BytesByOwner:
-    """Bytes by owner. Neither the total nor the largest owner takes a search, for owners may be many: gateways tell
-    their names, ever new ones."""
+    """Total and largest owner need no search, because gateways name ever more owners."""
 
     def __init__(self, sizes: Mapping[str, int] | None = None) -> None:
         self._sizes = dict(sizes or {})
         self._sorted = sorted((size, owner) for owner, size in self._sizes.items())
         self._total = sum(self._sizes.values())
         self._sizes_before: dict[str, int] | None = None
-        """Sizes at `begin_transaction` of the owners that changed since; None outside of a transaction."""
+        """Sizes before the transaction of the owners it changed; None outside one."""
 
     def __getitem__(self, owner: str) -> int:
         return self._sizes.get(owner, 0)
@@ -27,18 +24,17 @@ class BytesByOwner:
         return self._total
 
     def largest_owner(self) -> str:
-        """The owner with most bytes. Raises IndexError if nobody has any."""
+        """Raises IndexError if nobody has any."""
         return self._sorted[-1][1]
 
     def add_bytes(self, owner: str, num_bytes: int) -> None:
-        """`num_bytes` may be negative. An owner without bytes is forgotten."""
+        """`num_bytes` may be negative. Owners without bytes are forgotten."""
         size = self[owner]
         if self._sizes_before is not None:
             self._sizes_before.setdefault(owner, size)
         self._set_size(owner, size + num_bytes)
 
     def begin_transaction(self) -> None:
-        """`revert` goes back to the sizes of this moment, until `commit`."""
         self._sizes_before = {}
 
     def commit(self) -> None:
@@ -60,32 +56,28 @@ class BytesByOwner:
 
 
 class SharedCapacity:
-    """Counts what each owner holds; an owner is a tenant's name, empty on a server without keys."""
+    """Owners are tenant names; "" without keys."""
 
     def __init__(self, size: int, usage: BytesByOwner | None = None) -> None:
-        """`usage`: counts by owner that others read, or set back."""
+        """`usage`: given if others read or revert it."""
         self._size = size
         self._usage = BytesByOwner() if usage is None else usage
 
     @property
     def total_used(self) -> int:
-        """Bytes that are taken."""
         return self._usage.total_bytes()
 
     def has_room(self, owner: str, amount: int) -> bool:
-        """Whether `amount` bytes are left."""
         return amount <= self.available_to_owner(owner)
 
     def available_to_owner(self, owner: str) -> int:
-        """Bytes that are left. Where keys are asked for, a tenant that holds some gets more only while as much is left
-        to others."""
+        """If there are keys, a tenant must leave as much to others as it holds."""
         free, mine = self._size - self.total_used, self._usage[owner]
         return free - mine if owner else free
 
     def used_by_owner(self, owner: str) -> int:
-        """Bytes that an owner has taken."""
         return self._usage[owner]
 
     def adjust_held_amount(self, owner: str, amount: int) -> None:
-        """A negative number gives back."""
+        """`amount` may be negative."""
         self._usage.add_bytes(owner, amount)

@@ -1,9 +1,9 @@
-"""An application factory for programs that bring their own ASGI server:
+"""An application factory for external ASGI servers:
 
     QUIRE_MODEL=Qwen/Qwen3-0.6B uvicorn --factory quire.server.asgi:create_app
 
-Settings come from QUIRE_* variables; address, port and TLS are those of the ASGI server. `quire serve` does more: it
-cuts off clients that read too slowly, drains before it ends, and shares a port among API processes.
+Settings are QUIRE_* variables; address, port and TLS are the ASGI server's. Only `quire serve` cuts off slow readers,
+drains before it ends, and shares a port among API processes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from quire.server.runtime.model_spec_loader import load_served_model_spec
 
 
 def create_app() -> FastAPI:
-    """The application of one model. Its engine starts with the application's lifespan and ends with it. Raises
-    ConfigError."""
+    """The lifespan starts and stops the engine. Raises ConfigError."""
     config = load_settings(ServerConfig, {}, other_settings=ServerConfig.model_fields)
     for name in ("api_server_count", "nnodes"):
         refuse_setting_if(name, getattr(config, name) > 1 and "is for `quire serve`, not for an application factory")

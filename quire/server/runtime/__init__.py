@@ -1,1 +1,1 @@
-"""The server's process: the models that it serves, and what each of them and all of them need."""
+"""The models that this process serves, with their services."""

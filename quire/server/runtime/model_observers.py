@@ -1,5 +1,3 @@
-"""What watches a model while it answers: metrics, the live page's view, the log of requests, other processes' part."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -32,7 +30,6 @@ def attach_observers(
     *,
     has_adapters: bool,
 ) -> ModelObservers:
-    """Have a client's steps and ends observed. `rejections`: see Metrics."""
     metrics = Metrics(client, model.names[0], info.max_model_len, rejections)
     request_log = RequestLog(config.request_history)
     metrics.register_config_info(info, config)

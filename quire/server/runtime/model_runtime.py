@@ -1,5 +1,3 @@
-"""A model that is loaded, and what runs beside it."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
@@ -34,16 +32,15 @@ def _make_fetch_semaphore() -> FairSemaphore:
 
 @dataclass(slots=True)
 class ModelRuntime:
-    """A model that is loaded, and what runs beside it. It is in the scope of each request for it, as `runtime`."""
+    """A loaded model and its services: `runtime` in the scope of its requests."""
 
     model: ServedModel
-    """Replaced when its weights are; the only field that is."""
+    """Replaced with its weights; no other field changes."""
     admission: Admission
     config: ServerConfig
     client: EngineClient
     weights_group: WeightsGroup
     info: EngineInfo
-    """What the engine said when it was ready."""
     metrics: Metrics
     live_view: LiveView
     request_log: RequestLog
@@ -53,10 +50,10 @@ class ModelRuntime:
     grammar_checker: GrammarChecker
     loop_work_pacer: EventLoopWorkPacer
     adapter_registry: AdapterRegistry | None
-    """None where none are served."""
+    """None if none are served."""
     receipt_writer: ReceiptWriter
     fetch_semaphore: FairSemaphore = field(default_factory=_make_fetch_semaphore)
-    """Of requests whose images are fetched."""
+    """For requests that fetch images."""
     logprob_budget: LogprobBudget = field(default_factory=LogprobBudget)
 
     @property
@@ -65,11 +62,11 @@ class ModelRuntime:
 
     @property
     def started_at(self) -> int:
-        """When the engine was ready, in seconds of the Unix clock."""
+        """Unix seconds at which the engine was ready."""
         return self.model.created
 
     def describe_compute(self, model_fingerprint: str) -> ComputeIdentity:
-        """What computes answers in this process now. `model_fingerprint`: that of the request's model."""
+        """Identify what computes answers in this process now. `model_fingerprint`: of the request's model."""
         weights = (
             self.info.content or self.info.model,
             self.info.dtype,
@@ -80,13 +77,12 @@ class ModelRuntime:
         return ComputeIdentity(model_fingerprint, self.info.deterministic, repr(weights))
 
     def set_weights_version(self, version: str) -> None:
-        """Its weights have been replaced."""
+        """Call after the weights were replaced."""
         self.receipt_writer.hashes.remember_weight_files(version)
         self.model = replace(self.model, fingerprint=system_fingerprint(self.info, version, self.config))
 
 
 def get_runtime(request: Request) -> ModelRuntime:
-    """Of the request's model."""
     runtime = request.scope["runtime"]
     assert isinstance(runtime, ModelRuntime)
     return runtime

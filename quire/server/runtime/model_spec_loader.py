@@ -1,5 +1,3 @@
-"""Reads what the server needs of a model's files."""
-
 from __future__ import annotations
 
 from quire.engine.checkpoint.model_resolver import resolve_model, resolve_weights
@@ -15,11 +13,8 @@ from quire.server.served_model import ServedModelSpec
 
 
 def load_served_model_spec(config: ServerConfig) -> tuple[ServedModelSpec, ModuleShapes | None]:
-    """Read the model files that the server needs, while the engine loads the weights. Returns the model, and those
-    of its modules that may have adapters. Raises ModelError.
-
-    Of the weights it reads the headers, because the engine, which has much to import, would find what is wrong with
-    them seconds later.
+    """Also return the adaptable modules. Raises ModelError. Runs while the engine loads the weights, and reads their
+    headers, because the engine, which has much to import, would find errors seconds later.
     """
     path = resolve_model_with_overrides(config)
     model_config, defaults = load_model_config(config, path), read_sampling_defaults(config)

@@ -1,5 +1,3 @@
-"""Starts a model: its engine, its adapters, and what runs beside it until the model is closed."""
-
 from __future__ import annotations
 
 import asyncio
@@ -39,16 +37,14 @@ async def open_runtime(
     folder: Path | None,
     launch_process: LaunchProcess = Child,
 ) -> AsyncIterator[ModelRuntime]:
-    """A model that is ready to answer until the block ends; then its engine ends too. client: launched, not started.
-    modules: those that may have adapters. folder: where adapters are kept. has_api_keys: see Admission.
-    launch_process: see WorkerPool.
-
-    Raises what client.engine_core.start(), open_adapter_registry and ServedModelSpec.build_served_model raise.
+    """Yield a ready model; its engine ends with the block. `client`: launched, not started. `modules`: adaptable ones.
+    `folder`: keeps adapters. Raises what client.engine_core.start(), open_adapter_registry and
+    ServedModelSpec.build_served_model raise.
     """
     config = source.config
     model_before_start = await asyncio.to_thread(source.build_served_model)
     client.history.max_ended = config.request_history
-    async with AsyncExitStack() as exit_stack:  # the last one that began ends first
+    async with AsyncExitStack() as exit_stack:  # closes in reverse order
         weights_group = _make_weights_group(client)
         exit_stack.push_async_callback(weights_group.close)
         exit_stack.push_async_callback(client.engine_core.stop)
@@ -90,7 +86,7 @@ async def open_runtime(
             receipt_writer=ReceiptWriter(hashes, info, observers.metrics, receipt_log),
         )
         exit_stack.push_async_callback(runtime.receipt_writer.close)
-        if isinstance(client.engine_core, SharedClient):  # then another API process may have the weights changed
+        if isinstance(client.engine_core, SharedClient):  # another API process may change the weights
             client.engine_core.on_version.append(runtime.set_weights_version)
         elif not config.disable_log_stats:
             exit_stack.callback(asyncio.create_task(log_throughput_periodically(client)).cancel)
@@ -98,7 +94,6 @@ async def open_runtime(
 
 
 def open_request_adapter_digests(client: EngineClient) -> set[str]:
-    """Digests of the adapters that open requests need."""
     return {each.digest for each in (*client.adapters(queued=False), *client.adapters(queued=True))}
 
 
@@ -109,7 +104,7 @@ def _make_weights_group(client: EngineClient) -> WeightsGroup:
 
 
 def _open_receipt_log(config: ServerConfig) -> ReceiptLog | None:
-    """Raises ConfigError where the file of --receipt-log cannot be written."""
+    """Raises ConfigError."""
     if config.receipt_log is None:
         return None
     return ReceiptLog(config.receipt_log, int(config.receipt_log_size * 2**30))

@@ -1,5 +1,3 @@
-"""What all models of a server have together."""
-
 from __future__ import annotations
 
 import asyncio
@@ -25,8 +23,6 @@ from quire.server.store.response_store import Store
 
 
 class ModelDispatcher(Protocol):
-    """The models of a server."""
-
     @property
     def loaded_runtimes(self) -> Sequence[ModelRuntime]:
         """Those that can answer."""
@@ -34,14 +30,11 @@ class ModelDispatcher(Protocol):
     async def dispatch_request(
         self, handler: ASGIApp, scope: Scope, receive: Receive, send: Send, *, needs_awake: bool, names_model: bool
     ) -> None:
-        """Put the request's model into its scope and let `handler` handle it. needs_awake: whether the model's engine
-        must be awake for it. names_model: whether the request may name its model; else any loaded model will do."""
+        """Call `handler` with the model in the scope. `names_model`: False if any loaded model will do."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerContext:
-    """What all models have together."""
-
     config: ServerConfig
     models: ModelDispatcher
     gateways: TrustedGateways
@@ -49,11 +42,11 @@ class ServerContext:
     persistence: Persistence | None
     """None without --data-dir."""
     metrics_registry: CollectorRegistry
-    """Metrics that belong to no model."""
+    """Metrics without a model."""
     http_metrics: HttpMetrics
     body_reader: BodyReader
     pull_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a model is downloaded: one at a time."""
+    """Held while a model is downloaded."""
 
     @property
     def store(self) -> Store | None:

@@ -1,5 +1,3 @@
-"""Starts what all models of a server have together, and the models; closes them when the application ends."""
-
 from __future__ import annotations
 
 import asyncio
@@ -26,29 +24,25 @@ from quire.server.runtime.server_context import ModelDispatcher, ServerContext
 from quire.server.store.data_dir import DataDir
 
 BODY_BUDGET_BYTES = 48 << 20
-"""Memory for the bodies of requests that are received and resolved at the same time."""
 OpenModels = Callable[[], AbstractAsyncContextManager[ModelDispatcher]]
 OpenStoredData = Callable[[ServerConfig, PeerLink | None], DataDir | None]
 
 
 @dataclass(frozen=True, slots=True)
 class ServerStartup:
-    """Opens a server's parts in their order."""
-
     config: ServerConfig
     tenants: Tenants
     gateways: TrustedGateways
     open_models: OpenModels
     open_stored_data: OpenStoredData
     link: PeerLink | None
-    """Leads to the process that has what is kept, where others share it."""
+    """To the owner of shared data."""
     span_exporter: RequestSpanExporter | None
 
     @asynccontextmanager
     async def open_server(self, app: FastAPI, http_metrics: HttpMetrics) -> AsyncIterator[None]:
-        """Give the application its ServerContext until the block ends. Raises what `open_models` and `open_stored_data`
-        raise."""
-        async with AsyncExitStack() as exit_stack:  # the last one that began ends first
+        """Raises what `open_models` and `open_stored_data` raise."""
+        async with AsyncExitStack() as exit_stack:  # closes in reverse order
             if self.span_exporter is not None:
                 exit_stack.push_async_callback(asyncio.to_thread, self.span_exporter.flush_and_close)
             data = self.open_stored_data(self.config, self.link)
@@ -89,7 +83,6 @@ def _list_engine_clients(models: ModelDispatcher) -> list[EngineClient]:
 
 
 def _data_dir_collector(persistence: Persistence, models: ModelDispatcher) -> CallbackCollector:
-    """The metrics of what is kept, labeled with the first model's name."""
     model_name = models.loaded_runtimes[0].model.names[0]
     result_counts = persistence.batch_runner.result_counts
     latest_status = partial(getattr, persistence, "data_dir_status")
