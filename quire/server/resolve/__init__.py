@@ -1,1 +1,1 @@
-"""From the pydantic body of a request to the one resolved form, GenerationRequest."""
+"""Turns pydantic bodies into GenerationRequests. Every InvalidRequest names its parameter."""

@@ -1,5 +1,3 @@
-"""The grammar that holds an answer: to a requested format, to calls of tools, or to one of these."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -13,28 +11,25 @@ from quire.server.resolve.tool_use import RequestTools
 from quire.server.served_model import ServedModel
 
 OPEN_SCHEMA_HEADER = "X-Schema-Open"
-"""The header that names schemas with objects that stay open, because it cannot be decided what they are merged of."""
+"""Schemas with objects that stay open: it is undecidable what they are merged of."""
 WEAKENED_SCHEMA_HEADER = "X-Schema-Weakened"
-"""The header that names tools whose calls are held to less than their schema says, as no grammar holds all of it."""
+"""Tools whose calls follow only a part of their schema, because no grammar enforces all of it."""
 _MAX_HEADER_LOCATIONS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerGrammar:
-    """What an answer's grammar is made of."""
-
     tools: RequestTools
     requested_format: tuple[str, GrammarWithOpenObjects] | None = None
-    """The requested format, and the parameter that asks for it."""
     message_format: RequestMessageFormat | None = None
     has_content_delimiters: bool = True
-    """Content has what the model writes around it in a chat."""
+    """Content includes what the model writes around it in a chat."""
 
     def build_grammars(self, model: ServedModel) -> list[tuple[str, Grammar]]:
-        """Grammars to check, each with its parameter; answers must match the last one. Empty: they are any text.
+        """Grammars to check, with their parameters. Answers match the last one; an empty list allows any text.
 
-        If the model must call tools, there is no content, so a requested format is ignored. If it may call tools and a
-        format is requested, an answer is either calls or content in that format. Raises InvalidRequest.
+        If tools must be called, a requested format is ignored. If they may be called, an answer is either calls or
+        content in that format. Raises InvalidRequest.
         """
         first: list[tuple[str, Grammar]] = []
         delimiters = model.chat_formats.content_delimiters if self.has_content_delimiters else None
@@ -44,7 +39,7 @@ class AnswerGrammar:
         call = self.tools.build_tool_grammar(model.tokenizer, calls_only=answer_grammar is not None)
         if call is not None:
             if answer_grammar is not None and not self.tools.required_tools:
-                first = [answer_grammar]  # by itself, so that an error names its parameter and not `tools`
+                first = [answer_grammar]  # separate, so that errors name its parameter
                 call = either_grammar(add_content_delimiters(answer_grammar[1], delimiters, model.tokenizer), call)
             answer_grammar = "tools", call
         elif answer_grammar is not None:
@@ -64,7 +59,6 @@ class AnswerGrammar:
         return [*first, answer_grammar]
 
     def schema_headers(self) -> dict[str, str]:
-        """What the answer's headers say of its schemas."""
         open_places = (
             []
             if self.requested_format is None
@@ -79,11 +73,10 @@ class AnswerGrammar:
         return {name: ", ".join(places[:_MAX_HEADER_LOCATIONS]) for name, places in places_by_header.items() if places}
 
     def with_weaker_tools(self, levels: Mapping[str, int]) -> AnswerGrammar:
-        """The same with weaker schemas of some tools: see RequestTools.with_weaker_schemas."""
+        """See RequestTools.with_weaker_schemas."""
         return replace(self, tools=self.tools.with_weaker_schemas(levels))
 
 
 def _header_safe_location(param: str, pointer: str) -> str:
-    """A place as a header can hold it."""
     shown = f"{param}#{pointer}" if pointer else param
     return "".join(char if char.isascii() and char.isprintable() and char != "," else "?" for char in shown[:200])

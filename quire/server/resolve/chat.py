@@ -1,5 +1,3 @@
-"""From the body of a chat to its generation."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -28,14 +26,14 @@ from quire.server.resolve.tool_use import RequestTools, resolve_request_tools
 from quire.server.served_model import ServedModel
 
 PROMPT_TAIL_TOKENS = 32
-"""How many tokens at a prompt's end are decoded to see whether it ends with a mark of thinking."""
+"""Tokens at the prompt's end that tell whether it is in thinking."""
 
 
 CHAT_FORM = AnswerForm(ChatWriter, "chatcmpl-")
 
 
 def resolve_chat(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> ResolvedGeneration:
-    """Raises ModelNotFound, and InvalidRequest naming the parameter."""
+    """Raises ModelNotFound, InvalidRequest."""
     return resolve_chat_request(parse_body(body_bytes, ChatRequest), model, config)
 
 
@@ -48,8 +46,7 @@ def resolve_chat_request(
     ignored: Sequence[str] = (),
     caller_fields: CallerFields | None = None,
 ) -> ResolvedGeneration:
-    """`ignored`: more names of parameters without effect. `caller_fields`: the caller's names of messages. Raises as
-    above."""
+    """`ignored`: further ineffective parameters. Raises ModelNotFound, InvalidRequest."""
     name = model.resolve_model_name(body.model)
     tools = resolve_request_tools(body, model.chat_formats.tool_format, close=config.disable_additional_properties)
     ignored = [*ignored, *body.check_params_and_list_ignored(), *params_ignored_by_template(body, model.chat_formats)]
@@ -76,7 +73,7 @@ def resolve_chat_request(
     )
     answer = AnswerGrammar(replace(tools, template_tools=None), requested_grammar(body, config), message)
     grammars = answer.build_grammars(model)
-    if message is not None and not grammars:  # else a grammar says what a call is
+    if message is not None and not grammars:  # otherwise a grammar defines calls
         message = replace(message, reads_code_blocks=model.chat_formats.reads_code_blocks)
     return build_generation(
         body,
@@ -96,7 +93,6 @@ def resolve_chat_request(
 
 
 def params_ignored_by_template(body: ChatRequest, formats: ChatFormats) -> list[str]:
-    """Names of parameters that the template does not use: the request's own template, or the model's."""
     template = body.chat_template or formats.template_text
     switched = formats.thinking_switch if body.chat_template is None else NO_SWITCH
     known = SWITCH_ALIASES if switched.is_switchable else ()
@@ -117,7 +113,7 @@ def params_ignored_by_template(body: ChatRequest, formats: ChatFormats) -> list[
 def build_message_format(
     body: ChatRequest, tools: RequestTools, prompt: Prompt, model: ServedModel
 ) -> RequestMessageFormat | None:
-    """How to parse the answers. None if all of their text is content."""
+    """None if all text is content."""
     reasoning, delimiters = model.chat_formats.reasoning_format, model.chat_formats.content_delimiters
     if reasoning is None and tools.tool_format is None and delimiters is None:
         return None

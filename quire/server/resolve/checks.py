@@ -1,4 +1,4 @@
-"""Checks of single values of a request. All raise InvalidRequest that names the parameter."""
+"""Checks of single values. All raise InvalidRequest."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from quire.engine.common.request_params import Grammar, SamplingParams
 from quire.server.protocol.field_limits import MAX_COPIED_PARAMS_SIZE
 
 MAX_PROMPT_LOGPROBS = 100_000
-"""Log probabilities of one call's prompts."""
+"""Limit of a call."""
 
 
 class NeedsWorker(Exception):
-    """The body asks for something that only a worker process may do, because a worker can be killed."""
+    """Only a worker process may do this, because it can be killed."""
 
 
 def check_logprobs(name: str, value: int | None, max_logprobs: int, vocab_size: int) -> None:
-    """`max_logprobs`: the operator's bound; -1: the vocabulary."""
+    """`max_logprobs` -1 allows the whole vocabulary."""
     most = vocab_size if max_logprobs == -1 else max_logprobs
     if value is not None and value > most:
         raise InvalidRequest(f"{name} must be at most {most}, got {value}", param=name)
 
 
 def check_total_prompt_logprobs(alternatives: int | None, num_tokens: int) -> None:
-    """`num_tokens`: of all prompts. They come from the engine in one message, and are written in one piece."""
+    """`num_tokens`: of all prompts, because the engine sends them in one message."""
     if alternatives is not None and num_tokens * max(1, alternatives) > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
             f"prompt_logprobs (or logprobs with echo) of {num_tokens} prompt tokens with {alternatives} alternatives "
@@ -36,7 +36,7 @@ def check_total_prompt_logprobs(alternatives: int | None, num_tokens: int) -> No
 
 
 def copied_param_sizes(params: SamplingParams, grammar: Grammar | None) -> dict[str, int]:
-    """Token ids, and 16 characters of a grammar for one, that each answer carries, by the field that they come from."""
+    """Sizes per answer, by field: token ids, and a grammar's characters / 16."""
     return {
         "logit_bias": len(params.logit_bias or ()),
         "stop_token_ids": len(params.stop_token_ids),
@@ -47,7 +47,7 @@ def copied_param_sizes(params: SamplingParams, grammar: Grammar | None) -> dict[
 
 
 def check_copied_params_size(params: SamplingParams, grammar: Grammar | None, num_answers: int) -> None:
-    """Limits what is sent to the engine in total, as each of the answers carries its own lists."""
+    """Each answer sends its own copy to the engine."""
     sizes = copied_param_sizes(params, grammar)
     if sum(sizes.values()) * num_answers > MAX_COPIED_PARAMS_SIZE:
         most = max(sizes, key=lambda name: sizes[name])
@@ -65,7 +65,7 @@ def check_token_ids(ids: Collection[int], vocab_size: int, param: str) -> None:
 
 
 def check_no_surrogates(text: str, param: str) -> None:
-    """Refuse half of a surrogate pair: JSON can spell it, but UTF-8 cannot."""
+    """JSON can spell half a surrogate pair, but UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -75,12 +75,12 @@ def check_no_surrogates(text: str, param: str) -> None:
 
 
 def check_json_no_surrogates(value: Any, param: str) -> None:
-    """Refuse such halves in any text of a JSON value, which answers will repeat."""
+    """For values that answers repeat."""
     check_no_surrogates(json.dumps(value, ensure_ascii=False), param)
 
 
 def check_prompt_length(ids: Sequence[int], max_model_len: int, param: str) -> None:
-    """A prompt must have a token to continue, and leave room for one more."""
+    """A prompt needs at least one token, and room for one more."""
     if not ids:
         raise InvalidRequest(f"{param} cannot be empty", param=param)
     if len(ids) >= max_model_len:

@@ -1,5 +1,3 @@
-"""From the body of a completion to its generation."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -27,7 +25,7 @@ COMPLETION_FORM = AnswerForm(CompletionWriter, "cmpl-")
 
 
 def resolve_completion(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> ResolvedGeneration:
-    """Raises ModelNotFound, and InvalidRequest naming the parameter."""
+    """Raises ModelNotFound, InvalidRequest."""
     return resolve_completion_request(parse_body(body_bytes, CompletionRequest), model, config)
 
 
@@ -40,8 +38,7 @@ def resolve_completion_request(
     ignored: Sequence[str] = (),
     questions: Sequence[OptionQuestion] = (),
 ) -> ResolvedGeneration:
-    """`ignored`: more names of parameters without effect. `questions`: those that the tokens answer. Raises as
-    above."""
+    """`ignored`: further ineffective parameters. Raises ModelNotFound, InvalidRequest."""
     name = model.resolve_model_name(body.model)
     headers = ignored_params_header([*ignored, *body.check_params_and_list_ignored()], config.strict)
     check_logprobs("logprobs", body.logprobs, config.max_logprobs, model.vocab_size)
@@ -84,5 +81,4 @@ def resolve_completion_request(
 
 
 def _max_or_none(*counts: int | None) -> int | None:
-    """The largest of those asked for."""
     return max((count for count in counts if count is not None), default=None)

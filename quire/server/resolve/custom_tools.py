@@ -1,5 +1,3 @@
-"""Custom tools as functions that the model is shown: the input is the only argument."""
-
 from __future__ import annotations
 
 import json
@@ -14,8 +12,7 @@ PROBE_PATTERN = "qpatternq"
 
 
 def can_enforce_patterns(format: ToolFormat) -> bool:
-    """Whether a grammar of calls in this format can enforce the `pattern` of a schema: it can where texts are written
-    as JSON or verbatim."""
+    """True if texts are written as JSON or verbatim."""
     tool = Tool("f", input_schema(PROBE_PATTERN))
     try:
         return PROBE_PATTERN in format.build_calls_grammar([tool], False, json.dumps, must=True)
@@ -24,8 +21,7 @@ def can_enforce_patterns(format: ToolFormat) -> bool:
 
 
 def custom_tool_function(tool: CustomSpec, field_path: str, *, can_enforce: bool) -> FunctionSpec:
-    """`field_path`: the field that has the grammar. `can_enforce`: texts are held to patterns. Raises
-    InvalidRequest."""
+    """Raises InvalidRequest."""
     description, grammar = tool.description or "", tool.input_grammar
     if grammar is None:
         return FunctionSpec(name=tool.name, description=description, parameters=input_schema(None))
@@ -41,13 +37,12 @@ def custom_tool_function(tool: CustomSpec, field_path: str, *, can_enforce: bool
 
 
 def input_pattern(grammar: InputGrammar) -> str:
-    """A regular expression of all of the input. Raises InvalidRequest for a grammar that is not regular."""
+    """Matches the whole input. Raises InvalidRequest if the grammar is not regular."""
     regex = lark_to_regex(grammar.definition) if grammar.syntax == "lark" else grammar.definition
     return f"^(?:{regex})$"
 
 
 def input_schema(pattern: str | None) -> dict[str, Any]:
-    """The schema of the function's arguments."""
     text = {"type": "string"} if pattern is None else {"type": "string", "pattern": pattern}
     return {
         "type": "object",

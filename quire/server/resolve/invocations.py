@@ -1,5 +1,3 @@
-"""From the body that SageMaker sends to a container to the request that it stands for."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -24,7 +22,6 @@ KIND_BY_FIELD = {
     "text_1": "text_1",
     "queries": "text_1",
 }
-"""By the field that tells what a body asks for."""
 RESOLVERS: Mapping[str, Callable[[bytes, ServedModel, ServerConfig], ResolvedGeneration | VectorRequest]] = {
     "messages": resolve_chat,
     "prompt": resolve_completion,
@@ -37,9 +34,9 @@ RESOLVERS: Mapping[str, Callable[[bytes, ServedModel, ServerConfig], ResolvedGen
 def resolve_invocation(
     body_bytes: bytes, model: ServedModel, config: ServerConfig
 ) -> ResolvedGeneration | VectorRequest:
-    """A body with messages is a chat, one with a prompt a completion, with an input embeddings or labels, as the model
-    makes them, with a query a ranking, with text_1 or queries scores. Raises ModelNotFound, and InvalidRequest naming
-    the parameter."""
+    """messages make a chat, prompt a completion, input embeddings or labels (as the model makes), query a ranking,
+    text_1 or queries scores. Raises ModelNotFound, InvalidRequest.
+    """
     body = read_json_object(body_bytes)
     kinds = {kind for name, kind in KIND_BY_FIELD.items() if body.get(name) is not None}
     if len(kinds) != 1:

@@ -1,5 +1,3 @@
-"""From the bytes of a body to its pydantic model, or to one error that names the field."""
-
 from __future__ import annotations
 
 import json
@@ -22,38 +20,38 @@ BodyType = TypeVar("BodyType", bound=BaseModel)
 
 MAX_JSON_DEPTH = 100
 MAX_LISTED_ERRORS = 10
-"""Most complaints that one error lists."""
+"""Limit per message."""
 _OBJECT_ERRORS = ("dict_type", "model_type", "model_attributes_type")
-"""Complaints that pydantic words for Python: of dictionaries, and instances of our classes."""
+"""pydantic words these errors in Python terms."""
 _UNREADABLE_CONTENT = ("audio", "video", "file", "document")
-"""Parts of the names of content that no model is shown here."""
+"""Parts of the names of unsupported content types."""
 _QUOTED_WORD = re.compile(r"'([^']*)'")
 _JSON_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _BRACKETS = b"[]{}"
 _NON_BRACKETS = bytes(set(range(256)) - set(_BRACKETS))
 _BRACKET_DEPTHS = bytes.maketrans(_BRACKETS, b"\x01\xff\x01\xff")
-"""Maps brackets to signed bytes: an opening one to +1, a closing one to -1."""
+"""Maps brackets to signed bytes: opening +1, closing -1."""
 
 
 def parse_body(body: bytes, model: type[BodyType]) -> BodyType:
-    """Raises InvalidRequest naming the field; lists of values end the validation with their first wrong entry."""
+    """Raises InvalidRequest. Lists stop at the first wrong entry."""
     return validate_body(read_json_object(body), model)
 
 
 def parse_body_as(body_bytes: bytes, model: ServedModel, config: ServerConfig, *, body: type[BodyType]) -> BodyType:
-    """A body as this model, as a resolver: see server/pipeline/resolve.py."""
+    """A resolver: see server/pipeline/resolve.py."""
     return parse_body(body_bytes, body)
 
 
 def read_json_object(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body. Raises InvalidRequest."""
+    """Raises InvalidRequest."""
     if is_too_deep(body):
         raise InvalidRequest(f"The body is nested more than {MAX_JSON_DEPTH} levels deep")
     try:
         body_fields = json.loads(body) if body else None
     except json.JSONDecodeError as error:
         raise InvalidRequest(f"The body is not valid JSON: {error.msg} at character {error.pos}") from None
-    except ValueError:  # of bytes that are no text, and of numbers with thousands of digits
+    except ValueError:  # not UTF-8, or numbers with thousands of digits
         message = "The body must be JSON in UTF-8, and the header Content-Encoding tells how it is compressed"
         raise InvalidRequest(message) from None
     if not isinstance(body_fields, dict):
@@ -62,7 +60,7 @@ def read_json_object(body: bytes) -> dict[str, Any]:
 
 
 def validate_body(body_fields: dict[str, Any], model: type[BodyType]) -> BodyType:
-    """Raises InvalidRequest naming the field."""
+    """Raises InvalidRequest."""
     try:
         return model.model_validate(body_fields)
     except ValidationError as error:
@@ -73,7 +71,7 @@ def validate_body(body_fields: dict[str, Any], model: type[BodyType]) -> BodyTyp
 
 
 def is_too_deep(body: bytes) -> bool:
-    """Whether brackets outside of strings are nested more than MAX_JSON_DEPTH deep. The body need not be valid JSON."""
+    """Ignores brackets in strings. The body need not be valid JSON."""
     if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH:
         return False
     changes = array("b", _JSON_STRING.sub(b"", body).translate(_BRACKET_DEPTHS, _NON_BRACKETS))
@@ -81,8 +79,7 @@ def is_too_deep(body: bytes) -> bool:
 
 
 def validation_message(details: Sequence[Any], body_fields: dict[str, Any], model: type[BaseModel]) -> str:
-    """What pydantic found, with one complaint for each place: for a union the first one, or one of ours. `body_fields`:
-    the body, whose misspelt names and words the message quotes."""
+    """One message per path: for a union the first, or one of ours."""
     by_place: dict[str, str] = {}
     for one in details:
         place, value = _error_path_and_value(one, body_fields)
@@ -92,9 +89,8 @@ def validation_message(details: Sequence[Any], body_fields: dict[str, Any], mode
 
 
 def _error_path_and_value(detail: Any, value: Any) -> tuple[str, Any]:
-    """The place of a complaint, such as messages[0].role, and the value there; for a missing field, its object.
-
-    Pydantic's path also has names of union members, which lead nowhere in the body: they are left out.
+    """Return a path such as messages[0].role and its value; for a missing field, its object's value. Omits names of
+    union members, which pydantic adds.
     """
     path = list(detail["loc"])
     missing = [path.pop()] if detail["type"] == "missing" else []
@@ -108,8 +104,9 @@ def _error_path_and_value(detail: Any, value: Any) -> tuple[str, Any]:
 
 
 def _is_union_tag(part: str | int, after: str | int | None, parent: dict[Any, Any]) -> bool:
-    """Whether a part of a path is the kind of the object, which also has a field of that name, as texts do: the path
-    goes on with another of the object's own fields."""
+    """True if `part` is the object's kind and not its field of that name: the path continues with another of the
+    object's own fields.
+    """
     inner = parent[part]
     return after in parent and not (isinstance(inner, dict) and after in inner)
 
@@ -134,8 +131,7 @@ def _unsupported_tool_message(kind: object) -> str:
 
 
 def _suggestion(detail: Any, value: Any, model: type[BaseModel]) -> str:
-    """`; did you mean …?` where an unknown field has almost the name of the missing one, or a word is almost one that
-    is allowed; else nothing."""
+    """`; did you mean …?` for an almost known field or word, otherwise ""."""
     if detail["type"] == "literal_error":
         hint = suggest_nearest(value.lower(), _QUOTED_WORD.findall(detail["msg"])) if isinstance(value, str) else ""
         return f"; {hint}" if hint else ""
@@ -148,5 +144,5 @@ def _suggestion(detail: Any, value: Any, model: type[BaseModel]) -> str:
 
 
 def top_level_param(place: Sequence[str | int]) -> str | None:
-    """The top-level parameter of ("messages", 0, "role")."""
+    """ "messages" for ("messages", 0, "role")."""
     return str(place[0]) if place else None

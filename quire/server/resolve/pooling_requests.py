@@ -1,5 +1,3 @@
-"""From the bodies of requests for vectors: embeddings, labels, and whatever the model makes."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -43,13 +41,13 @@ _CHAT_FIELDS = (
     "chat_template_kwargs",
     "truncate_prompt_tokens",
 )
-"""Fields that conversations have in a chat too."""
+"""Fields that a chat has too."""
 MAX_VECTOR_NUMBERS = 2**24
-"""Of one answer, where each token has a vector."""
+"""Limit of an answer with a vector per token."""
 
 
 def resolve_embedding(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorRequest:
-    """Raises ModelNotFound, and InvalidRequest naming the parameter."""
+    """Raises ModelNotFound, InvalidRequest."""
     body_fields = read_json_object(body_bytes)
     if body_fields.get("messages") is not None and body_fields.get("input") is None:
         return _resolve_conversation_embedding(
@@ -68,7 +66,7 @@ def build_embedding_request(
     *,
     one_vector_per_text: bool = True,
 ) -> VectorRequest:
-    """`one_vector_per_text`: each text must have one vector. Raises as above."""
+    """`one_vector_per_text`: texts must have one vector each. Raises ModelNotFound, InvalidRequest."""
     check_pooling_task(body, "embed", model)
     if one_vector_per_text:
         check_one_vector_per_text(model)
@@ -80,7 +78,7 @@ def build_embedding_request(
 def _resolve_conversation_embedding(
     body: ConversationEmbeddingRequest, body_fields: Mapping[str, Any], model: ServedModel, config: ServerConfig
 ) -> VectorRequest:
-    """Raises as above, and what build_chat_prompt raises."""
+    """Raises what build_embedding_request and build_chat_prompt raise."""
     check_pooling_task(body, "embed", model)
     same = {name: body_fields[name] for name in _CHAT_FIELDS if name in body_fields}
     chat = validate_body({"add_generation_prompt": False, **same}, ChatRequest)
@@ -96,21 +94,21 @@ def _resolve_conversation_embedding(
 
 
 def token_vector_size(body: EmbeddingRequest | ConversationEmbeddingRequest, model: ServedModel) -> int | None:
-    """Numbers of each token's vector, where tokens have some."""
+    """None if tokens have no vectors."""
     if model.pooling is None or model.pooling.pooling_type != "none":
         return None
     return body.dimensions or model.pooling.vector_size
 
 
 def check_one_vector_per_text(model: ServedModel) -> None:
-    """Raises InvalidRequest where a text has no vector of its own."""
+    """Raises InvalidRequest."""
     if model.pooling is not None and model.pooling.pooling_type == "none":
         message = "this endpoint needs one vector of each text, and --pooling-type none gives one of each token"
         raise InvalidRequest(message, param="model")
 
 
 def resolve_pooling(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorRequest:
-    """Raises as above."""
+    """Raises ModelNotFound, InvalidRequest."""
     body = parse_body(body_bytes, PoolingRequest)
     task = body.task or ("classify" if "classify" in model.tasks else "embed")
     check_pooling_task(body, task, model)
@@ -127,7 +125,7 @@ def resolve_pooling(body_bytes: bytes, model: ServedModel, config: ServerConfig)
 
 
 def resolve_classification(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorRequest:
-    """Raises as above."""
+    """Raises ModelNotFound, InvalidRequest."""
     body = parse_body(body_bytes, ClassificationRequest)
     check_pooling_task(body, "classify", model)
     params = PoolingParams(task="classify", activation=body.wants_activation)
@@ -138,7 +136,7 @@ def resolve_classification(body_bytes: bytes, model: ServedModel, config: Server
 
 
 def check_pooling_task(body: PoolingBody, task: Task, model: ServedModel) -> None:
-    """Raises ModelNotFound, and InvalidRequest for a task that the model is not made for."""
+    """Raises ModelNotFound, InvalidRequest."""
     model.resolve_model_name(body.model)
     model.check_task(task)
 
@@ -187,7 +185,7 @@ def build_vector_request(
 
 
 def tokenize_inputs(body: InputBody, model: ServedModel) -> list[list[int]]:
-    """Token ids of the inputs, at least one. Raises InvalidRequest naming the parameter."""
+    """At least one. Raises InvalidRequest."""
     inputs = list_inputs(body.input, "input")
     check_num_inputs(len(inputs), "input")
     texts = [one for one in inputs if isinstance(one, str)]
@@ -199,7 +197,7 @@ def tokenize_inputs(body: InputBody, model: ServedModel) -> list[list[int]]:
 
 
 def truncate_input_ids(body: InputBody, ids: list[int], model: ServedModel) -> list[int]:
-    """An input that is given as token ids, cut where that is asked for. Raises InvalidRequest."""
+    """Raises InvalidRequest."""
     check_token_ids(ids, model.vocab_size, "input")
     limit = input_truncation_limit(body, model)
     ids = ids if limit is None else truncate_ids(ids, limit, body.truncation_side)
@@ -215,7 +213,7 @@ def tokenize_texts(
     *,
     add_special_tokens: bool | None = None,
 ) -> list[list[int]]:
-    """Token ids of texts. Raises InvalidRequest naming the parameter."""
+    """Raises InvalidRequest."""
     check_num_inputs(len(texts), param)
     limit = input_truncation_limit(body, model)
     if add_special_tokens is None:
@@ -236,7 +234,7 @@ def tokenize_texts(
 
 
 def prompt_by_name(name: str | None, model: ServedModel) -> str:
-    """The model's own text of this name, or the one it has for calls that name none. Raises InvalidRequest."""
+    """Defaults to the model's default prompt. Raises InvalidRequest."""
     if model.pooling is None:
         return ""
     prompts, name = model.pooling.prompts, name or model.pooling.default_prompt_name
@@ -249,12 +247,12 @@ def prompt_by_name(name: str | None, model: ServedModel) -> str:
 
 
 def input_truncation_limit(body: PoolingBody, model: ServedModel) -> int | None:
-    """The most tokens of an input that are kept; None: all. Raises InvalidRequest."""
+    """None: unlimited. Raises InvalidRequest."""
     return resolve_truncation_limit(body.truncate_prompt_tokens, model.context_length, model.context_length)
 
 
 def check_pooling_input_length(ids: Sequence[int], model: ServedModel, param: str) -> None:
-    """A prompt must have a token; unlike one that is answered, it may fill the context."""
+    """A prompt needs at least one token, and may fill the context."""
     if not ids:
         raise InvalidRequest(f"{param} cannot be empty", param=param)
     if len(ids) > model.context_length:

@@ -1,5 +1,3 @@
-"""Token ids of prompts: of a completion, in each of its forms, and of a chat, rendered by its template."""
-
 from __future__ import annotations
 
 import re
@@ -25,7 +23,7 @@ from quire.server.resolve.checks import NeedsWorker, check_no_surrogates, check_
 from quire.server.served_model import ServedModel
 
 SLICE_CHARACTERS = 16_000
-"""Characters that are tokenized at once to find out whether a long text fits."""
+"""Characters tokenized at once to see whether a long text fits."""
 INFILL_TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
@@ -33,13 +31,13 @@ INFILL_TOKENS = (
     ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),  # DeepSeek-Coder
     ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),  # Code Llama
 )
-"""The marks before the prompt, before the suffix, and before the text to be filled in."""
+"""Marks of prefix, suffix and middle."""
 CODESTRAL_INFILL_TOKENS = ("[SUFFIX]", "[PREFIX]")
-"""The marks before the suffix and before the prompt, which comes last and is continued."""
+"""Marks of suffix and prefix; the prompt comes last."""
 
 
 def build_completion_prompts(body: CompletionRequest, model: ServedModel) -> list[Prompt]:
-    """The prompts, at least one. Raises InvalidRequest naming the parameter."""
+    """At least one. Raises InvalidRequest."""
     prompt = body.prompt
     if body.transferred_prompt_ids and (
         body.suffix or not (isinstance(prompt, str) or isinstance(next(iter(prompt), 0), int))
@@ -61,7 +59,7 @@ def build_completion_prompts(body: CompletionRequest, model: ServedModel) -> lis
             check_token_ids(one, model.vocab_size, "kv_transfer_params" if body.transferred_prompt_ids else "prompt")
             prompts.append(Prompt(one))
     if body.suffix:
-        # A SentencePiece tokenizer would put a space before the suffix, but behind a mark there is none.
+        # SentencePiece adds a space before the suffix, but there is none after a mark.
         lead = "\u263a" if model.tokenizer.strips_first_space else ""
         lead_ids, suffix = check_and_encode_texts(model, [lead, lead + body.suffix], False, "suffix")
         suffix = suffix[len(lead_ids) :]
@@ -80,8 +78,7 @@ def build_completion_prompts(body: CompletionRequest, model: ServedModel) -> lis
 
 
 def list_inputs(field_value: str | Sequence[int | str | list[int]], param: str) -> list[str | list[int]]:
-    """The texts and lists of token ids of a field that may be one text, one list of token ids, or a list of these.
-    Raises InvalidRequest where there is none."""
+    """The field is a text, a list of token ids, or a list of these. Raises InvalidRequest if it is empty."""
     if isinstance(field_value, str):
         return [field_value]
     ids = [one for one in field_value if isinstance(one, int)]
@@ -99,8 +96,7 @@ def check_num_inputs(count: int, param: str, what: str = "inputs") -> None:
 
 
 def add_echo_texts(prompts: Sequence[Prompt], body: CompletionRequest, tokenizer: Tokenizer) -> list[Prompt]:
-    """The prompts with the texts that `echo` shows, and where their tokens begin in them: a text as it was given, token
-    ids with special tokens shown."""
+    """For `echo`: texts as given, token ids with special tokens."""
     echo_prompts = []
     for each in prompts:
         text, offsets = each.text, list[int]()
@@ -115,9 +111,8 @@ def add_echo_texts(prompts: Sequence[Prompt], body: CompletionRequest, tokenizer
 def build_infill_ids(
     tokenizer: Tokenizer, prompt_ids: Sequence[int], suffix_ids: Sequence[int], *, add_special_tokens: bool
 ) -> list[int]:
-    """Fill in the middle (Bavarian et al., 2022): the token ids that a model trained for it reads.
-
-    prompt and suffix are token ids without special tokens. Raises InvalidRequest for a model without such marks.
+    """Fill in the middle (Bavarian et al., 2022). `prompt_ids` and `suffix_ids` have no special tokens. Raises
+    InvalidRequest if the tokenizer has no such marks.
     """
     begin = tokenizer.encode("", add_special_tokens=add_special_tokens)
     for marks in (*INFILL_TOKENS, CODESTRAL_INFILL_TOKENS):
@@ -134,12 +129,9 @@ def build_infill_ids(
 def build_chat_prompt(
     body: ChatRequest, model: ServedModel, tools: Sequence[dict[str, Any]] | None, *, trusted: bool
 ) -> Prompt:
-    """The conversation as its template writes it; `trusted`: a request may bring a template of its own.
-
-    Raises InvalidRequest naming the parameter.
-    """
+    """`trusted`: the request may bring a template. Raises InvalidRequest."""
     longest = model.context_length
-    if len(body.messages) > longest:  # Each message takes a token at least, and templates are slow.
+    if len(body.messages) > longest:  # Each takes a token at least, and templates are slow.
         raise ContextLengthExceeded(
             f"{len(body.messages)} messages are more than this model's context of {longest} tokens holds",
             param="messages",
@@ -160,7 +152,7 @@ def build_chat_prompt(
 
 
 def build_prompt_from_ids(body: ChatRequest, model: ServedModel, images: Sequence[RequestImage]) -> Prompt:
-    """The token ids that another server has made of the conversation. Raises InvalidRequest."""
+    """Use token ids that another server made. Raises InvalidRequest."""
     if images or body.echo:
         message = "kv_transfer_params: prompt_token_ids are not available with images or echo"
         raise InvalidRequest(message, param="kv_transfer_params")
@@ -169,7 +161,7 @@ def build_prompt_from_ids(body: ChatRequest, model: ServedModel, images: Sequenc
 
 
 def truncate_chat_ids(ids: list[int], body: ChatRequest, model: ServedModel) -> Prompt:
-    """A conversation's ids, cut where that is asked for. Raises InvalidRequest for too many."""
+    """Truncate on request. Raises InvalidRequest if the prompt is too long."""
     prompt = truncate_prompt(
         Prompt(ids), body, max_prompt_tokens(body.max_completion_tokens or body.max_tokens, 1, model), model
     )
@@ -180,7 +172,7 @@ def truncate_chat_ids(ids: list[int], body: ChatRequest, model: ServedModel) -> 
 def build_multimodal_chat_prompt(
     body: ChatRequest, model: ServedModel, conversation: RenderedConversation, images: Sequence[RequestImage]
 ) -> Prompt:
-    """The same of a conversation with images. Raises InvalidRequest."""
+    """Raises InvalidRequest."""
     if body.truncate_prompt_tokens is not None:
         raise InvalidRequest("truncate_prompt_tokens: a prompt with images is not cut", param="truncate_prompt_tokens")
     assert model.multimodal_prompt_builder is not None
@@ -196,8 +188,7 @@ def build_multimodal_chat_prompt(
 
 
 def build_dual_encoder_prompt(body: ChatRequest, model: ServedModel) -> Prompt:
-    """The one text or image of a conversation, for a model whose images have vectors of their own. Raises
-    InvalidRequest as above."""
+    """For models whose images have their own vectors: exactly one text or image. Raises InvalidRequest."""
     parts = [part for each in body.messages for part in _message_texts(each)]
     if len(parts) != 1:
         wrong = f"this model makes a vector of one text or of one image, and these are {len(parts)}"
@@ -213,15 +204,14 @@ def build_dual_encoder_prompt(body: ChatRequest, model: ServedModel) -> Prompt:
 
 
 def _message_texts(message: ChatMessage) -> list[str]:
-    """The texts of a message, "" for an image."""
+    """Images are ""."""
     if message.content is None or isinstance(message.content, str):
         return [message.content or ""]
     return [part.text if isinstance(part, TextPart) else "" for part in message.content]
 
 
 def expand_image_placeholders_in_text(text: str, messages: Sequence[ChatMessage], model: ServedModel) -> str:
-    """A rendered conversation in which each image's mark is replaced by all tokens that stand for the image. Raises as
-    above."""
+    """Raises InvalidRequest."""
     images = requested_images(messages, model)
     if not images:
         return text
@@ -231,7 +221,7 @@ def expand_image_placeholders_in_text(text: str, messages: Sequence[ChatMessage]
 
 
 def requested_images(messages: Sequence[ChatMessage], model: ServedModel) -> list[RequestImage]:
-    """The images of a conversation. Raises what collect_images raises, and NeedsWorker: their files may be hostile."""
+    """Raises what collect_images raises, and NeedsWorker because image files may be hostile."""
     if model.multimodal_prompt_builder is not None and not model.expendable and has_images(messages):
         raise NeedsWorker
     return collect_images(messages, model)
@@ -240,7 +230,7 @@ def requested_images(messages: Sequence[ChatMessage], model: ServedModel) -> lis
 def render_chat(
     body: ChatRequest, model: ServedModel, tools: Sequence[dict[str, Any]] | None, *, trusted: bool
 ) -> RenderedConversation:
-    """The conversation's text, as above."""
+    """Raises InvalidRequest, NeedsWorker."""
     return select_renderer(body.chat_template, model, trusted=trusted).render_conversation(
         [message.to_template_message() for message in body.messages],
         tools=tools,
@@ -252,7 +242,6 @@ def render_chat(
 
 
 def thinking_variables(body: ChatRequest, model: ServedModel) -> dict[str, Any]:
-    """The template's own variables for how the request switches thinking."""
     if body.chat_template is not None:
         return {}
     return model.chat_formats.thinking_switch.request_variables(
@@ -261,14 +250,15 @@ def thinking_variables(body: ChatRequest, model: ServedModel) -> dict[str, Any]:
 
 
 def final_message_text(body: ChatRequest, text: str) -> str:
-    """The final message as it appears at the end of the rendered `text`: templates may strip its spaces."""
+    """Templates may strip its spaces."""
     final = str(normalize_message(body.messages[-1].to_template_message())["content"])
     return final if text.endswith(final) else final.strip()
 
 
 def select_renderer(chat_template: str | None, model: ServedModel, *, trusted: bool) -> ChatRenderer:
-    """The model's renderer, or one of a request's own template, which must be `trusted`. Raises InvalidRequest, and
-    NeedsWorker: such a template may never end, or fill the memory."""
+    """A request's own template must be `trusted`. Raises InvalidRequest, and NeedsWorker because the template may never
+    end or fill the memory.
+    """
     if chat_template is None:
         return model.chat_renderer
     if not trusted:
@@ -282,13 +272,12 @@ def select_renderer(chat_template: str | None, model: ServedModel, *, trusted: b
 
 
 def max_prompt_tokens(max_tokens: int | None, default: int, model: ServedModel) -> int:
-    """Tokens of the context that the answer leaves to the prompt, at least one."""
+    """At least 1."""
     return max(1, model.context_length - max(1, default if max_tokens is None else max_tokens))
 
 
 def truncate_prompt(prompt: Prompt, body: GenerationBody, max_tokens: int, model: ServedModel) -> Prompt:
-    """The prompt's last truncate_prompt_tokens tokens, or its first; for -1 it is `max_tokens` tokens. Raises
-    InvalidRequest."""
+    """truncate_prompt_tokens -1 stands for `max_tokens`. Raises InvalidRequest."""
     limit = resolve_truncation_limit(body.truncate_prompt_tokens, model.context_length, max_tokens)
     if limit is None or len(prompt.ids) <= limit:
         return prompt
@@ -296,8 +285,7 @@ def truncate_prompt(prompt: Prompt, body: GenerationBody, max_tokens: int, model
 
 
 def resolve_truncation_limit(limit: int | None, context_length: int, auto_limit: int) -> int | None:
-    """The most tokens that truncate_prompt_tokens leaves of a prompt; None: all. `auto_limit`: what -1 stands for.
-    Raises InvalidRequest."""
+    """None: unlimited. `auto_limit`: what -1 stands for. Raises InvalidRequest."""
     if limit == 0 or (limit or 0) > context_length:
         raise InvalidRequest(
             f"truncate_prompt_tokens must be -1 or from 1 to the context length, {context_length}; got {limit}",
@@ -307,15 +295,14 @@ def resolve_truncation_limit(limit: int | None, context_length: int, auto_limit:
 
 
 def truncate_ids(ids: list[int], limit: int, side: str) -> list[int]:
-    """`side`: where tokens are cut off."""
+    """Cuts off at `side`."""
     return ids[:limit] if side == "right" or len(ids) <= limit else ids[-limit:]
 
 
 def check_and_encode_texts(
     model: ServedModel, texts: Sequence[str], add_special_tokens: bool, param: str, *, will_truncate: bool = False
 ) -> list[list[int]]:
-    """Token ids of each text. Raises InvalidRequest for one that the context cannot hold, unless it will be
-    `will_truncate`."""
+    """Raises InvalidRequest above the context length, unless `will_truncate`."""
     for text in texts:
         check_no_surrogates(text, param)
         if not will_truncate:
@@ -326,7 +313,7 @@ def check_and_encode_texts(
 def encode_rendered_conversation(
     model: ServedModel, conversation: RenderedConversation, add_special_tokens: bool, *, will_truncate: bool = False
 ) -> list[int]:
-    """Token ids of a conversation; special tokens in texts that were moved are text. Raises as above."""
+    """Special tokens in moved texts are plain text. Raises InvalidRequest."""
     if not conversation.moved_texts:
         return check_and_encode_texts(
             model, [conversation.text], add_special_tokens, "messages", will_truncate=will_truncate
@@ -339,19 +326,18 @@ def encode_rendered_conversation(
 
 
 def adaptation_summary(conversation: RenderedConversation) -> str:
-    """What was adapted, for the header: `developer->system at messages[0]; ...`."""
+    """For the header, such as `developer->system at messages[0]; ...`."""
     adaptations = conversation.adaptations
     labels = [f"{each.label} at messages[{each.index}]" for each in adaptations[:MAX_ADAPTATIONS]]
     if len(adaptations) > MAX_ADAPTATIONS:
         labels.append(f"and {len(adaptations) - MAX_ADAPTATIONS} more")
-    return re.sub(r"[^ -~]", "?", "; ".join(labels))  # roles may be made up by callers
+    return re.sub(r"[^ -~]", "?", "; ".join(labels))  # callers can invent roles
 
 
 def check_text_fits(model: ServedModel, text: str, param: str) -> None:
-    """Refuse a text that is much too long for the context without tokenizing all of it.
-
-    Its slices have about as many tokens as the whole. Raises ContextLengthExceeded when they are a tenth more than the
-    context holds, which no cut between words explains; a nearer miss is found when the whole is tokenized.
+    """Reject much too long texts early: slices have about as many tokens as the whole. Raises ContextLengthExceeded if
+    they exceed the context by 10 %, which cuts between words cannot explain. Nearer misses are found when the whole is
+    tokenized.
     """
     if len(text) <= SLICE_CHARACTERS:
         return
@@ -370,7 +356,7 @@ def check_text_fits(model: ServedModel, text: str, param: str) -> None:
 
 
 def split_into_slices(text: str) -> Iterator[str]:
-    """Pieces of at most SLICE characters. A piece ends before a space if there is one in its second half."""
+    """Cut before a space in the second half, if there is one."""
     start = 0
     while len(text) - start > SLICE_CHARACTERS:
         space = text.rfind(" ", start + SLICE_CHARACTERS // 2, start + SLICE_CHARACTERS)

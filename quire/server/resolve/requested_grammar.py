@@ -1,5 +1,3 @@
-"""The grammar that a request asks for, in one of many ways."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -19,7 +17,7 @@ from quire.server.resolve.checks import check_no_surrogates
 
 
 def requested_grammar(body: GenerationBody, config: ServerConfig) -> tuple[str, GrammarWithOpenObjects] | None:
-    """The parameter that asks, and the grammar it asks for. Raises InvalidRequest naming the parameter."""
+    """Return the parameter and its grammar. Raises InvalidRequest."""
     requests: list[tuple[str, str, Any]] = []
     if body.response_format is not None:
         requests += [("response_format", *one) for one in _response_format_constraints(body.response_format)]
@@ -49,7 +47,7 @@ def _response_format_constraints(response_format: dict[str, Any]) -> list[tuple[
     kind = response_format.get("type")
     if kind == "text":
         return []
-    if kind == "json_object":  # with a schema as llama.cpp's clients send it, or TGI's (huggingface_hub)
+    if kind == "json_object":  # with a schema from llama.cpp's clients or TGI's (huggingface_hub)
         schema = response_format.get("schema", response_format.get("value"))
         return [("json_object", True) if schema is None else ("json", schema)]
     if kind == "json_schema":

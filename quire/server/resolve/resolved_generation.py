@@ -1,5 +1,3 @@
-"""What resolving a body that asks for generated text gives, and how it is put together."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -27,29 +25,27 @@ from quire.server.served_model import ServedModel
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """The form of an API: how its answers are written, and what it calls fields."""
+    """How an API writes answers and names fields."""
 
     writer: WriterFactory
     id_prefix: str
-    """The beginning of the ids of its answers."""
     field_names: Mapping[str, str] = field(default_factory=dict)
-    """The API's names of fields, by those of a chat or a completion, to which its bodies are translated."""
+    """The API's names, by those of a chat or completion."""
     allows_receipt: bool = True
-    """Whether answers can have a receipt: not if nothing is generated that anybody reads."""
+    """False if nobody reads generated text."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedGeneration:
-    """A resolved request, which can run once its grammars are known to compile."""
+    """Can run once its grammars are known to compile."""
 
     request: GenerationRequest
     form: AnswerForm
     grammars: Sequence[tuple[str, Grammar]] = ()
-    """To be checked, in this order, each with the parameter that an error names. The answers match the last one."""
+    """To check in this order. Answers match the last one."""
     answer_grammar: AnswerGrammar | None = None
-    """What the last grammar is made of; None if it cannot be made weaker."""
+    """Makes the last grammar; None if it cannot be weakened."""
     schema_headers: Mapping[str, str] = field(default_factory=dict)
-    """What the answer's headers say of the last grammar's schemas."""
 
     def with_responses_fields(self, fields: ResponsesApiFields) -> ResolvedGeneration:
         assert self.request.responses_fields is None, "resolved once"
@@ -57,12 +53,12 @@ class ResolvedGeneration:
 
     @property
     def unchecked_grammar(self) -> CheckedGrammar:
-        """The last grammar as it is, for which the checker vouches."""
+        """Return the last grammar, which the checker has accepted."""
         param, grammar = self.grammars[-1]
         return CheckedGrammar(param, grammar, self.schema_headers)
 
     def build_weaker_grammar(self, weaker: AnswerGrammar, model: ServedModel) -> CheckedGrammar:
-        """The last grammar, made of `weaker` instead. Raises InvalidRequest."""
+        """Raises InvalidRequest."""
         param, grammar = weaker.build_grammars(model)[-1]
         check_grammar_length(param, grammar)
         return CheckedGrammar(self.form.field_names.get(param, param), grammar, weaker.schema_headers())
@@ -86,10 +82,8 @@ def build_generation(  # noqa: PLR0913 (the fields of a request that its body al
     answer_grammar: AnswerGrammar | None = None,
     schema_headers: Mapping[str, str] | None = None,
 ) -> ResolvedGeneration:
-    """A generation whose prompts and parameters are resolved; `model` is the name for the answer.
-
-    Raises InvalidRequest for beam search with a grammar, for log probabilities of too long prompts, and for more lists
-    of token ids than the answers may carry.
+    """`model`: name for the answer. Raises InvalidRequest for beam search with a grammar, and for too large prompt
+    logprobs or copied parameters.
     """
     check_total_prompt_logprobs(params.prompt_logprobs, sum(len(prompt.ids) for prompt in prompts))
     for param, grammar in grammars:

@@ -1,5 +1,3 @@
-"""From the sampling fields of a body to the engine's parameters."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +12,7 @@ from quire.server.resolve.checks import check_no_surrogates, check_token_ids
 from quire.server.served_model import ServedModel
 
 CLIPPED_HEADER = "X-Max-Tokens-Clipped"
-"""The header with the tokens that an answer may have, if the request asked for more than the context holds."""
+"""Its value is the context length. Sent if max_tokens exceeds that."""
 
 
 def resolve_sampling_params(
@@ -27,10 +25,7 @@ def resolve_sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """The body's values, by default those of the model's generation_config.json.
-
-    Raises InvalidRequest naming the parameter.
-    """
+    """Defaults come from generation_config.json. Raises InvalidRequest."""
     model.check_task("generate")
     if max_tokens == -1:
         max_tokens = None
@@ -68,8 +63,7 @@ def resolve_sampling_params(
 
 
 def _limit_max_tokens(max_tokens: int | None, name: str, context: int, *, clip: bool) -> int | None:
-    """Most tokens of an answer; None: as many as the context holds. Raises InvalidRequest for more, unless they are
-    clipped."""
+    """None: what the context holds. Raises InvalidRequest for more, unless `clip`."""
     if max_tokens is None:
         return None
     if max_tokens > context and not clip:
@@ -81,7 +75,6 @@ def _limit_max_tokens(max_tokens: int | None, name: str, context: int, *, clip: 
 
 
 def clipped_header(max_tokens: int | None, model: ServedModel) -> dict[str, str]:
-    """The header of an answer that has less room than its request gave it."""
     most = model.context_length
     return {CLIPPED_HEADER: str(most)} if max_tokens is not None and max_tokens > most else {}
 
@@ -93,7 +86,6 @@ def _check_no_surrogates_in(**texts: Sequence[str]) -> None:
 
 
 def _copied_fields(body: GenerationBody, model_defaults: Mapping[str, float]) -> dict[str, Any]:
-    """The values of COPIED_SAMPLING_FIELDS: the body's, or the model's defaults."""
     values: dict[str, Any] = {}
     for row in COPIED_SAMPLING_FIELDS:
         value = getattr(body, row.name)

@@ -1,5 +1,3 @@
-"""From a hint that a conversation goes on to the generation that brings it into the cache."""
-
 from __future__ import annotations
 
 from functools import partial
@@ -17,7 +15,7 @@ from quire.server.served_model import ServedModel
 
 
 def parse_warm_request(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> WarmRequest:
-    """Raises InvalidRequest, and ModelNotFound."""
+    """Raises InvalidRequest, ModelNotFound."""
     body = parse_body(body_bytes or b"{}", WarmRequest)
     model.resolve_model_name(body.model)
     ignored_params_header(body.check_params_and_list_ignored(), config.strict)
@@ -27,9 +25,9 @@ def parse_warm_request(body_bytes: bytes, model: ServedModel, config: ServerConf
 def resolve_warm_request(
     session: str, turn: Turn, body: WarmRequest, model: ServedModel, config: ServerConfig
 ) -> ResolvedGeneration:
-    """The last turn as a prompt, for which one token is generated and thrown away. The engine recognises the
-    conversation by its tokens, and keeps it as long as its last request asked. Raises ModelNotFound if its adapter is
-    gone."""
+    """Generate one token and discard it. The engine recognizes the conversation by its tokens and keeps it as its last
+    request asked. Raises ModelNotFound if the adapter is gone.
+    """
     ids = turn.token_ids[: model.context_length - 1]
     fields = {
         "model": turn.adapter or None,

@@ -1,4 +1,4 @@
-"""From /v1/score and /v1/rerank to prompts: a cross-encoder reads pairs, an embedding model each text once."""
+"""Cross-encoders read pairs, embedding models read each text once."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from quire.server.resolve.prompts import check_num_inputs, check_text_fits
 from quire.server.served_model import ServedModel
 
 MAX_INLINE_CHARACTERS = 2**16
-"""Of all pairs; more are tokenized by a worker."""
+"""Sum over all pairs; workers tokenize more."""
 NO_LIMIT_MESSAGE = "max_tokens_per_doc needs a cross-encoder; give truncate_prompt_tokens"
 PairInputs = tuple[list[VectorInput], ScorePairs]
 
 
 def resolve_score(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorRequest:
-    """Raises ModelNotFound, and InvalidRequest naming the parameter."""
+    """Raises ModelNotFound, InvalidRequest."""
     body = parse_body(body_bytes, ScoreRequest)
     names = ("text_1", "text_2") if body.queries is None else ("queries", "documents")
     firsts, seconds = body.first_texts, body.second_texts
@@ -52,7 +52,7 @@ def resolve_score(body_bytes: bytes, model: ServedModel, config: ServerConfig) -
 def resolve_rerank(
     body_bytes: bytes, model: ServedModel, config: ServerConfig, *, cohere: bool = False
 ) -> VectorRequest:
-    """As Jina's API has it, or Cohere's second version. Raises as above."""
+    """Jina's API, or Cohere's v2. Raises ModelNotFound, InvalidRequest."""
     body = parse_body(body_bytes, RerankRequest)
     documents = body.document_texts
     if not documents:
@@ -67,7 +67,7 @@ def resolve_rerank(
 def build_pair_inputs(
     body: TextPairBody, firsts: Sequence[str], seconds: Sequence[str], names: tuple[str, str], model: ServedModel
 ) -> PairInputs:
-    """The prompts that score such pairs, and how. Raises InvalidRequest naming one of `names`."""
+    """`names`: fields in error messages. Raises InvalidRequest, NeedsWorker."""
     check_num_inputs(len(seconds), names[1])
     for name, texts in zip(names, (firsts, seconds), strict=True):
         for text in dict.fromkeys(texts):
@@ -75,7 +75,7 @@ def build_pair_inputs(
     if body.truncation_side != "right":
         raise InvalidRequest("truncation_side is always right for pairs of texts", param="truncation_side")
     if not model.expendable and sum(map(len, firsts)) + sum(map(len, seconds)) > MAX_INLINE_CHARACTERS:
-        raise NeedsWorker  # a short body may name many pairs of a long text
+        raise NeedsWorker  # a short body may pair a long text many times
     pooling = model.pooling
     _check_can_score(body, model)
     if "classify" not in model.tasks or pooling is None:
@@ -102,7 +102,7 @@ def build_pair_inputs(
 
 
 def _check_can_score(body: TextPairBody, model: ServedModel) -> None:
-    """Raises ModelNotFound, and InvalidRequest for a model that only writes text."""
+    """Raises ModelNotFound, InvalidRequest."""
     if model.tasks == ("generate",):
         name = model.resolve_model_name(body.model)
         what = f"The model `{name}` writes text and gives no scores of pairs of texts"
@@ -124,7 +124,7 @@ def _refuse_document_limit(body: TextPairBody) -> None:
 
 
 def _pair_truncation_limit(body: TextPairBody, model: ServedModel) -> int | None:
-    """Rankings cut what is too long, as the APIs that they come from do; scores do so if asked."""
+    """Rankings truncate, as the original APIs do; scores only on request."""
     limit = input_truncation_limit(body, model)
     return model.context_length if limit is None and isinstance(body, RerankRequest) else limit
 
@@ -132,8 +132,7 @@ def _pair_truncation_limit(body: TextPairBody, model: ServedModel) -> int | None
 def _embedding_inputs(
     body: TextPairBody, firsts: Sequence[str], seconds: Sequence[str], names: tuple[str, str], model: ServedModel
 ) -> PairInputs:
-    """Each text becomes one input, however often it is compared. For rankings, the model's own prompts for queries and
-    documents precede the texts, if it has them."""
+    """Each distinct text is one input. Rankings prepend the model's query and document prompts."""
     check_one_vector_per_text(model)
     prompt_by_role = {"query": "", "document": ""}
     known = {} if model.pooling is None else model.pooling.prompts
@@ -161,7 +160,7 @@ def _embedding_inputs(
 def _generative_reranker_inputs(
     body: TextPairBody, firsts: Sequence[str], seconds: Sequence[str], names: tuple[str, str], model: ServedModel
 ) -> PairInputs:
-    """Prompts of Qwen3-Reranker. What is too long loses the end of its document."""
+    """For Qwen3-Reranker. Too long prompts lose the end of the document."""
     _refuse_document_limit(body)
     limit = _pair_truncation_limit(body, model)
     for text in dict.fromkeys(firsts):

@@ -1,5 +1,3 @@
-"""Answers to /tokenize and /detokenize, ready to be sent."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -29,7 +27,7 @@ class JsonReply:
 
 
 def answer_tokenize(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> JsonReply:
-    """Raises ModelNotFound, and InvalidRequest naming the parameter."""
+    """Raises ModelNotFound, InvalidRequest."""
     body, headers = _parse_request(body_bytes, TokenizeRequest, model, config)
     conversation, special = _text_to_tokenize(body, model, config)
     special = special if body.add_special_tokens is None else body.add_special_tokens
@@ -44,7 +42,7 @@ def answer_tokenize(body_bytes: bytes, model: ServedModel, config: ServerConfig)
 
 
 def answer_apply_template(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> JsonReply:
-    """The text of a conversation. Raises as above."""
+    """Raises ModelNotFound, InvalidRequest."""
     body = parse_body(body_bytes, TokenizeRequest)
     model.resolve_model_name(body.model)
     if body.messages is None:
@@ -59,7 +57,7 @@ def answer_apply_template(body_bytes: bytes, model: ServedModel, config: ServerC
 def _parse_request(
     body_bytes: bytes, kind: type[TokenizeBody], model: ServedModel, config: ServerConfig
 ) -> tuple[TokenizeBody, dict[str, str]]:
-    """The body, and headers of the answer."""
+    """Also return headers. Raises ModelNotFound, InvalidRequest."""
     body = parse_body(body_bytes, kind)
     model.resolve_model_name(body.model)
     return body, ignored_params_header(body.check_params_and_list_ignored(), config.strict)
@@ -68,7 +66,7 @@ def _parse_request(
 def _text_to_tokenize(
     body: TokenizeRequest, model: ServedModel, config: ServerConfig
 ) -> tuple[RenderedConversation, bool]:
-    """The text to be tokenized, and whether special tokens are added by default."""
+    """Also return the default of add_special_tokens. Raises InvalidRequest."""
     conversation = RenderedConversation(body.prompt or "")
     param = "prompt"
     special = True
@@ -101,7 +99,7 @@ def _token_piece(text: bytes) -> str | list[int]:
 
 
 def answer_detokenize(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> JsonReply:
-    """Raises ModelNotFound, and InvalidRequest naming the parameter."""
+    """Raises ModelNotFound, InvalidRequest."""
     body, headers = _parse_request(body_bytes, DetokenizeRequest, model, config)
     check_token_ids(body.tokens, model.vocab_size, "tokens")
     text = model.tokenizer.decode(body.tokens, skip_special_tokens=False)

@@ -1,5 +1,3 @@
-"""The tools of a chat request: which of them the model is shown, whether calls are looked for, what it must call."""
-
 from __future__ import annotations
 
 import json
@@ -33,44 +31,38 @@ CUSTOM_FORMAT_FIELD = "tools[{}].custom.format"
 
 @dataclass(frozen=True, slots=True)
 class RequestTools:
-    """The use that one request makes of tools."""
-
     template_tools: list[dict[str, Any]] | None = None
-    """The tools that the template shows the model; None: it shows none."""
+    """None: the template shows none."""
     tool_format: ToolFormat | None = None
-    """None: calls are not looked for."""
+    """None: calls are not parsed."""
     tools_by_name: Mapping[str, Tool] = field(default_factory=dict)
     custom_tool_names: frozenset[str] = frozenset()
-    """Names of custom tools: their input is the only argument of a function."""
+    """Their input is the only argument of a function."""
     required_tools: Sequence[Tool] = ()
-    """The answer is a call of one of these; empty: the model decides."""
+    """The answer must call one of these; empty: the model decides."""
     strict_tool_names: frozenset[str] = frozenset()
-    """Names of tools whose calls follow their schema exactly, also where the model decides whether it calls."""
+    """Calls follow the schema exactly, even if calling is optional."""
     allows_parallel: bool = True
     closes_objects: bool = True
-    """Objects of schemas that name properties, and say nothing of others, have no others."""
+    """Schema objects that have `properties` but no additionalProperties allow no others."""
     schema_fields: Mapping[str, str] = field(default_factory=dict)
-    """The fields that the tools' schemas come from."""
     weakening_levels: Mapping[str, int] = field(default_factory=dict)
-    """How much weaker the schemas of some tools are, of those that nobody asked to hold: see `with_weaker_schemas`."""
+    """See `with_weaker_schemas`."""
 
     @property
     def non_strict_tool_names(self) -> list[str]:
-        """Names of tools that a grammar may have, and whose calls nobody asked to hold to their schema."""
+        """Nobody asked for exact schemas."""
         return [tool.name for tool in self._constrained_tools if tool.name not in self.strict_tool_names]
 
     @property
     def schema_grammars(self) -> list[tuple[str, Grammar]]:
-        """The schemas of the tools that a grammar may have, each with the field that it comes from."""
         return [(self._schema_field(tool.name), self.schema_grammar(tool.name)) for tool in self._constrained_tools]
 
     def schema_grammar(self, name: str) -> Grammar:
-        """The schema that a grammar holds calls of a tool to."""
         return Grammar("json", json.dumps(self._enforced_schema(self.tools_by_name[name]).schema))
 
     @property
     def open_objects_by_field(self) -> dict[str, tuple[str, ...]]:
-        """Objects that stay open, by the field of the schema that they are in."""
         return {
             self._schema_field(tool.name): places
             for tool in self._constrained_tools
@@ -79,19 +71,16 @@ class RequestTools:
 
     @property
     def weakened_schema_fields(self) -> list[str]:
-        """The fields of schemas that answers are not held to exactly, although they asked for calls of these tools."""
         return [self._schema_field(name) for name in self.tools_by_name if self.weakening_levels.get(name)]
 
     def with_weaker_schemas(self, levels: Mapping[str, int]) -> RequestTools:
-        """The same with weaker schemas of some tools, by their names: quire.engine.schemas.enforcement has the
-        levels."""
+        """`levels`: see quire.engine.schemas.enforcement."""
         return replace(self, weakening_levels={**self.weakening_levels, **levels})
 
     def build_tool_grammar(self, tokenizer: Tokenizer, *, calls_only: bool = False) -> Grammar | None:
-        """The grammar of an answer that must call a tool, or of which some calls are strict; None: it is free.
-
-        `calls_only`: the grammar is one of calls without text beside them, strict or not. Raises InvalidRequest for a
-        strict tool that no grammar can be made of."""
+        """None: any answer is allowed. `calls_only`: no text is allowed. Raises InvalidRequest for a strict tool
+        without a possible grammar.
+        """
         if self.tool_format is None or not (self.required_tools or self.strict_tool_names or calls_only):
             return None
         must = calls_only or bool(self.required_tools)
@@ -112,7 +101,7 @@ class RequestTools:
         return self.schema_fields[name]
 
     def _enforced_schema(self, tool: Tool) -> ClosedSchema:
-        """The schema that a grammar holds calls of the tool to. Raises InvalidRequest."""
+        """Raises InvalidRequest."""
         if tool.name not in self.strict_tool_names:
             closed_schema = (
                 close_objects(tool.parameters, by_name=True)
@@ -129,7 +118,7 @@ class RequestTools:
 
 
 def resolve_request_tools(body: ChatRequest, format: ToolFormat | None, *, close: bool = True) -> RequestTools:
-    """`close`: see RequestTools. Raises InvalidRequest naming the parameter."""
+    """`close`: see RequestTools.closes_objects. Raises InvalidRequest."""
     specs = convert_to_functions(body.tools, None if body.tool_choice == "none" else format)
     known: dict[str, Tool] = {}
     for index, spec in enumerate(specs):
@@ -177,8 +166,9 @@ def resolve_request_tools(body: ChatRequest, format: ToolFormat | None, *, close
 
 
 def convert_to_functions(tools: Sequence[FunctionOrCustomTool], format: ToolFormat | None) -> list[ToolSpec]:
-    """The tools as the model is shown them. Raises InvalidRequest for a custom tool's grammar that calls in this format
-    cannot be held to; None: they are not held."""
+    """`format` None: grammars are not enforced. Raises InvalidRequest if calls cannot be held to a custom tool's
+    grammar.
+    """
     function_specs = []
     for index, spec in enumerate(tools):
         if isinstance(spec, CustomToolSpec):
@@ -195,7 +185,7 @@ def _tool_schema_field(spec: FunctionOrCustomTool, index: int) -> str:
 
 
 def _check_and_complete_parameters(schema: dict[str, Any] | None, index: int) -> Mapping[str, Any]:
-    """The schema of the arguments. Parsers and grammars rely on what is checked here: the form of its first level."""
+    """Parsers and grammars rely on these checks of the first level. Raises InvalidRequest."""
     if not schema:
         return ANY_OBJECT if schema is None else {**ANY_OBJECT, **schema}
     place = PARAMETERS_FIELD.format(index)

@@ -1,1 +1,1 @@
-"""From the requests of other APIs than chat and completions: each is translated to a chat."""
+"""Translates other APIs' requests to chats."""

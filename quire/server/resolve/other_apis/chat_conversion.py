@@ -1,5 +1,4 @@
-"""The chat that a body of another API is translated to: its turns in the form that templates take, and error messages
-in the words of that API."""
+"""Chats made of other APIs' bodies. Errors use the API's field names."""
 
 from __future__ import annotations
 
@@ -21,17 +20,15 @@ from quire.server.resolve.tool_use import resolve_request_tools
 from quire.server.served_model import ServedModel
 
 CallerFields = dict[str, str]
-"""The caller's names of images' fields, by the names that a chat has for them."""
+"""The caller's field paths, by the chat's."""
 ChatTurn = dict[str, Any]
 FIELD_KEY = "\0field"
-"""The key under which a turn, and an image's part, holds the caller's name of its field, until `merge_user_turns` takes
-it out; no JSON has such a key."""
+"""Key for the caller's field until `merge_user_turns` removes it. No JSON has such a key."""
 
 
 @contextmanager
 def rename_fields_in_raised_errors(names: Mapping[str, str]) -> Iterator[CallerFields]:
-    """Renames fields in errors that the block raises, from a chat's names to the caller's: by `names`, and by the
-    places that `merge_user_turns` notes in what this yields."""
+    """Rename fields in errors of the block, by `names` and by what `merge_user_turns` puts into the yielded dict."""
     caller_fields: CallerFields = {}
     try:
         yield caller_fields
@@ -50,12 +47,11 @@ def rename_fields_in_raised_errors(names: Mapping[str, str]) -> Iterator[CallerF
 
 
 def rename_adaptation_fields(adapted: str, caller_fields: Mapping[str, str]) -> str:
-    """What was adapted, with the caller's names of the places."""
     return re.sub(r"messages\[\d+\]", lambda match: caller_fields.get(match[0], match[0]), adapted)
 
 
 def rename_fields_in_error_text(message: str, param: str | None, names: Mapping[str, str]) -> str:
-    """The message with its parameter's own name, and that of paths, which cannot be words of the text."""
+    """Replace the parameter itself, and paths, which cannot be words of the text."""
     for name, caller_name in names.items():
         if name == param or "." in name:
             message = re.sub(rf"\b{re.escape(name)}\b", caller_name, message)
@@ -63,19 +59,17 @@ def rename_fields_in_error_text(message: str, param: str | None, names: Mapping[
 
 
 def image_content_part(url: str, field: str, **more: str) -> ChatTurn:
-    """A chat's content part, of an image that the caller has in `field`."""
     return {"type": "image_url", "image_url": {"url": url, **more}, FIELD_KEY: field}
 
 
 def extend_or_add_turn(turns: list[ChatTurn], role: str, parts: Sequence[ChatTurn]) -> None:
-    """Add parts to the last turn, or to a new one where that is another role's."""
+    """Start a new turn if the last one has another role."""
     if not turns or turns[-1]["role"] != role:
         turns.append({"role": role, "content": []})
     turns[-1]["content"] += parts
 
 
 def record_caller_field(turns: Sequence[ChatTurn], field: str) -> None:
-    """Note where the caller has the turns that have no place yet."""
     for turn in reversed(turns):
         if FIELD_KEY in turn:
             return
@@ -83,14 +77,12 @@ def record_caller_field(turns: Sequence[ChatTurn], field: str) -> None:
 
 
 def tool_result_turn(call_id: str, content: str | list[ChatTurn], names: Mapping[str, str]) -> ChatTurn:
-    """What a tool returned. `names`: of the functions that were called, by the ids of the calls."""
     turn = {"role": "tool", "tool_call_id": call_id, "content": content}
     return {**turn, "name": names[call_id]} if call_id in names else turn
 
 
 def merge_user_turns(turns: Sequence[ChatTurn], caller_fields: CallerFields) -> list[ChatTurn]:
-    """The turns, those of a user behind one another as one. `caller_fields` receives where the caller has each turn and
-    its images. Content is a list of parts, or a tool's text."""
+    """Content is a list of parts, or a tool's text."""
     merged: list[ChatTurn] = []
     for turn in turns:
         if turn["role"] == "user" and merged and merged[-1]["role"] == "user":
@@ -109,7 +101,7 @@ def merge_user_turns(turns: Sequence[ChatTurn], caller_fields: CallerFields) -> 
 def count_chat_tokens(
     chat: ChatRequest, model: ServedModel, config: ServerConfig, caller_fields: CallerFields
 ) -> tuple[int, dict[str, str]]:
-    """How many the prompt has that a chat makes, and headers of the answer. Raises InvalidRequest."""
+    """Also returns headers. Raises InvalidRequest."""
     template_tools = resolve_request_tools(chat, model.chat_formats.tool_format).template_tools
     conversation = render_chat(chat, model, template_tools, trusted=config.trust_request_chat_template)
     text = expand_image_placeholders_in_text(conversation.text, chat.messages, model)

@@ -1,5 +1,3 @@
-"""From Cohere's /v2/embed to embeddings."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -19,7 +17,7 @@ COHERE_FIELD_NAMES = {"input": "texts", "dimensions": "output_dimension", "trunc
 
 
 def resolve_cohere_embedding(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorRequest:
-    """Raises ModelNotFound, and InvalidRequest naming the parameter."""
+    """Raises ModelNotFound, InvalidRequest."""
     body = parse_body(body_bytes, CohereEmbedRequest)
     known = {} if model.pooling is None else model.pooling.prompts
     input_type = body.input_type or ""

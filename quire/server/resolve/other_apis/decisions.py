@@ -1,5 +1,3 @@
-"""From the questions of the Decisions API and of TypeSafe's to prompts."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +24,7 @@ SYSTEMONE_QUESTION_TYPES: Mapping[str, QuestionType] = {"noul": "predicate", "ch
 
 
 def resolve_decisions(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> ResolvedGeneration:
-    """Raises ModelNotFound, and InvalidRequest naming the parameter."""
+    """Raises ModelNotFound, InvalidRequest."""
     body = parse_body(body_bytes, DecisionRequest)
     name = model.resolve_model_name(body.model)
     posed = [
@@ -40,7 +38,6 @@ def resolve_decisions(body_bytes: bytes, model: ServedModel, config: ServerConfi
 
 
 def question_options(question: AnyQuestion) -> list[tuple[str | bool, str]]:
-    """What may be answered, each with its description."""
     if isinstance(question, Choice):
         return [(option.value, option.description) for option in question.choices]
     if isinstance(question, Score):
@@ -49,7 +46,7 @@ def question_options(question: AnyQuestion) -> list[tuple[str | bool, str]]:
 
 
 def resolve_systemone_request(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> ResolvedGeneration:
-    """Raises ModelNotFound, and InvalidRequest naming the parameter."""
+    """Raises ModelNotFound, InvalidRequest."""
     body = parse_body(body_bytes, SystemOneRequest)
     served_name = is_model_alias(body.model, (*model.names, *model.adapters))
     name = model.resolve_model_name(None if served_name else body.model)

@@ -1,4 +1,4 @@
-"""The items that precede a request of the Responses API: those of earlier responses or of a conversation."""
+"""From earlier responses or a conversation."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from quire.server.store.response_store import (
 from quire.server.store.response_store import StoredItem as StoredItem
 
 MAX_ITEMS = 10_000
-"""Of a conversation, and of an input that is stored: some thousand turns of an agent with its calls."""
+"""Limit of a conversation or stored input: some thousand turns of an agent with calls."""
 MAX_ADDED_ITEMS = 1_000
-"""Of an input that is added to a conversation, in one transaction: nobody may see a part of it."""
+"""Limit per request, because items are added to a conversation in one transaction."""
 CONVERSATION_BOUNDS = ConversationLimits(MAX_ITEMS, 16 << 20)
-"""As many bytes as one body may have by default: a response that names a conversation reads all of it."""
+"""As many bytes as a body by default, because a response reads the whole conversation."""
 MAX_HISTORY_BYTES = 16 << 20
-"""The same of the responses before one."""
+"""Limit of earlier responses."""
 MAX_INPUT_BYTES = 4 << 20
-"""Of all items that a request adds to the store; the text of a million tokens."""
+"""Limit of items stored per request: the text of a million tokens."""
 ENDED_STATUSES = ("completed", "incomplete")
 RESPONSE_ID_PREFIX, PLACE_DIGITS = "resp_", 4
-"""What a response's id begins with; an id of one of its items has what follows, and so many digits for its place."""
+"""An item's id continues its response's id, with a position of this many digits."""
 ITEM_ID_PREFIXES = {
     "message": "msg_",
     "reasoning": "rs_",
@@ -50,11 +50,10 @@ ITEM_ID_PREFIXES = {
     "function_call_output": "fco_",
     "custom_tool_call_output": "ctco_",
 }
-"""What ids begin with, by the type of item."""
 
 
 def response_history(folder: Path, owner: str, response_id: str) -> list[Any]:
-    """The items of a response and of all before it, the oldest first. Raises InvalidRequest."""
+    """Include all earlier responses; oldest first. Raises InvalidRequest."""
     item_groups: list[list[Any]] = []
     next_id: str | None = response_id
     count = size = 0
@@ -86,7 +85,7 @@ def _history_error(why: str) -> InvalidRequest:
 
 
 def conversation_items(folder: Path, owner: str, conversation_id: str) -> list[Any]:
-    """The items of a conversation. Raises InvalidRequest."""
+    """Raises InvalidRequest."""
     with open_store_reader(folder) as stored:
         known = stored.read_summary(owner, "conversation", conversation_id)
         if known is None:
@@ -96,7 +95,7 @@ def conversation_items(folder: Path, owner: str, conversation_id: str) -> list[A
 
 
 def load_referenced_items(folder: Path, owner: str, ids: Sequence[str], nearby_items: Sequence[Any]) -> dict[str, Any]:
-    """Stored items by their ids: of those `nearby_items`, or of the responses that made them. Raises InvalidRequest."""
+    """Looks in `nearby_items` and in the responses that made the items. Raises InvalidRequest."""
     known = {item["id"]: item for item in nearby_items}
     size = 0
     with open_store_reader(folder) as stored:
@@ -114,8 +113,7 @@ def load_referenced_items(folder: Path, owner: str, ids: Sequence[str], nearby_i
 
 
 def to_stored_items(items: Sequence[InputItem], param: str, *, in_conversation: bool = False) -> list[StoredItem]:
-    """Items of an input as they are stored and given back, each with an id. `in_conversation`: they are added to one.
-    Raises InvalidRequest."""
+    """Each item gets an id. `in_conversation`: the items are added to one. Raises InvalidRequest."""
     if in_conversation and len(items) > MAX_ADDED_ITEMS:
         message = f"{param}: a request adds at most {MAX_ADDED_ITEMS} items to a conversation, got {len(items)}"
         raise InvalidRequest(message, param=param)
@@ -136,7 +134,6 @@ def to_stored_items(items: Sequence[InputItem], param: str, *, in_conversation: 
 
 
 def _stored_part(part: MessagePart, kind: str, **more: Any) -> dict[str, Any]:
-    """A part of a content; text gets this `kind`."""
     return part.model_dump() if isinstance(part, ImageContent) else {"type": kind, "text": part.text, **more}
 
 

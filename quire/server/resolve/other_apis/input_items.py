@@ -1,5 +1,3 @@
-"""From the items of the Responses API to the messages of a chat."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -31,11 +29,8 @@ from quire.server.resolve.other_apis.chat_conversion import (
 def turns_from_items(
     items: Sequence[InputItem], system: str, *, has_developer_role: bool, num_earlier: int = 0
 ) -> list[ChatTurn]:
-    """A chat's messages. developer: whether the template knows that role. earlier: how many of the items precede the
-    request's own input.
-
-    Consecutive messages of a user or of the system become one. So does everything that an assistant did before its
-    tools answered: reasoning, text and calls.
+    """`num_earlier`: items before the request's own input. Consecutive user or system messages are merged, and so is
+    all that an assistant did before its tools answered: reasoning, text and calls.
     """
     turns: list[ChatTurn] = []
     names: dict[str, str] = {}
@@ -66,7 +61,7 @@ def turns_from_items(
 
 
 def get_or_add_assistant_turn(turns: list[ChatTurn], *later_fields: str) -> ChatTurn:
-    """The assistant's turn that an item is part of: the last one, unless it has a field that goes `later_fields`."""
+    """The last turn, unless it has one of `later_fields`."""
     if not turns or turns[-1]["role"] != "assistant" or any(turns[-1].get(name) for name in later_fields):
         turns.append({"role": "assistant", "content": []})
     return turns[-1]
@@ -80,7 +75,7 @@ def tool_call_from_item(item: FunctionCall | CustomToolCall) -> dict[str, Any]:
 
 
 def reasoning_text(item: Reasoning) -> str:
-    """The text of the thinking. A client that does not keep content sends it back as encrypted_content."""
+    """Clients that keep no content send it back as encrypted_content."""
     full_text = "\n".join(part.text for part in item.content) or decode_reasoning_or_empty(item.encrypted_content)
     return full_text or "\n".join(part.text for part in item.summary)
 
@@ -90,7 +85,7 @@ def content_texts(content: str | TextContents) -> list[str]:
 
 
 def tool_output_content(item: CallOutput, field: str) -> str | list[ChatTurn]:
-    """What a tool returned: text, or parts where some are images."""
+    """Returns parts if there are images."""
     if isinstance(item.output, str):
         return item.output
     if any(isinstance(part, ImageContent) for part in item.output):
@@ -99,7 +94,6 @@ def tool_output_content(item: CallOutput, field: str) -> str | list[ChatTurn]:
 
 
 def chat_content_parts(content: str | MessageContent, field: str) -> list[ChatTurn]:
-    """A chat's content; `field`: where the caller has it."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     return [chat_content_part(part, f"{field}[{place}]") for place, part in enumerate(content)]

@@ -1,5 +1,3 @@
-"""From items with labels, as SGLang scores them, to prompts, each of which one token answers."""
-
 from __future__ import annotations
 
 from quire.engine.common.errors import InvalidRequest
@@ -24,8 +22,7 @@ LABEL_SCORES_FORM = AnswerForm(LabelScoresWriter, "cmpl-", LABEL_SCORE_FIELD_NAM
 def resolve_score_or_label_scores(
     body_bytes: bytes, model: ServedModel, config: ServerConfig
 ) -> VectorRequest | ResolvedGeneration:
-    """A body with label_token_ids is SGLang's, all others are vLLM's. Raises ModelNotFound, and InvalidRequest naming
-    the parameter."""
+    """A body with label_token_ids is SGLang's, others are vLLM's. Raises ModelNotFound, InvalidRequest."""
     body = read_json_object(body_bytes)
     if body.get("label_token_ids") is None:
         return resolve_score(body_bytes, model, config)
@@ -33,7 +30,7 @@ def resolve_score_or_label_scores(
 
 
 def resolve_label_scores(body: LabelScoreRequest, model: ServedModel, config: ServerConfig) -> ResolvedGeneration:
-    """Raises as above."""
+    """Raises ModelNotFound, InvalidRequest."""
     items = [body.items] if isinstance(body.items, str) else body.items
     if len(items) * len(body.query) + sum(map(len, items)) > MAX_PROMPT_ENTRIES:
         raise InvalidRequest("items: too many behind so long a query: ask for fewer at once", param="items")

@@ -1,5 +1,3 @@
-"""From Anthropic's messages to a chat, and to its generation."""
-
 from __future__ import annotations
 
 import re
@@ -49,15 +47,13 @@ ANTHROPIC_FIELD_NAMES = {
     "response_format": "output_config.format",
     "function.parameters": "input_schema",
 }
-"""Names of a chat's fields, and what Anthropic calls them."""
 MESSAGES_FORM = AnswerForm(MessagesWriter, "msg_", ANTHROPIC_FIELD_NAMES)
 BILLING_HEADER = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
-"""A line that Claude Code begins its system prompt with. It changes with every request, and no prefix would be found in
-the cache again."""
+"""Claude Code's first system line. It changes with every request, which would defeat the prefix cache."""
 
 
 def resolve_message(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> ResolvedGeneration:
-    """Raises ModelNotFound, and InvalidRequest naming the parameter."""
+    """Raises ModelNotFound, InvalidRequest."""
     body = parse_body(body_bytes, MessagesRequest)
     model.resolve_model_name(body.model)
     ignored = [*body.check_params_and_list_ignored(), *ignored_thinking_params(body, model)]
@@ -76,7 +72,7 @@ def resolve_message(body_bytes: bytes, model: ServedModel, config: ServerConfig)
 
 
 def count_message_tokens(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> JsonReply:
-    """The number of tokens of the prompt that these messages make. Raises as above."""
+    """Raises ModelNotFound, InvalidRequest."""
     body = parse_body(body_bytes, CountTokensRequest)
     model.resolve_model_name(body.model)
     with rename_fields_in_raised_errors(ANTHROPIC_FIELD_NAMES) as caller_fields:
@@ -93,7 +89,6 @@ def count_message_tokens(body_bytes: bytes, model: ServedModel, config: ServerCo
 
 
 def ignored_thinking_params(body: CountTokensRequest, model: ServedModel) -> list[str]:
-    """Names of parameters that change nothing with this model."""
     ignored = []
     if body.thinking is not None and body.thinking.type == "enabled":
         if model.chat_formats.reasoning_format is None and not model.chat_formats.thinking_switch.is_switchable:
@@ -108,7 +103,7 @@ def ignored_thinking_params(body: CountTokensRequest, model: ServedModel) -> lis
 def chat_request_from_messages(
     body: CountTokensRequest, model: ServedModel, fields: dict[str, Any], caller_fields: CallerFields
 ) -> ChatRequest:
-    """The chat that a body asks for, with more `fields`. Raises InvalidRequest."""
+    """Raises InvalidRequest."""
     turns = merge_user_turns(turns_from_messages(body), caller_fields)
     chat: dict[str, Any] = {
         **fields,
@@ -128,7 +123,7 @@ def chat_request_from_messages(
         chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     elif choice is not None:
         chat["tool_choice"] = {"any": "required"}.get(choice.type, choice.type)
-    if turns[-1]["role"] == "assistant" and not turns[-1].get("tool_calls"):  # the answer goes on with it
+    if turns[-1]["role"] == "assistant" and not turns[-1].get("tool_calls"):  # the answer continues it
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     return validate_body(chat, ChatRequest)
 
@@ -139,7 +134,6 @@ def function_from_tool(tool: InputTool) -> dict[str, Any]:
 
 
 def chat_thinking_fields(body: CountTokensRequest, model: ServedModel) -> dict[str, Any]:
-    """The chat's fields about thinking; of the template's variables only those that it has."""
     thinking = body.thinking
     kind = "disabled" if thinking is None else thinking.type
     variables: dict[str, Any] = {}
@@ -161,7 +155,7 @@ def chat_thinking_fields(body: CountTokensRequest, model: ServedModel) -> dict[s
 
 
 def can_limit_thinking(model: ServedModel) -> bool:
-    """Anthropic's budget is a target, so a model without tokens for it is not a reason to refuse a request."""
+    """Anthropic's budget is a target, so a request is accepted even if the model has no thinking tokens."""
     try:
         return make_engine_thinking_budget(1, model.chat_formats.reasoning_format, None, model.tokenizer) is not None
     except InvalidRequest:
@@ -169,7 +163,7 @@ def can_limit_thinking(model: ServedModel) -> bool:
 
 
 def turns_from_messages(body: CountTokensRequest) -> list[ChatTurn]:
-    """The conversation as a chat's messages, at least one. Raises InvalidRequest."""
+    """At least one. Raises InvalidRequest."""
     system = [
         BILLING_HEADER.sub("", text, 1) if BILLING_HEADER.match(text) else text
         for text in ([body.system] if isinstance(body.system, str) else [block.text for block in body.system])
@@ -193,8 +187,7 @@ def turns_from_messages(body: CountTokensRequest) -> list[ChatTurn]:
 def append_user_turns(
     turns: list[ChatTurn], message: InputMessage, names_by_call_id: dict[str, str], message_field: str
 ) -> None:
-    """Add a user's message: each result of a tool is a turn of its own, and texts behind one another are one turn.
-    `message_field`: its field."""
+    """Tool results become separate turns; consecutive texts share one."""
     for place, block in enumerate(message_blocks(message)):
         field = f"{message_field}.content[{place}]"
         if isinstance(block, ToolResultBlock):
@@ -206,7 +199,7 @@ def append_user_turns(
 
 
 def tool_result_content(block: ToolResultBlock, field: str) -> str | list[ChatTurn]:
-    """What a tool returned: text, or parts where some are images."""
+    """Returns parts if there are images."""
     shown = block.content
     if isinstance(shown, str) or not any(isinstance(each, ImageBlock) for each in shown):
         text = (
@@ -218,7 +211,7 @@ def tool_result_content(block: ToolResultBlock, field: str) -> str | list[ChatTu
 
 
 def assistant_turn(message: InputMessage, names_by_call_id: dict[str, str]) -> ChatTurn:
-    """An assistant's turn. Notes the names of the functions that are `names_by_call_id`, by the call's id."""
+    """Adds call ids to `names_by_call_id`."""
     blocks = message_blocks(message)
     turn: ChatTurn = {
         "role": "assistant",
@@ -245,12 +238,10 @@ def message_blocks(message: InputMessage) -> list[Any]:
 
 
 def content_part_from_block(block: TextBlock | ImageBlock, field: str) -> ChatTurn:
-    """A chat's content part; `field`: the block's."""
     if isinstance(block, TextBlock):
         return {"type": "text", "text": block.text}
     return image_content_part(block.url, f"{field}.source")
 
 
 def chat_parts_from_texts(texts: list[str]) -> list[dict[str, str]]:
-    """A chat's content."""
     return [{"type": "text", "text": text} for text in texts]

@@ -1,5 +1,3 @@
-"""From Ollama's requests to a chat, a completion or vectors."""
-
 from __future__ import annotations
 
 import json
@@ -53,15 +51,15 @@ OLLAMA_FIELD_NAMES = {
     "response_format.json_schema.schema": "format",
     "response_format": "format",
 }
-"""Names of a chat's fields, and what Ollama calls them."""
 CHAT_FORM = AnswerForm(OllamaChatWriter, "chatcmpl-", OLLAMA_FIELD_NAMES)
 GENERATE_FORM = AnswerForm(OllamaWriter, "chatcmpl-", {**OLLAMA_FIELD_NAMES, "messages": "prompt"})
 GENERATE_RAW_FORM = AnswerForm(OllamaWriter, "cmpl-", OLLAMA_FIELD_NAMES)
 
 
 def resolve_ollama_chat(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> ResolvedGeneration | JsonReply:
-    """A chat without messages is Ollama's way to load a model, which is loaded here already. Raises ModelNotFound, and
-    InvalidRequest naming the parameter."""
+    """Without messages, Ollama only loads the model, which is loaded here already. Raises ModelNotFound,
+    InvalidRequest.
+    """
     body = parse_body(body_bytes, OllamaChatRequest)
     name = model.resolve_model_name(model_name_without_latest_tag(body.model, model))
     if not body.messages:
@@ -72,8 +70,9 @@ def resolve_ollama_chat(body_bytes: bytes, model: ServedModel, config: ServerCon
 def resolve_ollama_generate(
     body_bytes: bytes, model: ServedModel, config: ServerConfig
 ) -> ResolvedGeneration | JsonReply:
-    """A chat whose only message is the prompt, as in Ollama; a completion where the body has raw or a suffix. Raises
-    what `resolve_ollama_chat` raises."""
+    """The prompt is a chat's only message, as in Ollama. With raw or suffix it is a completion. Raises ModelNotFound,
+    InvalidRequest.
+    """
     body = parse_body(body_bytes, OllamaGenerateRequest)
     name = model.resolve_model_name(model_name_without_latest_tag(body.model, model))
     if body.images and (body.raw or body.suffix):
@@ -120,17 +119,16 @@ def _resolve_chat_turns(
 
 
 def model_name_without_latest_tag(requested_name: str | None, model: ServedModel) -> str | None:
-    """The name without the tag that Ollama's clients add."""
     return None if requested_name is None else strip_latest_tag(requested_name, (*model.names, *model.adapters))
 
 
 def strip_latest_tag(requested_name: str, names: Collection[str]) -> str:
-    """The name without its tag :latest, unless `names` has the tagged one."""
+    """Keep the tag if `names` has the tagged name."""
     return requested_name if requested_name in names else requested_name.removesuffix(":latest")
 
 
 def turns_from_ollama(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
-    """A chat's turns. Ollama's calls need no ids: a tool's result is that of the first call without one."""
+    """A tool result without an id belongs to the first open call."""
     turns: list[dict[str, Any]] = []
     open_calls: list[str] = []
     for index, message in enumerate(messages):
@@ -152,14 +150,13 @@ def turns_from_ollama(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]
 
 
 def content_with_images(text: str, images: Sequence[str], field: str) -> list[dict[str, Any]]:
-    """A message's content; its images, in base64, which the caller has in `field`, stand before the text, as in
-    Ollama."""
+    """Images (base64) come before the text, as in Ollama."""
     shown = [image_content_part(f"data:;base64,{image}", f"{field}[{index}]") for index, image in enumerate(images)]
     return [*shown, {"type": "text", "text": text}]
 
 
 def sampling_fields(body: OllamaGenerationBody, model: ServedModel) -> dict[str, Any]:
-    """The fields that a chat and a completion have in common. None: the model's default."""
+    """None: the model's default."""
     options = body.options
     most = options.num_predict
     fields: dict[str, Any] = {
@@ -183,7 +180,6 @@ def sampling_fields(body: OllamaGenerationBody, model: ServedModel) -> dict[str,
 
 
 def thinking_fields(body: OllamaGenerationBody, model: ServedModel) -> dict[str, Any]:
-    """The chat's fields about thinking; only the variables that the template has."""
     think, switch = body.think, model.chat_formats.thinking_switch
     if think is None:
         return {}
@@ -196,7 +192,7 @@ def thinking_fields(body: OllamaGenerationBody, model: ServedModel) -> dict[str,
 
 
 def resolve_ollama_embed(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorRequest:
-    """Raises as above."""
+    """Raises ModelNotFound, InvalidRequest."""
     body = parse_body(body_bytes, OllamaEmbedRequest)
     fields = {"input": body.input, "dimensions": body.dimensions}
     if body.truncate:
@@ -205,7 +201,7 @@ def resolve_ollama_embed(body_bytes: bytes, model: ServedModel, config: ServerCo
 
 
 def resolve_ollama_embeddings(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorRequest:
-    """Raises as above."""
+    """Raises ModelNotFound, InvalidRequest."""
     body = parse_body(body_bytes, OllamaEmbeddingsRequest)
     fields = {"input": body.prompt, "truncate_prompt_tokens": -1}
     return _resolve_vectors(body.model, fields, ollama_embeddings_body, model, config)

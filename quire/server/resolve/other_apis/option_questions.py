@@ -1,4 +1,4 @@
-"""From questions with options to prompts, each of which one token answers."""
+"""One token answers each prompt."""
 
 from __future__ import annotations
 
@@ -39,13 +39,10 @@ QUESTION_PHRASES: Mapping[QuestionType, str] = {
 
 @dataclass(frozen=True, slots=True)
 class PromptQuestion:
-    """A question as the model reads it."""
-
     type: QuestionType
     name: str | None
     instructions: Sequence[str]
     options: Sequence[tuple[str | bool, str]]
-    """Each with its description."""
 
     def question_text(self, labels: Iterable[str]) -> str:
         lines = [
@@ -57,7 +54,7 @@ class PromptQuestion:
         return "\n".join([*self.instructions, "", QUESTION_PHRASES[self.type], *lines, *end]).lstrip("\n")
 
     def to_option_question(self, tokens: Sequence[int], *, must_be_distinct: bool) -> OptionQuestion:
-        """Raises InvalidRequest for an option that is there twice, where options must be `must_be_distinct`."""
+        """Raises InvalidRequest for duplicate options if `must_be_distinct`."""
         options = [value for value, _ in self.options]
         if must_be_distinct and len({(type(value), value) for value in options}) < len(options):
             raise InvalidRequest("questions: each option must be unique", param="questions")
@@ -66,11 +63,8 @@ class PromptQuestion:
 
 @dataclass(frozen=True, slots=True)
 class DecisionApiVariant:
-    """The differences between the APIs that ask questions."""
-
     form: AnswerForm
     options_are_distinct: bool
-    """Whether a question's options must be distinct."""
 
     def resolve_questions(
         self,
@@ -81,8 +75,7 @@ class DecisionApiVariant:
         model: ServedModel,
         config: ServerConfig,
     ) -> ResolvedGeneration:
-        """A call that poses questions about these items; `name`: the model's in the answer. Raises InvalidRequest,
-        naming the parameter."""
+        """`name`: the model's in the answer. Raises InvalidRequest."""
         headers = ignored_params_header(body.check_params_and_list_ignored(), config.strict)
         labels = single_token_labels(model.tokenizer, max(len(each.options) for each in posed))
         ids = tuple(labels.values())
@@ -113,8 +106,7 @@ class DecisionApiVariant:
 
 
 def single_token_labels(tokenizer: Tokenizer, count: int) -> dict[str, int]:
-    """So many short texts that are one token each: letters first, then pairs and triples of letters. Raises
-    InvalidRequest."""
+    """Letters, then pairs and triples. Raises InvalidRequest if there are too few."""
     labels = dict(islice(_iterate_single_token_labels(tokenizer), count))
     if len(labels) < count:
         raise InvalidRequest(
@@ -124,7 +116,7 @@ def single_token_labels(tokenizer: Tokenizer, count: int) -> dict[str, int]:
 
 
 def _iterate_single_token_labels(tokenizer: Tokenizer) -> Iterator[tuple[str, int]]:
-    """The most readable ones first. All are different tokens."""
+    """Most readable first, all distinct."""
     capitals, small = list(ascii_uppercase), list(ascii_lowercase)
     kinds = [capitals], [capitals] * 2, [capitals, small], [small] * 2, [small] * 3
     seen: set[int] = set()
@@ -139,7 +131,7 @@ def _iterate_single_token_labels(tokenizer: Tokenizer) -> Iterator[tuple[str, in
 def question_chat_request(
     body: TranslatableBody, items: Sequence[InputItem], question: str, model: ServedModel, caller_fields: CallerFields
 ) -> ChatRequest:
-    """The conversation with the question as its last message, which one of the labels answers."""
+    """One of the labels answers the last message."""
     question_message = Message(role="user", content=question)
     turns = turns_from_items(
         [*items, question_message], "", has_developer_role="developer" in model.chat_formats.template_text
@@ -157,7 +149,7 @@ def question_chat_request(
 
 
 def build_non_thinking_prompt(chat: ChatRequest, model: ServedModel) -> Prompt:
-    """The prompt; one that the template begins to think in ends behind the thinking. Raises InvalidRequest."""
+    """Close thinking that the template begins. Raises InvalidRequest."""
     prompt, reasoning = build_chat_prompt(chat, model, None, trusted=False), model.chat_formats.reasoning_format
     if reasoning is None or not reasoning.starts_in_thinking(
         model.tokenizer.decode(prompt.ids[-PROMPT_TAIL_TOKENS:], skip_special_tokens=False)

@@ -1,5 +1,3 @@
-"""From a request of the Responses API to a chat, and to its generation."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -58,7 +56,6 @@ RESPONSES_FIELD_NAMES = {
     "function.parameters": "parameters",
     "custom.format": "format",
 }
-"""Names of a chat's fields, and what they are called here."""
 RESPONSES_FORM = AnswerForm(ResponsesWriter, "resp_", RESPONSES_FIELD_NAMES)
 
 FIELDS_NOT_OF_PROMPT = {
@@ -75,11 +72,10 @@ FIELDS_NOT_OF_PROMPT = {
     "safety_identifier",
     "prompt_cache_key",
 }
-"""What says nothing of the prompt."""
 
 
 def resolve_response(body_bytes: bytes, model: ServedModel, config: ServerConfig, *, owner: str) -> ResolvedGeneration:
-    """`owner`: whose stored responses may be named. Raises ModelNotFound, and InvalidRequest naming the parameter."""
+    """`owner`: of stored responses that may be named. Raises ModelNotFound, InvalidRequest."""
     body = parse_body(body_bytes, ResponsesRequest)
     model.resolve_model_name(body.model)
     check_store_fields(body, config)
@@ -92,9 +88,7 @@ def resolve_response(body_bytes: bytes, model: ServedModel, config: ServerConfig
         resolved = resolve_chat_request(
             chat, model, config, RESPONSES_FORM, ignored=ignored, caller_fields=caller_fields
         )
-    if (
-        chat.logprobs and resolved.request.message_format is not None
-    ):  # which tokens are the text's, the parsers do not tell
+    if chat.logprobs and resolved.request.message_format is not None:  # parsers do not tell which tokens are text
         message = "log probabilities are not available here with tools or thinking: /v1/chat/completions has them"
         raise InvalidRequest(f"top_logprobs: {message}", param="top_logprobs")
     stored = config.data_dir is not None and body.store is not False
@@ -120,7 +114,7 @@ def resolve_response(body_bytes: bytes, model: ServedModel, config: ServerConfig
 
 
 def count_input_tokens(body_bytes: bytes, model: ServedModel, config: ServerConfig, *, owner: str) -> JsonReply:
-    """The number of tokens of the prompt that a response to this body has. Raises as above."""
+    """Raises ModelNotFound, InvalidRequest."""
     body = parse_body(body_bytes, ResponsesRequest)
     model.resolve_model_name(body.model)
     check_store_fields(body, config)
@@ -135,7 +129,7 @@ def count_input_tokens(body_bytes: bytes, model: ServedModel, config: ServerConf
 
 
 def encode_echoed_fields(fields: Mapping[str, Any]) -> bytes:
-    """The fields that the answer repeats. Raises InvalidRequest for those that are not text, or too large together."""
+    """Raises InvalidRequest if fields are not valid text or too large together."""
     sizes = {}
     for name, value in fields.items():
         check_json_no_surrogates(value, name)
@@ -148,7 +142,7 @@ def encode_echoed_fields(fields: Mapping[str, Any]) -> bytes:
 
 
 def check_store_fields(body: ResponsesRequest, config: ServerConfig) -> None:
-    """Refuse a request that needs the store if there is none or if the request itself forbids its use."""
+    """Raises InvalidRequest if the store is needed but missing or forbidden."""
     for name in ("previous_response_id", "conversation", "background"):
         if getattr(body, name) and config.data_dir is None:
             raise InvalidRequest(f"{name}: {NO_STORE_MESSAGE}", param=name)
@@ -163,7 +157,7 @@ def check_store_fields(body: ResponsesRequest, config: ServerConfig) -> None:
 def load_items(
     body: ResponsesRequest, model: ServedModel, config: ServerConfig, owner: str
 ) -> tuple[list[InputItem], list[InputItem]]:
-    """The items before this request's, and its own. Raises InvalidRequest, and NeedsWorker: there may be many."""
+    """Earlier and own items. Raises InvalidRequest, and NeedsWorker because there may be many."""
     folder = config.data_dir
     previous = body.previous_response_id
     conversation = body.conversation_id
@@ -208,7 +202,7 @@ def chat_request_from_items(
     model: ServedModel,
     caller_fields: CallerFields,
 ) -> ChatRequest:
-    """The chat that a body asks for. Raises InvalidRequest."""
+    """Raises InvalidRequest."""
     developer = "developer" in model.chat_formats.template_text
     turns = turns_from_items(
         [*earlier, *items], body.instructions or "", has_developer_role=developer, num_earlier=len(earlier)
@@ -243,7 +237,7 @@ def chat_request_from_items(
 
 
 def chat_tools_and_choice(body: ResponsesRequest) -> tuple[list[dict[str, Any]], Any]:
-    """The tools and the tool_choice of a chat. Raises InvalidRequest."""
+    """Raises InvalidRequest."""
     tools: dict[str, FunctionTool | CustomTool] = {}
     for namespace, tool in body.tools_with_namespace:
         name = namespaced_tool_name(namespace, tool.name)
@@ -263,7 +257,6 @@ def chat_tools_and_choice(body: ResponsesRequest) -> tuple[list[dict[str, Any]],
 
 
 def chat_tool(name: str, tool: FunctionTool | CustomTool) -> dict[str, Any]:
-    """A chat's tool of this name."""
     fields = {**tool.model_dump(exclude={"type", "format"}, exclude_none=True), "name": name}
     if isinstance(tool, CustomTool) and tool.grammar_format is not None:
         grammar = {"syntax": tool.grammar_format.syntax, "definition": tool.grammar_format.definition}
@@ -272,8 +265,7 @@ def chat_tool(name: str, tool: FunctionTool | CustomTool) -> dict[str, Any]:
 
 
 def echoed_fields(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
-    """The request's fields that the answer repeats, with defaults for those that were not given. The answer's schema
-    requires all of them."""
+    """Defaults are filled in, because the answer's schema requires all fields."""
     function_defaults = {"parameters": None, "strict": None}
     tools = [
         (function_defaults if isinstance(tool, FunctionTool) else {}) | tool.model_dump(exclude_none=True)

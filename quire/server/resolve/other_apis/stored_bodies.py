@@ -1,5 +1,3 @@
-"""Checked bodies of /v1/conversations and /v1/batches."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -21,30 +19,29 @@ _SECONDS_PER_UNIT = {"m": 60, "h": 3600, "d": 86400}
 class NewConversation:
     metadata: dict[str, str]
     items: list[StoredItem]
-    """As they are stored."""
 
 
 def parse_new_conversation(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> NewConversation:
-    """Raises InvalidRequest naming the field."""
+    """Raises InvalidRequest."""
     body = parse_body(body_bytes or b"{}", ConversationRequest)
     check_json_no_surrogates(body.metadata, "metadata")
     return NewConversation(dict(body.metadata), to_stored_items(body.items, "items"))
 
 
 def parse_metadata(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> dict[str, str]:
-    """Raises as above."""
+    """Raises InvalidRequest."""
     metadata = parse_body(body_bytes, MetadataRequest).metadata
     check_json_no_surrogates(metadata, "metadata")
     return dict(metadata)
 
 
 def parse_new_items(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> list[StoredItem]:
-    """Items as they are stored. Raises as above."""
+    """Raises InvalidRequest."""
     return to_stored_items(parse_body(body_bytes, ItemsRequest).items, "items")
 
 
 def parse_new_batch(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> Batch:
-    """Raises InvalidRequest naming the field."""
+    """Raises InvalidRequest."""
     body = parse_body(body_bytes, BatchRequest)
     check_json_no_surrogates(body.metadata or {}, "metadata")
     now = int(clock.time())
