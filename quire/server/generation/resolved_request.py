@@ -93,8 +93,7 @@ class Caller:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerIdentity:
-    """Values that make a recomputed answer the same. The station `identify` makes them afresh or takes the journal's.
-    """
+    """Makes a recomputed answer the same one. The station `identify` sets it, from the journal if resumed."""
 
     id: str
     """Unique; engine request ids begin with it."""
