@@ -20,13 +20,13 @@ logger = logging.getLogger("quire.server")
 AnswerKey = tuple[str, str]
 """Owner and id."""
 MAX_ABANDONED = 16
-"""Per owner: answers without a reader."""
+"""Most answers without a reader, per owner."""
 _EVENT_WAIT_SECONDS = 1.0
 """Longest wait for an event, per call from another process."""
 _KEEP_EVENTS_SECONDS = 10.0
 """For followers in other processes."""
 _TAKEOVER_SECONDS = 5.0
-"""Until another process takes up the work of one that ended."""
+"""How long a follower waits for another process to take over."""
 _POLL_SECONDS = 0.25
 
 

@@ -191,7 +191,7 @@ class JournaledRequest(DurableRequest):
     async def identify(self, resolved: GenerationRequest, fresh: AnswerIdentity) -> AnswerIdentity:
         assert self._body is not None, "read first"
         fields = resolved.responses_fields
-        if fields is not None and fields.conversation_id is not None:  # which changes until the next time
+        if fields is not None and fields.conversation_id is not None:  # the conversation changes until the next time
             if self.has_idempotency_key:
                 message = "Idempotency-Key: not with a conversation, which each answer changes"
                 raise InvalidRequest(message, param=IDEMPOTENCY_HEADER)

@@ -39,7 +39,7 @@ STATUS_TOPIC = "standing"
 _MAX_CONCURRENT_RESTARTS = 8
 _RETRYABLE_STATUSES = (HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 _POLL_SECONDS = 0.5
-"""For work that other processes left."""
+"""Between checks for work that other processes left."""
 _SWEEP_SECONDS = 0.5
 """Between deletions of due data."""
 _SWEEP_PAUSE_SECONDS = 0.02

@@ -57,7 +57,7 @@ class Prompt:
     spans: tuple[MediaSpan, ...] = ()
     """Placeholder ids of images."""
     images: tuple[Image, ...] = ()
-    """Each image once."""
+    """Content of the spans; each image once."""
     adaptations: str = ""
     """How the conversation was adapted to its template."""
 

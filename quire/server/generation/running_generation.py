@@ -15,7 +15,7 @@ class RunningGeneration(Generic[GenerationType]):
     """An admitted generation and the end callbacks of admission, receipts and the journal, which it need not know."""
 
     def __init__(self, generation: GenerationType, receipt_recorder: ReceiptRecorder | None = None) -> None:
-        """`receipt_recorder`: None for beam search too."""
+        """`receipt_recorder`: None if no receipt is recorded, and for beam search."""
         self.generation: GenerationType = generation
         self._receipt_recorder = receipt_recorder
         self._end_callbacks: list[Callable[[], None]] = []

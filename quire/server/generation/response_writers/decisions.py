@@ -115,7 +115,9 @@ def choice_confidence(shares: Sequence[float]) -> float:
 
 
 def score_confidence(shares: Sequence[float]) -> float:
-    """1 minus the mean distance from the likeliest level, divided by a uniform distribution's from the middle level."""
+    """1 - d / u, where d is the mean distance from the likeliest level and u the mean distance from the middle level if
+    all are equally likely.
+    """
     count = len(shares)
     mode = max(range(count), key=lambda index: shares[index])
     spread = sum(share * abs(index - mode) for index, share in enumerate(shares))
