@@ -98,8 +98,7 @@ class Members:
         return self.life
 
     async def ask(self, life: str, process: str, topic: str, body: bytes, to: str) -> list[bytes] | None:
-        """The answer of LEADER or another replica, empty if it has none or has ended. None: the caller must join first.
-        """
+        """The answer of LEADER or another replica; empty if it has none or has ended. None: join first."""
         if life != self.life or process not in self._members:
             return None
         await self._all_there.wait()

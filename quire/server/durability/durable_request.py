@@ -113,7 +113,9 @@ class DurableRequest(ABC):
         events: AsyncGenerator[bytes],
         seconds: float,
     ) -> tuple[AsyncGenerator[bytes], Callable[[], None]]:
-        """The events, and the function to call when the reader leaves. The stream continues for `seconds` after that."""
+        """The events of a stream that continues for `seconds` after its reader leaves, and the function to call when it
+        leaves.
+        """
         return events, running.close
 
     def mark_stored_unfinished(self, resolved: GenerationRequest) -> None:  # noqa: B027 - as above
