@@ -1,4 +1,4 @@
-"""Requests by which one caller could stop all others, and a client that sends them."""
+"""Requests with which one caller could block all others, and a client that sends them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ RESPONSES = "/v1/responses"
 EMBEDDINGS, RERANK, SCORE = "/v1/embeddings", "/rerank", "/score"
 ASKED = [{"role": "user", "content": "hi"}]
 PATIENCE = 120.0
-"""Seconds that the client waits for an answer."""
 
 Manner = Literal[
     *("plain", "leaves", "slowly", "gzip", "chunked", "HTTP/1.0", "h2c", "pipelined", "bytes"),
     *("trailers", "extension"),
 ]
-"""How a body is sent. One that leaves hangs up half a second later; one that is slow sends 20 pieces, 0.1 s apart;
-bytes are chunks of one each. Trailers follow the chunks of an empty object; an extension stands in its chunk's line."""
+"""leaves: hang up after 0.5 s; slowly: 20 pieces, 0.1 s apart; bytes: one-byte chunks; trailers: after the chunks of an
+empty object; extension: in a chunk's size line.
+"""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Attack:
     name: str
     path: str
     body: Callable[[], Any]
-    """Makes the body: bytes, or what becomes JSON."""
+    """Bytes, or an object for JSON."""
     statuses: tuple[int, ...] = (400,)
-    """What the server may answer when it is not overloaded."""
+    """Allowed when the server is not overloaded."""
     manner: Manner = "plain"
 
 
@@ -59,7 +59,7 @@ def _schema(properties: int) -> dict[str, Any]:
 
 MILLION = 1_000_000
 WORN = r"(.*a.{30}|.*b.{30}|.*c.{31})z"
-"""Each answer meets other states of its lexer."""
+"""Each answer reaches new lexer states."""
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 FULL = "{% set n = namespace(x='a' * 9999) %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
 ATTACKS = (
@@ -158,7 +158,7 @@ ATTACKS = (
     ),
     Attack("template without an end", CHAT, lambda: {"messages": ASKED, "chat_template": ENDLESS}),
     Attack("template that fills the memory", CHAT, lambda: {"messages": ASKED, "chat_template": FULL}),
-    # What an answer would repeat
+    # Echoed in the answer
     Attack("safety_identifier of 14 MB", RESPONSES, lambda: {"input": "hi", "safety_identifier": "u" * 14 * MILLION}),
     Attack(
         "a tool described in 14 MB",
@@ -180,7 +180,7 @@ ATTACKS = (
         lambda: {"input": [{"role": "user", "content": [{"type": "input_text", "text": ""}] * 10_000}] * 20},
         (200, 400),
     ),
-    # What costs the most within the bounds
+    # The most expensive requests within the bounds
     Attack(
         "stop: 64 texts",
         COMPLETIONS,
@@ -260,12 +260,12 @@ ATTACKS = (
     Attack("HTTP/1.0", COMPLETIONS, lambda: {"prompt": "a" * 10 * MILLION}, (400,), "HTTP/1.0"),
     Attack("curl --http2", COMPLETIONS, lambda: {"prompt": "a" * 10 * MILLION}, (400,), "h2c"),
     Attack("pipelined", COMPLETIONS, lambda: {"prompt": "a" * MILLION}, (400,), "pipelined"),
-    # What is no body
+    # Outside the body
     Attack("trailers: 50 MB", COMPLETIONS, lambda: b"x-filler: 0123456789\r\n" * 2_300_000, (431,), "trailers"),
     Attack("trailers of 5 bytes: 50 MB", COMPLETIONS, lambda: b"a:b\r\n" * 10 * MILLION, (431,), "trailers"),
     Attack("a trailer of 50 MB", COMPLETIONS, lambda: b"a: " + b"b" * 50 * MILLION, (431,), "trailers"),
     Attack("a chunk's extension of 50 MB", COMPLETIONS, lambda: b"a" * 50 * MILLION, (431,), "extension"),
-    # Memory that ends inside native code
+    # Memory that runs out in native code
     Attack("a schema of 2 M lists", RESPONSES, lambda: {"input": "a", "text": {"format": _unused([[]] * 2 * MILLION)}}),
     Attack("parameters of 2 M lists", CHAT, lambda: {"messages": ASKED, "tools": [_tool([[]] * 2 * MILLION)]}),
 )
@@ -277,10 +277,7 @@ def encoded(attack: Attack) -> bytes:
 
 
 async def send(port: int, attack: Attack, body: bytes, key: str | None = None) -> list[int]:
-    """Statuses of the answers; empty where the client left, 0 where the server hung up without an answer.
-
-    `body` is what `encoded(attack)` gave.
-    """
+    """Statuses: empty if the client left, 0 if the server hung up. `body`: see `encoded`."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     answers = 5 if attack.manner == "pipelined" else 1
     try:
@@ -333,10 +330,9 @@ def _parts(body: bytes, count: int) -> list[bytes]:
 
 
 async def _status(reader: asyncio.StreamReader) -> int:
-    """The status of the next answer, whose body is read and dropped."""
     try:
         head = await reader.readuntil(b"\r\n\r\n")
-        if b"transfer-encoding: chunked" in head.lower():  # a stream, as Ollama's answers are unless told otherwise
+        if b"transfer-encoding: chunked" in head.lower():  # a stream, which is Ollama's default
             while size := int(await reader.readline() or b"0", 16):
                 await reader.readexactly(size + 2)
             await reader.readline()

@@ -1,10 +1,9 @@
-"""How fast embeddings are: `python -m benchmarks.embeddings MODEL [--peer-python PYTHON] [--rounds 3]`.
+"""Speed of embeddings: `python -m benchmarks.embeddings MODEL [--peer-python PYTHON] [--rounds 3]`.
 
-Texts of 8 to 256 tokens are embedded in this process's children and over HTTP, and by sentence-transformers where
-PYTHON has it (and its backends onnx and openvino, as far as these start). The sides take turns, so that what else the
-machine does meets all of them. Shown are the medians of the rounds: texts per second, and seconds of processor time,
-which tell more than the clock on a machine that others use. Then the seconds of a single short text, alone and while
-32 streams generate, on a server of a decoder (--decoder), in turns too.
+Embeds texts of 8 to 256 tokens in child processes, over HTTP, and with sentence-transformers if PYTHON has it (also
+with onnx and openvino, if they start). Sides take turns, so that other load affects all. Shows medians over rounds:
+texts per second, and processor seconds, which beat wall time on a shared machine. Then the latency of a single short
+text, alone and while 32 streams generate, on a decoder's server (--decoder).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ STREAMS = 32
 
 
 def texts_of(tokenizer: Tokenizer, count: int) -> list[str]:
-    """Texts of 8 to 256 tokens, evenly spread, special tokens included."""
+    """Uniformly distributed lengths, special tokens included."""
     generator = random.Random(5)
     words = TEXT.split()
     found = []
@@ -52,18 +51,16 @@ def texts_of(tokenizer: Tokenizer, count: int) -> list[str]:
 
 
 Side = Callable[[], tuple[float, float]]
-"""Embeds all texts once. Returns the seconds that it took, and those of processor time."""
+"""Returns wall and processor seconds."""
 
 
 class Child:
-    """A side in a process of its own."""
-
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
     @classmethod
     def start(cls, kind: str, python: str, model: str, texts: Path) -> Child | None:
-        """None, and a line that says so, where it does not start."""
+        """None if it does not start, which it prints."""
         script = Path(__file__).parent / "sides" / "embedding_sides.py"
         with tempfile.TemporaryFile("w+") as errors:
             process = subprocess.Popen(
@@ -81,7 +78,7 @@ class Child:
             return None
 
     def line(self) -> str:
-        """Its next line of JSON; "" when it has ended."""
+        """JSON; "" at the end."""
         assert self._process.stdout is not None
         while (line := self._process.stdout.readline()) and not line.startswith("["):
             pass
@@ -99,7 +96,7 @@ class Child:
 
 
 def over_http(server: Server, texts: Sequence[str], batch: int, at_once: int) -> tuple[float, float]:
-    """A Side: a server that is asked for so many texts a request, so many requests at once."""
+    """A Side."""
     worked = processor_seconds(server.process.pid)
     parts = [texts[at : at + batch] for at in range(0, len(texts), batch)]
     asked = [{"input": list(part), "encoding_format": "base64", "truncate_prompt_tokens": -1} for part in parts]
@@ -131,8 +128,7 @@ def throughput(options: argparse.Namespace) -> None:
 
 
 def stream_all(url: str) -> None:
-    """Read STREAMS streams of the server at this address, until the process ends: in one of its own, because reading
-    so many keeps it busy, and what is measured would wait for it."""
+    """Runs in its own process, because reading STREAMS streams would delay what is measured."""
 
     async def run() -> None:
         limits = httpx.Limits(max_connections=STREAMS)
@@ -143,7 +139,7 @@ def stream_all(url: str) -> None:
 
 
 async def generate(client: httpx.AsyncClient, number: int) -> None:
-    """A stream after the other. Each has a length of its own, as otherwise all would end, and begin anew, at once."""
+    """Lengths differ by `number`; otherwise all streams would end at once."""
     asked = {"prompt": f"Story {number}:", "max_tokens": 200 + 12 * number, "ignore_eos": True, "stream": True}
     while True:
         async with client.stream("POST", "/v1/completions", json=asked) as response:
@@ -152,7 +148,7 @@ async def generate(client: httpx.AsyncClient, number: int) -> None:
 
 
 async def waits(client: httpx.AsyncClient, count: int) -> list[float]:
-    """Seconds of single short texts, one after the other."""
+    """Seconds of single texts."""
     found = []
     for number in range(count):
         began = time.perf_counter()
@@ -162,13 +158,12 @@ async def waits(client: httpx.AsyncClient, count: int) -> list[float]:
 
 
 async def running(server: Server, count: int) -> None:
-    """Returns when so many requests run."""
     while await asyncio.to_thread(server.metric, "vllm:num_requests_running") != count:  # noqa: ASYNC110
         await asyncio.sleep(0.1)
 
 
 async def measure_waits(server: Server, rounds: int, count: int) -> tuple[list[float], list[float]]:
-    """Seconds of single texts alone, and beside the streams."""
+    """Alone, and during the streams."""
     alone: list[float] = []
     beside: list[float] = []
     async with httpx.AsyncClient(base_url=server.url, timeout=None) as client:

@@ -1,12 +1,10 @@
-"""Families of ours beside our Llama of the same shape, in one process: steps of 1 and of 8 sequences, and prompts.
+"""Model families against Quire's Llama of the same shape, in one process: steps of 1 and of 8 sequences, and prompts.
 
     OMP_WAIT_POLICY=passive python -m benchmarks.families [qwen2 phi3 ...] [--rounds 9] [--layers 12]
 
-Each row says how long a family takes, as a share of what the Llama takes in the same round, the median of the rounds;
-and how many parameters it reads for a token, as a share of the Llama's: what has more of them takes longer. A Llama
-stands twice among the rows, so that what two copies of one model differ by can be seen. Random weights in bfloat16,
-hidden 768, 12 heads, 4 of keys; families without grouped keys stand beside a Llama with 12. The variable is what `quire
-serve` sets for an engine's process: else PyTorch's own threads spin beside ours.
+Rows show a family's time relative to the Llama's (median over rounds) and its parameters per token relative to the
+Llama's. Two Llama rows show the noise. Random weights in bfloat16, hidden size 768, 12 heads, 4 KV heads; 12 in both
+models for families without GQA. `quire serve` sets the variable for its engine: otherwise PyTorch's threads spin too.
 """
 
 from __future__ import annotations
@@ -29,9 +27,9 @@ WIDE: dict[str, Any] = {
     **{"num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 2048, "torch_dtype": "bfloat16"},
 }
 SMALL = ("layer_types", "sliding_window", "num_kv_shared_layers", "rope_parameters", "layer_rope_theta")
-"""Fields that fit the tests' small shape alone."""
+"""Fields that fit only the tests' small shape."""
 MIDDLES = ("n_inner", "ffn_dim", "ffn_hidden_size")
-"""What families call intermediate_size."""
+"""Other names of intermediate_size."""
 LLAMA, ALL_KEYS = "llama", "llama of 12 key heads"
 WORKS = ("1 sequence", "8 sequences", "prompt of 512")
 
@@ -44,7 +42,7 @@ def config_of(family: str, layers: int) -> dict[str, Any]:
     grouped = told.get("num_key_value_heads", 2) == 2 and family != ALL_KEYS
     if not grouped:
         made["num_key_value_heads"] = 12
-    if family in ("granite_swa", "exaone4", "olmo3"):  # which are told by layer
+    if family in ("granite_swa", "exaone4", "olmo3"):  # given per layer
         made |= {"sliding_window": 2048}
     made |= {key: WIDE["intermediate_size"] for key in MIDDLES if key in told}
     return {key: value for key, value in made.items() if key not in SMALL}
@@ -56,7 +54,7 @@ def engine_of(config: dict[str, Any]) -> EngineCore:
 
 
 def work(engine: EngineCore, name: str) -> tuple[float, float, float]:
-    """Seconds of a step of 1, of a step of 8, and of a prompt."""
+    """Seconds of a step of 1, a step of 8, and a prompt."""
 
     def asked(key: str, length: int, tokens: int) -> EngineCoreRequest:
         return request(key, random_prompt(length, key, range(10, VOCAB)), tokens)
@@ -85,7 +83,7 @@ def main() -> None:
     for turn in range(args.rounds + 1):
         for family, engine in engines.items():
             took = work(engine, f"{family} {turn}")
-            if turn:  # the first is to warm up
+            if turn:  # the first warms up
                 times[family].append(took)
     print(f"{'':26}{'parameters':>11}" + "".join(f"{name:>16}" for name in WORKS))
     for family in engines:

@@ -1,9 +1,8 @@
-"""`make bench-gpu`: how near to the card's limits the engine runs, on random weights of known shapes, in one table.
+"""`make bench-gpu`: how close the engine comes to the GPU's limits, with random weights, in one table.
 
-The card's limits are measured first, by a copy and a matrix product on random data. Decode is then held to the memory
-limit (each weight and each cached key and value is read once a step), prefill to the arithmetic limit. Beside them:
-transformers' own continuous batching, the gaps between kernels, and the time from start to first token.
-`--device cpu --models tiny` runs all of it small, to try the script out.
+A copy and a matrix product on random data measure the limits. Decode is compared with the memory limit (each weight and
+cached key and value is read once per step), prefill with the arithmetic limit. Also: transformers' continuous batching,
+gaps between kernels, time from start to first token. `--device cpu --models tiny` tries the script.
 """
 
 from __future__ import annotations
@@ -88,11 +87,11 @@ DECODE_PROMPT, DECODE_STEPS, WARM_STEPS = 512, 128, 16
 PREFILLS = (2048, 8192)
 BATCHES = (1, 32, 256)
 BYTES = 2
-"""Of a bfloat16."""
+"""Per bfloat16."""
 _ASLEEP = 40_000_000
-"""Cycles, some 20 ms: in them a host queues 20 calls of some kernels each."""
+"""Cycles, about 20 ms: enough for a host to queue 20 calls."""
 _CACHED_BYTES = 2**28
-"""More than a GPU's second cache holds."""
+"""Exceeds a GPU's L2 cache."""
 
 
 def main() -> int:
@@ -122,12 +121,12 @@ def main() -> int:
         try:
             with model_directory(model) as path:
                 found["models"][model] = bench(model, path, args, copy, matmul)
-        except Exception as error:  # the others' figures are worth having
+        except Exception as error:  # keep the other models' figures
             wrong.append(model)
             found["models"][model] = {"error": f"{type(error).__name__}: {error}"}
             traceback.print_exc()
         free_engine_memory()
-        if args.json:  # after each model, so that an interrupted run leaves what it has
+        if args.json:  # after each model, so that an interrupted run keeps its results
             args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return 1 if wrong else 0
 
@@ -151,7 +150,7 @@ def show(what: str, size: str, seconds: float, tokens: int, share: str = "") -> 
 
 
 def measure(path: Path, args: argparse.Namespace, copy: float, matmul: float, rows: int, tokens: int) -> dict[str, Any]:
-    """Everything of one engine, which is gone afterwards."""
+    """The engine is freed afterwards."""
     small = args.device == "cpu"
     sizes = read_model_sizes(json.loads((path / "config.json").read_text()))
     began = time.perf_counter()
@@ -173,7 +172,8 @@ def measure(path: Path, args: argparse.Namespace, copy: float, matmul: float, ro
         show("decode", f"{batch} rows", seconds, batch, f"{moved / seconds / copy:.1%} of the copy's bytes")
     for length in PREFILLS[:1] if small else PREFILLS:
         seconds = prefill(engine, length)
-        # Every token meets every parameter but the head's, which only the last one does; half of the keys are seen.
+        # Every token uses all parameters except the head's, which only the last token uses; on average it attends to
+        # half of the keys.
         work = 2 * (sizes.active_parameters - sizes.head_parameters) * length
         work += 2 * sizes.attention_width * length * length
         results[f"prefill_{length}"] = {"ms": seconds * 1e3, "share": work / seconds / matmul}
@@ -190,7 +190,7 @@ def measure(path: Path, args: argparse.Namespace, copy: float, matmul: float, ro
 
 
 def limits(device: torch.device) -> tuple[float, float]:
-    """Bytes per second that a copy reads and writes, and bfloat16 operations per second of a matrix product."""
+    """A copy's bytes per second, read and written, and a bfloat16 matrix product's operations per second."""
     big, side = (2**26, 512)
     if device.type == "cuda":
         big, side = min(2**32, torch.cuda.mem_get_info(device)[0] // 8), 8192
@@ -203,7 +203,7 @@ def limits(device: torch.device) -> tuple[float, float]:
 
 
 def times(function: Callable[[], object], device: torch.device, repeats: int = 20) -> list[float]:
-    """Seconds of each call after three others; of a GPU its own, as far as nothing in them waits for the host."""
+    """Per call, after three warm-up calls; GPU time if no call waits for the host."""
     for _ in range(3):
         function()
     if device.type == "cuda":
@@ -217,8 +217,9 @@ def times(function: Callable[[], object], device: torch.device, repeats: int = 2
 
 
 def _times_there(function: Callable[[], object], repeats: int) -> list[float]:
-    """The host is ahead: the GPU sleeps while calls are queued. Between them its cache is filled with other bytes, by
-    reading: what is written there goes to memory while the call is timed (a read of 38 MB took a tenth longer)."""
+    """The GPU sleeps while calls are queued. Between calls its cache is filled by reads: written bytes would be evicted
+    during the timed call (a read of 38 MB took 10 % longer).
+    """
     others = torch.zeros(_CACHED_BYTES // 4, device="cuda")
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     torch.cuda.synchronize()
@@ -257,12 +258,12 @@ def start(path: Path, args: argparse.Namespace, **options: Any) -> EngineCore:
 
 
 def asked(name: str, prompt: int, tokens: int) -> EngineCoreRequest:
-    """Of random tokens, others each time; greedy, to the full length."""
+    """New random tokens; greedy, to the full length."""
     return request(name, random_prompt(prompt, f"{name} {prompt} {tokens}", range(3, 1000)), tokens)
 
 
 def decode(engine: EngineCore, batch: int, steps: int) -> tuple[float, int]:
-    """Seconds of a decode step of `batch` rows, and the mean context in tokens."""
+    """Seconds per step of `batch` rows, and mean context in tokens."""
     for index in range(batch):
         engine.add_request(asked(f"decode{index}", DECODE_PROMPT, steps + 4 * WARM_STEPS))
     waiting = {f"decode{index}" for index in range(batch)}
@@ -283,15 +284,16 @@ def decode(engine: EngineCore, batch: int, steps: int) -> tuple[float, int]:
 
 
 def prefill(engine: EngineCore, tokens: int, times: int = 5) -> float:
-    """Median seconds from a prompt of so many tokens, alone, to its first token."""
+    """Median seconds of a lone prompt."""
     at_once(engine, [asked("warm", tokens, 1)])
     found = [at_once(engine, [asked(f"prompt{i}", tokens, 1)])[f"prompt{i}"] for i in range(times)]
     return statistics.median(each.latency for each in found)
 
 
 def gap(engine: EngineCore) -> float:
-    """Share of decode steps of 32 rows in which no kernel runs. What a process launches after PyTorch's profiler ran in
-    it takes twice the host's time and more, so this comes last."""
+    """Share of decode steps without a kernel. Comes last: after PyTorch's profiler, launches take more than twice the
+    host time.
+    """
     for index in range(32):
         engine.add_request(asked(f"gap{index}", DECODE_PROMPT, 100))
     for _ in range(WARM_STEPS + 32):
@@ -316,7 +318,7 @@ def gap(engine: EngineCore) -> float:
 
 
 def transformers_seconds(path: Path, batch: int, tokens: int, device: str) -> float:
-    """The same requests by transformers' continuous batching, after a warm-up."""
+    """transformers' continuous batching, after a warm-up."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     torch.manual_seed(0)
@@ -325,7 +327,7 @@ def transformers_seconds(path: Path, batch: int, tokens: int, device: str) -> fl
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
     options = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
     prompts = [asked(f"run{i}", DECODE_PROMPT // 4, tokens).prompt_ids for i in range(batch)]
-    # The manager, with its cache and its graphs, is kept from the warm-up: that is not timed.
+    # The warm-up's manager keeps its cache and graphs.
     model.generate_batch(inputs=prompts, generation_config=options, persistent_manager=True)
     began = time.perf_counter()
     model.generate_batch(inputs=prompts, generation_config=options, persistent_manager=True)

@@ -1,8 +1,7 @@
-"""What a step costs the host where a GPU computes: `python -m benchmarks.host_time`. Needs no GPU.
+"""Host time of a step when a GPU computes: `python -m benchmarks.host_time`. Needs no GPU.
 
-The engine is real but for its device: the model, the graphs' replays and the sampler's kernels give tensors that are
-ready, and what would be uploaded is laid into memory that stays here. A GPU waits for the host where a step of its own
-is shorter than this. The calls into CUDA that are missing take some microseconds each, a score of them in a step.
+Everything but the device is real: model, graph replays and sampling kernels return ready tensors, uploads stay in host
+memory. A GPU with shorter steps waits for the host. About twenty missing CUDA calls per step take microseconds each.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ PICKED = 300
 
 
 def stage(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """`upload` up to the copy to the device."""
+    """`upload` without the copy to the device."""
     staged = torch.empty(host_transfer._end_offsets(arrays)[-1], dtype=torch.uint8)
     host_transfer.pack_arrays_into(staged, arrays)
     return host_transfer.unpack_arrays(staged, arrays)
@@ -66,7 +65,6 @@ def stage(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
 
 @contextmanager
 def free_device() -> Iterator[None]:
-    """Everything that a GPU computes is there at once."""
     picks = torch.full((2048,), PICKED)
 
     def pick(logits: Tensor, *_: Tensor, has_sampling: bool, has_filters: bool) -> Tensor:
@@ -92,7 +90,7 @@ def engine_of(rows: int) -> EngineCore:
         max_num_seqs=rows, max_model_len=CONTEXT, num_kv_blocks=pages, warmup_seconds=0.0, attention_backend="cpu",
         max_num_batched_tokens=8192,
     )  # fmt: skip
-    engine = EngineCore(config)  # on the CPU, but with a GPU's graphs, sampler and steps ahead
+    engine = EngineCore(config)  # on the CPU, but with a GPU's graphs, sampler and asynchronous steps
     engine._step_runner = StepRunner(engine.scheduler, engine.executor, 1, NullHeartbeat())
     hidden, logits = torch.zeros((8192, 8)), torch.zeros((rows, 4096))
     picked, known = torch.full((rows,), PICKED), torch.ones(rows, dtype=torch.bool)
@@ -107,8 +105,6 @@ def engine_of(rows: int) -> EngineCore:
 
 
 class Clock:
-    """Adds up what the parts of a step take."""
-
     def __init__(self) -> None:
         self.spent = dict.fromkeys(PARTS, 0.0)
 
@@ -123,7 +119,7 @@ class Clock:
 
 
 def watch(engine: EngineCore, clock: Clock) -> Callable[..., bytes]:
-    """Returns `encode`, watched too."""
+    """Returns the watched `encode`."""
     scheduler, worker = engine.scheduler, engine.executor
     scheduler.schedule = clock.watched("schedule", scheduler.schedule)
     scheduler.update_from_output = clock.watched("apply", scheduler.update_from_output)
@@ -132,7 +128,7 @@ def watch(engine: EngineCore, clock: Clock) -> Callable[..., bytes]:
 
 
 def measure(rows: int, params: SamplingParams, steps: int) -> dict[str, float]:
-    """Milliseconds of processor time of each part, and of all: medians of `steps` steps in which every row decodes."""
+    """Median milliseconds of processor time, by part and in total; every row decodes."""
     with free_device(), ExitStack() as stack:
         engine = engine_of(rows)
         for index in range(rows):
@@ -157,7 +153,7 @@ def measure(rows: int, params: SamplingParams, steps: int) -> dict[str, float]:
 
 
 class FreeBackend(ReferenceBackend):
-    """Every kernel gives a tensor that is ready; `launches` counts them."""
+    """Kernels return ready tensors; `launches` counts them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +191,7 @@ class FreeBackend(ReferenceBackend):
 
 
 def measure_eager(layers: int, tokens: int, steps: int) -> tuple[float, int]:
-    """Milliseconds of processor time of a forward pass without graphs, its kernels free, and how many these are."""
+    """Milliseconds of processor time of a forward pass, and its kernels."""
     backend = FreeBackend()
     norm, rope = NormSpec(1e-6), {"rope_type": "default", "rope_theta": 1e4}
     layer = AttentionLayerSpec(4, 2, 16, scale=0.25, rope=rope, norm=norm), MLPSpec(64, norm)

@@ -1,8 +1,8 @@
-"""What others notice of a caller's attack: `python -m benchmarks.hostile [--callers 1 64] [--only NAME]`.
+"""What other callers notice of an attack: `python -m benchmarks.hostile [--callers 1 64] [--only NAME]`.
 
-A server of the embedded model streams to one honest client and answers another's short prompts, while attackers send
-each of benchmarks/attacks.py. Shown are, with each attack and without one: the stream's longest gap, the median time to
-first token of the short prompts and that of a 9 KB prompt, and the most memory that the server's process has taken.
+A server of the embedded model streams to one honest client and answers another's short prompts while attackers send
+benchmarks/attacks.py. Shows, with each attack and without: the stream's longest gap, median time to first token of
+short prompts and of a 9 KB prompt, and the server's peak memory.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from benchmarks.common.options import options
 from benchmarks.common.servers import served
 
 SECONDS = 3.0
-"""That the honest clients are watched at least."""
+"""Least watching time."""
 LONG = "Once upon a time there was a king. " * 100
 
 
 @dataclass(frozen=True)
 class Noticed:
     gap: float
-    """Longest time between two pieces of the stream, in seconds."""
+    """The stream's longest, in seconds."""
     short: float
     """Median time to first token of short prompts."""
     long: float
-    """Worst time to first token of a prompt of some 3,500 characters, which a worker resolves."""
+    """Worst time to first token of a 3,500-character prompt, which a worker resolves."""
     statuses: frozenset[int]
     seconds: float
 
@@ -57,7 +57,6 @@ async def watch(url: str, during: Awaitable[list[list[int]]]) -> Noticed:
 
 
 async def stream(client: httpx.AsyncClient, done: asyncio.Event) -> float:
-    """The longest gap of streams that follow one another."""
     longest = 0.0
     while not done.is_set():
         body = {"prompt": "Once upon a time", "max_tokens": 1900, "ignore_eos": True, "stream": True}
@@ -85,7 +84,7 @@ async def first_tokens(
 
 
 def attacker(port: int, number: int, callers: int, line: Connection) -> None:
-    """A process of its own: when told to, it sends one attack `callers` times at once, and tells the statuses."""
+    """A process that sends one attack `callers` times per signal and returns the statuses."""
 
     async def attack() -> list[list[int]]:
         return await asyncio.gather(*(send(port, ATTACKS[number], body) for _ in range(callers)))

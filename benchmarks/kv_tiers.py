@@ -1,8 +1,8 @@
-"""Conversations in turn, more of them than the KV cache holds: without tiers, with the host tier, and from disk over a
-restart; and what it costs to fetch a prefix or to compute it, by the tier's speed.
+"""Round-robin conversations that exceed the KV cache: without tiers, with host memory, and from disk after a restart.
+Then loading a prefix against computing it, by tier speed.
 
-`python -m benchmarks.kv_tiers [--conversations 40] [--turns 20] [--held 5]`: a model of SmolLM2-135M's shape, random
-weights. Times are those of the clock and of the processor; the tokens are compared.
+`python -m benchmarks.kv_tiers [--conversations 40] [--turns 20] [--held 5]`: SmolLM2-135M's shape, random weights.
+Shows wall and processor time, and compares tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quire.engine.tiers.tiered_offloader import TieredKVOffloader
 from tests.engine.tiers.fakes import Dictionary
 
 SAID, ANSWERED = 28, 4
-"""Tokens of a turn."""
+"""Tokens per turn."""
 PREFIX = 1024
 
 
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 class Talk:
-    """Conversations that take their turns in order, as many at a time as the cache holds."""
+    """Turns come in order, with as many conversations at a time as the cache holds."""
 
     def __init__(self, conversations: int, held: int) -> None:
         self.histories: list[list[int]] = [[] for _ in range(conversations)]
@@ -96,7 +96,7 @@ def compare_conversations(model: Path, folder: Path, args: argparse.Namespace) -
 
 
 class Throttled(Dictionary):
-    """A tier in memory that gives so many bytes a second."""
+    """Limited to `rate` bytes per second."""
 
     name = "throttled"
 
@@ -115,8 +115,7 @@ def throttled(_: bytes) -> Throttled:
 
 
 def compare_costs(model: Path, folder: Path) -> None:
-    """A prefix that was there before, of a preempted sequence as of any other: fetched from tiers of several speeds or
-    computed, and what the engine chooses when it has seen both."""
+    """Includes the engine's choice after it has seen both."""
     print(f"\na prefix of {PREFIX} tokens\n{'tier':>12}{'fetched, s':>12}{'computed, s':>13}  chosen")
     rates = {f"{rate} MB/s": {"TIER_RATE": str(rate * 1e6)} for rate in (5, 10, 20, 40, 80, 160)}
     tiers: dict[str, dict[str, object]] = {
@@ -140,21 +139,19 @@ def compare_costs(model: Path, folder: Path) -> None:
 
 
 class _Prefix:
-    """Asks for one token after a prefix, again and again."""
-
     def __init__(self, made: EngineCore) -> None:
         self._made = made
         self._prompt = random_prompt(PREFIX + 1, 5)
         self._count = 0
 
     def seconds(self, *, forget: bool = False) -> float:
-        """With an empty KV cache; `forget`: and with empty tiers."""
+        """With an empty KV cache; `forget`: and empty tiers."""
         self._made.scheduler.kv_cache_manager.block_pool.clear_hashes()
         if forget:
             self._made.scheduler.kv_offloader.clear_tiers()
         self._count += 1
         (one,) = at_once(self._made, [request(str(self._count), self._prompt, 1)]).values()
-        time.sleep(1.0)  # what is on its way to a tier arrives
+        time.sleep(1.0)  # lets pending stores to a tier finish
         return one.latency
 
 

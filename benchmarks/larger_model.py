@@ -1,9 +1,8 @@
-"""Makes a larger model with the embedded one's tokenizer, for it to draft for:
-`python -m benchmarks.larger_model CORPUS OUT [--minutes 20]`.
+"""Makes a larger model with the embedded one's tokenizer, for which that can draft: `python -m benchmarks.larger_model
+CORPUS OUT [--minutes 20]`.
 
-The embedded model is grown without a change to what it computes (Chen et al., 2016, Net2Net): as many layers again that
-add nothing yet, and a wider MLP whose new units add nothing yet, 40 M parameters in all. Then it is trained on the
-.txt files of the folder CORPUS.
+The embedded model grows to 40 M parameters (Chen et al., 2016, Net2Net): twice the layers and a wider MLP, whose new
+units add nothing yet. Then it is trained on the .txt files in CORPUS.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ WINDOW, ROWS = 256, 4
 
 
 def grown(small: Path) -> LlamaForCausalLM:
-    """A model of twice the layers that computes what the one in the folder does."""
+    """It computes the same as the small model."""
     config = json.loads((small / "config.json").read_text("utf-8"))
     layers, old = config["num_hidden_layers"], config["intermediate_size"]
     config |= {"num_hidden_layers": 2 * layers, "intermediate_size": INTERMEDIATE}
@@ -45,7 +44,7 @@ def grown(small: Path) -> LlamaForCausalLM:
                 parameter.zero_()
             elif parameter.ndim == 2:
                 torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
-            if rest and not int(index) % 2:  # the layers that it has already
+            if rest and not int(index) % 2:  # layers copied from the small model
                 given = weights[f"model.layers.{int(index) // 2}.{part}"]
                 wide = "gate_proj" in part or "up_proj" in part
                 kept = parameter[:old] if wide else parameter[:, :old] if "down_proj" in part else parameter
@@ -54,14 +53,14 @@ def grown(small: Path) -> LlamaForCausalLM:
 
 
 def encoded(corpus: Path, tokenizer: Tokenizer) -> Tensor:
-    """All texts of the folder, one after the other: [tokens]."""
+    """Concatenated: [tokens]."""
     end = tokenizer.token_to_id("<|endoftext|>")
     texts = [path.read_text("utf-8") for path in sorted(corpus.glob("*.txt"))]
     return torch.tensor([token for text in texts for token in [*tokenizer.encode(unwrapped(text)).ids, end]])
 
 
 def unwrapped(text: str) -> str:
-    """Each paragraph on one line, as the embedded model was trained."""
+    """One line per paragraph, as in the embedded model's training."""
     return "\n\n".join(" ".join(part.split()) for part in text.replace("\r\n", "\n").split("\n\n") if part.strip())
 
 

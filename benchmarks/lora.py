@@ -1,9 +1,9 @@
-"""What adapters cost: tokens per second of many streams on the model alone, and on several adapters of it.
+"""Cost of adapters: tokens per second of many streams without and with several adapters.
 
     python -m benchmarks.lora [--streams 32] [--adapters 8] [--rank 16] [--rounds 5] [--dtype bfloat16]
 
-Random weights of smol-135m's shapes and random adapters of all linears: speed does not depend on the numbers. The two
-kinds of run take turns in one engine, and the best of each counts, so that what else the machine does weighs on both.
+Random weights of smol-135m's shapes, random adapters of all linears: values do not affect speed. Both kinds of run take
+turns in one engine; the best counts, so that other load affects both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOKENS, PROMPT = 64, 16
 
 
 def measure(engine: EngineCore, streams: int, adapters: list[Adapter | None], number: int) -> tuple[float, float]:
-    """Tokens per second of decoding, and per second of processor time."""
+    """Decoded tokens per wall second and per processor second."""
     for index in range(streams):
         ids = [(7 * index + 13 * at + number) % 40_000 + 10 for at in range(PROMPT)]
         adapter = adapters[index % len(adapters)]
@@ -50,7 +50,7 @@ def main() -> None:
     args = options(__doc__, {**numbers, "--dtype": "bfloat16", "--quantization": {}})
     with tempfile.TemporaryDirectory() as temporary, folder_of(SMOL_135M) as model:
         root, modules = Path(temporary), adaptable_modules(read_model_config(model))
-        with torch.device("meta"):  # of which the adapters need the shapes
+        with torch.device("meta"):  # for the adapters' shapes
             shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
         (root / "spool").mkdir()
         spool = AdapterStore(root / "spool", modules, args.rank)

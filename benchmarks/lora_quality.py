@@ -1,10 +1,10 @@
-"""Trains a small adapter with PEFT on a folder of texts, and compares its held-out loss through PEFT and through Quire.
+"""Trains a small adapter with PEFT on a folder of texts and compares its held-out loss in PEFT and in Quire.
 
     pip install peft accelerate gguf
     python -m benchmarks.lora_quality CORPUS OUT [--model FOLDER or .gguf] [--steps 60] [--rank 8]
 
-A .gguf model is read by transformers and saved to OUT/model as float32, so that both sides have the same weights.
-OUT/adapter is what `quire serve --lora-modules tales=OUT/adapter` takes. Losses are in nats a token.
+A .gguf model is saved to OUT/model as float32, so that both sides have the same weights. OUT/adapter works with `quire
+serve --lora-modules tales=OUT/adapter`. Losses are in nats per token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.engine.checkpoint.model_resolver import resolve_model
 
 
 def prepared(model: str, out: Path) -> Path:
-    """A folder with the model in float32."""
+    """Model in float32."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path, target = resolve_model(model), out / "model"
@@ -32,7 +32,7 @@ def prepared(model: str, out: Path) -> Path:
         where: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
         read = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
         config = read.config
-        del config.quantization_config  # transformers saves no model that it calls quantized
+        del config.quantization_config  # transformers cannot save a model marked as quantized
         plain = AutoModelForCausalLM.from_config(config)
         plain.load_state_dict(read.state_dict())
         plain.save_pretrained(target)
@@ -41,7 +41,7 @@ def prepared(model: str, out: Path) -> Path:
 
 
 def windows(tokenizer: Any, corpus: Path, count: int, size: int) -> list[list[int]]:
-    """`size` tokens from the middle of each text, in the order of their names."""
+    """`size` tokens from the middle of each text, by file name."""
     found = []
     for path in sorted(corpus.glob("*.txt"))[:count]:
         text = path.read_text(encoding="utf-8")

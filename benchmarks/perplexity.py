@@ -1,9 +1,9 @@
-"""Perplexity of a text under a model, for each way of quantizing it, as Quire computes it on this machine.
+"""Perplexity of a text for each quantization of a model, on this machine.
 
 python -m benchmarks.perplexity MODEL TEXT [--tokens 8192] [--context 512] [--ways none int8 kv-int8 int4+kv-fp8]
 
-The first way is what the others are compared with. kv-int8 and kv-fp8 are types of the KV cache, the others of the
-weights. What is counted is each token but the first of every piece of --context tokens.
+The first way is the baseline. kv-int8 and kv-fp8 are KV cache types, others weight types. All tokens count except the
+first of each --context tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def engine_of(model: Path, dtype: str, way: str, context: int) -> EngineCore:
 
 
 def log_probabilities(engine: EngineCore, rows: Sequence[list[int]]) -> Tensor:
-    """Of each token but the first of every row, in float64."""
+    """Without each row's first token; float64."""
     answers = run(engine, [request(str(number), row, 1, prompt_logprobs=0) for number, row in enumerate(rows)])
     every = (each for number in range(len(rows)) for each in answers[str(number)].prompt_logprobs or ())
     return torch.tensor([each.logprob for each in every if each is not None], dtype=torch.float64)

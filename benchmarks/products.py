@@ -1,8 +1,8 @@
-"""Products of quantized weights beside bfloat16's, on one thread in its processor time: what other programs do matters
-less then. `python -m benchmarks.products [--shapes 3072x576 576x1536] [--rows 1 8 32 512] [--copies 8]`
+"""Quantized weights' products against bfloat16's, in processor time of one thread, which other load affects less:
+`python -m benchmarks.products [--shapes 3072x576 576x1536] [--rows 1 8 32 512] [--copies 8]`
 
-Kinds take turns; of each the tenth part of its times that are best is left out, and the next is taken. With many
-`--copies` of the weights few rows read them from memory; with one, from the caches.
+Kinds take turns; shown is the time that 10 % of runs beat. With many `--copies`, few rows read weights from memory;
+with one, from caches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KINDS: dict[str, tuple[int, int, bool] | int | None] = {
     "the same with offsets": (4, 32, True),
     "8-bit floats": 128,
 }
-"""Integers: bits, inputs of a group (0: all), whether groups have offsets. Floats: outputs, and inputs, of a block."""
+"""Integers: bits, inputs per group (0: all), offsets. Floats: outputs and inputs per block."""
 
 
 def make(cpu: CpuBackend, kind: tuple[int, int, bool] | int | None, outs: int, inner: int) -> Linear:
@@ -44,7 +44,7 @@ def make(cpu: CpuBackend, kind: tuple[int, int, bool] | int | None, outs: int, i
 
 
 def measure(linears: dict[str, list[Linear]], inputs: dict[int, torch.Tensor], turns: int) -> dict[str, float]:
-    """Seconds of each kind."""
+    """Seconds by kind."""
     times: dict[str, list[float]] = {kind: [] for kind in linears}
     for _ in range(turns):
         for kind, each in linears.items():

@@ -1,8 +1,8 @@
-"""What guessing tokens ahead brings: `python -m benchmarks.speculation [--model smollm2] [--config ngram]`.
+"""Gain from speculative decoding: `python -m benchmarks.speculation [--model smollm2] [--config ngram]`.
 
-Two servers of one model, one of which guesses and one does not, answer the same requests in turn. Shown are output
-tokens per second with and without, and their ratio, for loads that repeat much, little and nothing; and the same ratio
-by the processor time of the servers, which what else runs on the machine disturbs less. The answers must be equal.
+Two servers, with and without draft tokens, answer the same requests in turns. Shows output tokens per second of both
+and their ratio, for loads that repeat much, little and nothing, and the ratio by processor time, which other load
+affects less. Answers must be equal.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def chat(content: str, **more: Any) -> dict[str, Any]:
 
 
 def loads(seed: int) -> dict[str, dict[str, Any]]:
-    """A request of each kind; the seed makes a request of its own of it."""
+    """One per kind."""
     text = f"{TEXT} This was written on day {seed}."
     random_ids = random.Random(seed).choices(range(300, 4000), k=200)
     form = {"type": "json_schema", "json_schema": {"name": "story", "schema": SCHEMA}}
@@ -63,15 +63,12 @@ def loads(seed: int) -> dict[str, dict[str, Any]]:
 
 
 class Speed(NamedTuple):
-    """Output tokens of all requests, which were sent at once,"""
-
     per_second: float
     per_processor_second: float
     answers: list[str]
 
 
 async def speed(server: Server, requests: list[dict[str, Any]]) -> Speed:
-    """Of requests of one kind."""
     path = "/v1/chat/completions" if "messages" in requests[0] else "/v1/completions"
     used = processor_seconds(server.process.pid)
     seconds, answers = await post_all(server.url, path, requests, len(requests))

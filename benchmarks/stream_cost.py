@@ -1,10 +1,9 @@
-"""What a streamed token costs the API process: `python -m benchmarks.stream_cost`, from the repository's root.
+"""Cost of a streamed token in the API process: `python -m benchmarks.stream_cost`, from the repository's root.
 
-An engine process that computes nothing sends steps of one token for each stream, through ProcessClient and the HTTP
-server, to a reader in a process of its own. With steps that are `--pause` apart the server's processor time per event
-is what counts, and with `--pause 0` the tokens per second. With `--api-server-count` several API processes share the
-engine through a hub, whose time is told apart. Starts and ends of streams are not measured. With `--data-dir` streams
-can be resumed.
+An engine process that computes nothing sends steps of one token per stream, through ProcessClient and the HTTP server,
+to a reader process. With steps `--pause` apart the server's processor time per event counts, with `--pause 0` the
+tokens per second. With `--api-server-count` several API processes share the engine through a leader, shown separately.
+Starts and ends of streams are not measured. `--data-dir` makes streams resumable.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ from tests.server.api import NAME, make_app
 
 INFO = EngineInfo("null", "float32", "cpu", "none", 8192, 65536, 16, 0, 0, 0.0, "none", deterministic=True)
 TOKEN, MARK = 126, b"~"
-"""An id of the byte-level tokenizer of tests, and its text, which stands nowhere else in an answer."""
+"""Id and text in the tests' byte-level tokenizer; the text occurs nowhere else."""
 REST_SECONDS, WINDOW_SECONDS = 2.0, 0.2
-"""The engine's rest after the first step and before the last one."""
+"""Pause after the first step and before the last."""
 CALLS = {
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
     "completions": ("/v1/completions", {"prompt": "hi"}),
@@ -60,7 +59,7 @@ class NullProcess(EngineProcess):
 
 
 def compute_nothing(address: str, descriptor: int) -> None:
-    """The engine process: waits for as many requests as there are to be streams, and answers all in the same steps."""
+    """Waits for all streams' requests, then answers all in the same steps."""
     read_configuration()
     PipeHeartbeat(descriptor)
     end_with_parent()
@@ -89,7 +88,7 @@ def compute_nothing(address: str, descriptor: int) -> None:
 
 
 def serve(port: int, ready: Connection, hub: str | None = None, identity: str = "") -> None:
-    """An API process; hub: where it finds the engine, if several share it."""
+    """`hub`: address of the shared engine's process."""
 
     async def run() -> None:
         config = ServerConfig(served_model_name=[NAME], disable_access_log=True)
@@ -102,7 +101,7 @@ def serve(port: int, ready: Connection, hub: str | None = None, identity: str = 
         link.launch()
 
         def announce() -> None:
-            gc.freeze()  # as `quire serve`
+            gc.freeze()  # as in `quire serve`
             ready.send(os.getpid())
 
         async with app.router.lifespan_context(app):
@@ -114,8 +113,6 @@ def serve(port: int, ready: Connection, hub: str | None = None, identity: str = 
 
 
 def share(hub: str, count: int, ready: Connection) -> None:
-    """The process that has the engine, where several API processes share it."""
-
     async def run() -> None:
         client = EngineClient(ProcessClient(ServerConfig(), launcher=Launcher(NullProcess)))
         client.engine_core.launch()
@@ -132,7 +129,7 @@ def share(hub: str, count: int, ready: Connection) -> None:
 
 
 def start(args: argparse.Namespace, folder: str) -> tuple[list[BaseProcess], list[int], list[int]]:
-    """The processes, and their ids: of those that serve, and of the hub's."""
+    """Processes, process ids of API processes, and of the leader."""
     ready, there = multiprocessing.Pipe(duplex=False)
     spawn, address = multiprocessing.get_context("spawn").Process, f"ipc://{folder}/hub"
     if args.api_server_count == 1:
@@ -154,19 +151,15 @@ def processor_seconds(pids: Sequence[int]) -> float:
 
 @dataclass
 class Counts:
-    """Of all streams."""
-
     tokens: int = 0
     events: int = 0
     ended: int = 0
     first: float = 0.0
-    """When the first and the last token came after the engine's first rest; times of time.monotonic()."""
+    """Of the first token after the pause: `time.monotonic()`."""
     last: float = 0.0
 
 
 class Reader(asyncio.Protocol):
-    """Reads one stream."""
-
     def __init__(self, request: bytes, counts: Counts) -> None:
         self._request = request
         self._counts = counts
@@ -184,7 +177,6 @@ class Reader(asyncio.Protocol):
 
 
 async def read_all(port: int, servers: Sequence[int], hub: Sequence[int], args: argparse.Namespace) -> None:
-    """One round."""
     path, body = CALLS[args.call]
     content = json.dumps({**body, "stream": True, "max_tokens": args.steps}).encode()
     head = (
@@ -195,7 +187,7 @@ async def read_all(port: int, servers: Sequence[int], hub: Sequence[int], args: 
         await loop.create_connection(lambda: Reader(head.encode() + b"\r\n\r\n" + content, counts), "127.0.0.1", port)
 
     windows: list[float] = []
-    """Processor microseconds of the API processes per event, in spans of WINDOW_SECONDS."""
+    """Processor microseconds per event."""
 
     async def until(tokens: int) -> tuple[float, float]:
         while counts.tokens < tokens:
@@ -217,7 +209,7 @@ async def read_all(port: int, servers: Sequence[int], hub: Sequence[int], args: 
     if hub:
         shown = f"{1e6 * (hub_ended - hub_began) / tokens:.1f} us of the hub and {shown}"
     shown += f"{events / seconds:,.0f} events/s, {events / tokens:.2f} per token"
-    if windows:  # else all was over too soon to look at parts of it
+    if windows:  # empty if the run was too short
         shown += f", each {median(windows):.1f} us, at least {min(windows):.1f}"
     print(shown, flush=True)
 

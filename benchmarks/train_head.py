@@ -1,10 +1,9 @@
-"""Trains a small head that guesses the embedded model's tokens, on stories that it tells itself:
-`python -m benchmarks.train_head OUT [--method eagle3] [--stories 96] [--rounds 6]`.
+"""Trains a small draft head for the embedded model on stories that this writes: `python -m benchmarks.train_head OUT
+[--method eagle3] [--stories 96] [--rounds 6]`.
 
-OUT can then be served: `quire serve --speculative-config '{"method": "eagle3", "model": "OUT"}'`. With `--method mtp`
-OUT is the embedded model itself with an MTP layer in its checkpoint: `quire serve OUT --speculative-config mtp`. With
-`--layers 48` it has 42 layers more, which change nothing and cost what layers cost: a model of a larger one's cost then
-says the embedded one's stories, and guesses are right as often.
+Serve OUT with `quire serve --speculative-config '{"method": "eagle3", "model": "OUT"}'`. With `--method mtp` OUT is the
+embedded model with an MTP layer: `quire serve OUT --speculative-config mtp`. `--layers 48` adds 42 layers that change
+nothing: cost of a larger model, same stories and acceptance.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ MEDUSA_HEADS = 3
 
 
 def story_requests(count: int, seed: int, tokens: int = 256) -> list[EngineCoreRequest]:
-    """Requests for stories, as the page of the server makes them."""
+    """As the server's page makes them."""
     tokenizer = Tokenizer.from_pretrained(Path(DEMO_MODEL))
     params = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=tokens, ignore_eos=True)
     found = []
@@ -58,7 +57,7 @@ def story_requests(count: int, seed: int, tokens: int = 256) -> list[EngineCoreR
 
 
 def told(count: int, seed: int) -> list[list[int]]:
-    """So many stories, with their requests."""
+    """Stories with their requests."""
     engine = EngineCore(EngineConfig(threads=torch.get_num_threads(), max_model_len=512, num_kv_blocks=800))
     requests = story_requests(count, seed)
     answers = run(engine, requests)
@@ -66,7 +65,7 @@ def told(count: int, seed: int) -> list[list[int]]:
 
 
 def new_head(method: str, hidden: int, head: Tensor) -> tuple[Tensors, list[str]]:
-    """A head that guesses little yet, and the names of what is trained."""
+    """Returns the names to train, too."""
     vocab = len(head)
     if method == "medusa":
         tensors = medusa_tensors(hidden, vocab, MEDUSA_HEADS)
@@ -85,8 +84,7 @@ def new_head(method: str, hidden: int, head: Tensor) -> tuple[Tensors, list[str]
 
 
 class MtpHead(torch.nn.Module):
-    """The embedded model's last layer again, behind a linear of a hidden state and an embedding, as a head of
-    tests/tiny_heads.py computes."""
+    """The embedded model's last layer after a linear of hidden state and embedding, as in tests/tiny_heads.py."""
 
     third = medusa = False
 
@@ -119,7 +117,7 @@ class MtpHead(torch.nn.Module):
         return [each for name, each in self.named_parameters() if "embed_tokens" not in name]
 
     def tensors(self) -> Tensors:
-        """As Qwen publishes such layers."""
+        """In Qwen's published layout."""
         layer = {f"mtp.layers.0.{name}": each for name, each in self.body.layers[0].state_dict().items()}
         norms = {
             "pre_fc_norm_embedding": self.norms["e"],
@@ -135,7 +133,7 @@ class MtpHead(torch.nn.Module):
 def loss_of(
     reference: Reference | MtpHead, hidden: Tensor, tapped: list[Tensor], ids: Tensor, wanted: Tensor
 ) -> Tensor:
-    """Cross-entropy between what the model and the head say, nats. wanted: the model's logits [T, vocab]."""
+    """Cross-entropy between model and head, in nats. `wanted`: the model's logits [T, vocab]."""
     if reference.medusa:
         losses = [
             F.cross_entropy(reference.medusa_logits(hidden[: -1 - head], head), wanted[1 + head :].softmax(-1))
@@ -143,7 +141,7 @@ def loss_of(
         ]
         return torch.stack(losses).mean()
     read, losses = reference.read(hidden, tapped)[:-1], []
-    for ahead in range(2):  # from the model's hidden states, and once from its own guess of them
+    for ahead in range(2):  # from the model's hidden states, then from the head's prediction of them
         following, target = ids[1 + ahead :], wanted[1 + ahead :]
         states = reference.layer(following, read[: len(following)])
         losses.append(F.cross_entropy(reference.logits(states), target.softmax(-1)))
@@ -183,8 +181,7 @@ def descend(
 
 
 def train_head(path: Path, method: str, stories: int, rounds: int, layers: int = 6) -> Path:
-    """Train a head and write it to a new folder, in the layout in which such heads are published. layers: of the model
-    that has an MTP layer."""
+    """In the method's published layout. `layers`: of the model with an MTP layer."""
     torch.manual_seed(0)
     tensors = train(method, told(stories, seed=1), rounds)
     if method == "mtp":
@@ -198,7 +195,6 @@ def train_head(path: Path, method: str, stories: int, rounds: int, layers: int =
 
 
 def save_deeper(path: Path, more: Tensors, layers: int) -> Path:
-    """The embedded model with these tensors beside its own, and up to so many layers."""
     shutil.copytree(DEMO_MODEL, path, ignore=shutil.ignore_patterns("training"))
     config = json.loads((path / "config.json").read_text())
     tensors, own = load_file(path / "model.safetensors"), config["num_hidden_layers"]

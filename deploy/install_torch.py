@@ -1,10 +1,10 @@
-"""Installs PyTorch beside this Python: on a machine without an NVIDIA GPU its build for CPUs, a tenth as large.
+"""Installs PyTorch for this Python: the CPU build, a tenth of the size, on a machine without an NVIDIA GPU.
 
-    python deploy/install_torch.py [cpu|cuda]      # whose build; without it, what this machine has a driver for
+    python deploy/install_torch.py [cpu|cuda]      # default: by this machine's driver
 
-That build is in PyTorch's own index. The variable TORCH_INDEX names another one, in which any build may be; where it is
-empty, and where the index cannot be reached, the usual index has the build with CUDA. What pip's own variables and
-files say holds as well. Needs nothing but the standard library.
+The CPU build is in PyTorch's own index. TORCH_INDEX names another index, with any build; if it is empty, or the index
+is unreachable, the usual index provides the CUDA build. pip's variables and files apply. Needs only the standard
+library.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
 CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints.txt"
 SECONDS = 10
-"""That an index may take to answer."""
+"""How long an index may take to answer."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def is_installed() -> bool:
-    """Whether the version of the constraints is there already, of whichever build: pip would leave that alone."""
+    """True if the pinned version is installed, in any build: pip would keep it."""
     pinned = re.search(r"^torch==(.+)$", CONSTRAINTS.read_text(encoding="utf-8"), re.MULTILINE)
     try:
         return pinned is not None and metadata.version("torch").partition("+")[0] == pinned[1]
@@ -59,27 +59,27 @@ def is_installed() -> bool:
 
 
 def wanted_index(variables: Mapping[str, str], platform: str, kind: str) -> str | None:
-    """An index to look in beside the usual one. `kind`: cpu or cuda, whose build is wanted."""
+    """An additional index. `kind`: cpu or cuda."""
     if "TORCH_INDEX" in variables:
         return variables["TORCH_INDEX"] or None
-    return CPU_BUILDS if platform == "linux" and kind == "cpu" else None  # elsewhere all builds are for CPUs
+    return CPU_BUILDS if platform == "linux" and kind == "cpu" else None  # other platforms have only CPU builds
 
 
 def driver(root: Path) -> str:
-    """cuda where there is an NVIDIA driver, else cpu."""
+    """cuda or cpu."""
     found = (root / "proc/driver/nvidia/version").exists() or (root / "dev/nvidia0").exists()
     return "cuda" if found or shutil.which("nvidia-smi") is not None else "cpu"
 
 
 def unreachable(index: str) -> str:
-    """Why an index cannot be asked for PyTorch; "" where it can. Certificates are those of pip's variables."""
+    """Why the index is unreachable, or "". Uses the certificates of pip's variables."""
     try:
         trust = next((os.environ[name] for name in ("PIP_CERT", "REQUESTS_CA_BUNDLE") if os.environ.get(name)), None)
         request = urllib.request.Request(f"{index.rstrip('/')}/torch/", headers={"User-Agent": "pip"})
         context = ssl.create_default_context(cafile=trust)
         with urllib.request.urlopen(request, timeout=SECONDS, context=context):
             return ""
-    except (OSError, ValueError) as error:  # a URLError, or an address that is none
+    except (OSError, ValueError) as error:  # a URLError or an invalid address
         return str(getattr(error, "reason", error))
 
 

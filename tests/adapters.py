@@ -1,4 +1,4 @@
-"""Random adapters in PEFT's format, written without PEFT, and models into which they are merged."""
+"""Random adapters in PEFT's format, written without PEFT, and models with the adapters merged in."""
 
 from __future__ import annotations
 

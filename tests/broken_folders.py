@@ -1,4 +1,4 @@
-"""Model folders that are broken in one place each: what a start must answer with one line that names file and field."""
+"""Model folders with one defect each. A start must fail with one line that names file and field."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""Settings for all tests."""
-
 import faulthandler
 import json
 import os
@@ -44,8 +42,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class TimedOut(BaseException):
-    """A test took longer than its timeout. Not pytest's own Failed: hypothesis takes that for what it looks for, and
-    runs the example again to make it smaller, when there is no timer any more that would end it."""
+    """A test exceeded its timeout. Not pytest's Failed: hypothesis would take that for its falsifying error and rerun
+    the example to shrink it, without a timer.
+    """
 
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)

@@ -1,8 +1,8 @@
-"""Every causal language model of transformers, tried: a small random one of each is served by an engine and compared
-with transformers' own numbers in float64. `python -m tests.every_class` writes what it found to
-quire/engine/checkpoint/transformers_classes/class_support.toml, which the product reads, and to docs/models_table.md.
+"""Serves a small random model of every causal language model in transformers and compares it with transformers in
+float64.
 
-`python -m tests.every_class NAME ...` tries some and prints what it found.
+`python -m tests.every_class` writes quire/engine/checkpoint/transformers_classes/class_support.toml, which Quire reads,
+and docs/models_table.md. `python -m tests.every_class NAME ...` tries some and prints the results.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SECTION = "../guides/models.md#transformers-backend"
 
 
 class Wrong(AssertionError):
-    """Served, with other numbers than transformers'."""
+    """Served, but with other numbers than transformers'."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
-"""The gated delta rule and the selective scan in the type that they are given: transformers computes them in float32
-even in a model of float64."""
+"""The gated delta rule and the selective scan in their input's dtype: transformers computes them in float32 even in a
+float64 model.
+"""
 
 from __future__ import annotations
 

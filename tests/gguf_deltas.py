@@ -1,5 +1,6 @@
-"""GGUF files of models with gated delta nets, made of transformers' checkpoints as llama.cpp's converter makes them
-(Qwen3NextModel, _LinearAttentionVReorderBase and _Qwen35MtpMixin of its conversion/qwen.py)."""
+"""GGUF files of models with gated delta nets, made from transformers' checkpoints like llama.cpp's converter does
+(Qwen3NextModel, _LinearAttentionVReorderBase and _Qwen35MtpMixin of its conversion/qwen.py).
+"""
 
 from __future__ import annotations
 

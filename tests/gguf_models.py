@@ -1,4 +1,4 @@
-"""GGUF files made of transformers' checkpoints, by the package of llama.cpp: what our reader is compared with."""
+"""GGUF files made from transformers' checkpoints with llama.cpp's package, as a reference for Quire's reader."""
 
 from __future__ import annotations
 

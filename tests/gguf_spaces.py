@@ -1,5 +1,6 @@
-"""GGUF files of models with state spaces and selective scans, made of transformers' checkpoints as llama.cpp's
-converter makes them (mamba.py, granite.py, nemotron.py, jamba.py and falcon_h1.py of its conversion/)."""
+"""GGUF files of models with state spaces and selective scans, made from transformers' checkpoints like llama.cpp's
+converter does (mamba.py, granite.py, nemotron.py, jamba.py and falcon_h1.py of its conversion/).
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Counts what makes code hard to read.
 
-`python -m tests.house` prints the counts, `python -m tests.house NAME` the places of one of them.
+`python -m tests.house` prints the counts, `python -m tests.house NAME` the places of one.
 
-They are thermometers, not aims: a count fails nothing. Only arrows that point up are forbidden, by test_architecture.
+No count is a limit, and none fails a test, except upward imports (test_architecture).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Other clocks and another chance than the machine's, for all of the server and the engine's control half."""
+"""Replaces the machine's clocks and randomness for the server and the engine's control half."""
 
 from __future__ import annotations
 

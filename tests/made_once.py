@@ -1,4 +1,4 @@
-"""Folders that are made once a run, though many tests and several processes want them."""
+"""Folders made once per run and shared by tests and processes."""
 
 from __future__ import annotations
 

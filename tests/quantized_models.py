@@ -1,5 +1,6 @@
-"""Tiny checkpoints in the formats that people publish, packed here from the formats' descriptions, number by number,
-and beside each the same model in float32: the numbers that its tensors stand for."""
+"""Tiny checkpoints in published quantization formats, packed from the formats' descriptions, each with a float32 model
+of the same values.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What is written of the table of sampling fields (SAMPLING_FIELDS of quire/engine/common/request_params.py):
-`python -m tests.sampling_fields` writes the reference and the page's list; a test compares them.
+"""Texts written from SAMPLING_FIELDS of quire/engine/common/request_params.py. `python -m tests.sampling_fields` writes
+the reference and the page's list; a test compares them.
 """
 
 from __future__ import annotations

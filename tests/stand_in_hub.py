@@ -1,7 +1,7 @@
-"""A stand-in for the hub on the loopback interface: what its client asks of it, by the API's documentation.
+"""A stand-in for the Hugging Face hub on the loopback interface, written from the API's documentation.
 
-Model pages (`/api/models/…`), trees, search, and files at `/OWNER/REPO/resolve/REVISION/PATH` with the headers that the
-client reads (ETag, X-Repo-Commit, X-Linked-Size, X-Error-Code), ranges included.
+It serves model pages (`/api/models/…`), trees, search, and files at `/OWNER/REPO/resolve/REVISION/PATH` with ranges and
+the headers that the client reads (ETag, X-Repo-Commit, X-Linked-Size, X-Error-Code).
 """
 
 from __future__ import annotations

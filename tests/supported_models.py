@@ -1,4 +1,4 @@
-"""Writes docs/reference/supported-models.md from the families' files: python -m tests.supported_models"""
+"""Writes docs/reference/supported-models.md from the families' files: `python -m tests.supported_models`."""
 
 from __future__ import annotations
 

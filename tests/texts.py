@@ -1,4 +1,4 @@
-"""Tokenizers for tests: two made here, and the real ones of ../shared where it is there."""
+"""Tokenizers for tests: two made here, and the real ones of ../shared if it exists."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""The two tiers of tests, and the shards of the second. DEVELOPERS.md says how they are used.
+"""The two tiers of tests, and shards of the second. DEVELOPERS.md explains their use.
 
-`make test` runs what is not marked `slow`. `make test-all` runs the rest (`--rest`): what is marked `slow`, and every
-hypothesis test again with all its examples. `@pytest.mark.few(n)`: of a test's cases n run in `make test`, spread over
-all of them, the first among them; the others are slow.
+`make test` runs tests not marked `slow`. `make test-all` runs the rest (`--rest`): tests marked `slow`, and every
+hypothesis test again with all its examples. With `@pytest.mark.few(n)`, n of a test's cases run in `make test`, spread
+over all and including the first; the others are slow.
 
-`--shard K/N` runs one part of N. Which part a test belongs to follows from its name, or stands in
-tests/shards.toml.
+`--shard K/N` runs one part of N. A test's name or tests/shards.toml determines its part.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ def shard_of(nodeid: str, count: int, table: Mapping[str, int]) -> int:
 
 
 class Deselecting:
-    """Keeps a part of what was collected, after -m and -k have chosen."""
+    """Keeps part of the collected tests, after -m and -k."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.rest = bool(config.getoption("--rest"))
@@ -121,8 +120,7 @@ class Deselecting:
 
 
 class Running:
-    """The tests that have begun and not ended, also those in pytest-xdist's processes. Whoever ends a run by SIGTERM is
-    told which they are."""
+    """Tests that have begun and not ended, including those in pytest-xdist's processes. On SIGTERM they are printed."""
 
     def __init__(self) -> None:
         self.tests: dict[str, None] = {}

@@ -1,5 +1,6 @@
-"""Tiny random models of every causal language model that transformers has, saved by it: the fields that a class knows
-are made small, whatever it calls them."""
+"""Tiny random models of every causal language model of transformers, saved by it. Size fields are set small under all
+their names.
+"""
 
 from __future__ import annotations
 

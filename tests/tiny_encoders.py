@@ -1,4 +1,4 @@
-"""Tiny random encoders of every family, saved by transformers: what our vectors are compared with."""
+"""Tiny random encoders of every family, saved by transformers, as a reference for Quire's vectors."""
 
 from __future__ import annotations
 

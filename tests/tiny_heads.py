@@ -1,5 +1,4 @@
-"""Heads that guess tokens, in the layouts in which they are published, and what they compute in plain PyTorch without a
-cache."""
+"""Draft heads in their published layouts, and their outputs computed in plain PyTorch without a cache."""
 
 from __future__ import annotations
 
@@ -94,7 +93,7 @@ def save_head(path: Path, tensors: Tensors, config: dict[str, Any], file: str = 
 
 
 class Reference:
-    """The states and guesses of a head after a text, from the model's hidden states."""
+    """A head's states and draft tokens after a text, from the model's hidden states."""
 
     def __init__(self, tensors: Tensors, embedding: Tensor, head: Tensor) -> None:
         """`embedding` and `head`: the model's, [vocab, hidden]. It computes in the type of all of them."""

@@ -1,4 +1,4 @@
-"""Tiny random models of every family, saved by transformers: what our numbers are compared with."""
+"""Tiny random models of every family, saved by transformers, as a reference for Quire."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Tiny models with a layer that guesses tokens (multi-token prediction), in the layouts in which they are published,
-and what such a layer computes: the layer itself by transformers' class, all else in plain PyTorch (DeepSeek-V3, 2024,
-2.2)."""
+"""Tiny models with a multi-token prediction layer (DeepSeek-V3, 2024, 2.2) in their published layouts, and the layer's
+outputs: the layer itself by transformers' class, the rest in plain PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def is_offset(path: Path) -> bool:
 
 
 class MtpReference:
-    """The states and guesses of such a model's layer, in float64, without a cache."""
+    """States and draft tokens of the MTP layer, in float64, without a cache."""
 
     def __init__(self, path: Path) -> None:
         self.model = _exact(path)

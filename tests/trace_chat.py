@@ -1,7 +1,7 @@
-"""The way of one chat through the code, traced: which functions of Quire run for it, in the order of their first calls,
-in the server's process and in the engine's. `python -m tests.trace_chat` prints them.
+"""Traces one chat: which functions of Quire run for it in the server's and the engine's process, in the order of their
+first calls. `python -m tests.trace_chat` prints them.
 
-Functions that also run while nobody asks anything (heartbeats, watchdogs) are left out; so are those of the start.
+Leaves out functions that also run when idle (heartbeats, watchdogs), and those of the start.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ sys.setprofile(note)
 
 @dataclass(frozen=True)
 class Call:
-    """The first call of a function during the chat."""
+    """A function's first call during the chat."""
 
     process: str
     when: float

@@ -1,4 +1,4 @@
-"""The project's own files: what git tracks and what it would, were it added."""
+"""The project's files: those that git tracks, or would track if added."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How tests/test_users_names.py tells what is written: a type, a value or a pickle as lines, a line for each name.
+"""Writes a type, a value or a pickle as lines, one per name, for tests/test_users_names.py.
 
 `prompts[].images?: null` is an optional field `images` of each item of the list `prompts`; `.*` stands for keys that
-are no names of ours, and `[0]` is a place in a list that has no names.
+Quire does not name, and `[0]` is a position in a list without names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tiny random models of families that read images, and transformers' answers about images."""
+"""Tiny random models of image families, and transformers' answers about images."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TEXT = {**SHAPE, "max_position_embeddings": 2048, "vocab_size": 288, "eos_token
 
 @dataclass(frozen=True)
 class Family:
-    """What its files say, and which classes of transformers read them."""
+    """The model's files, and the transformers classes that read them."""
 
     config: str
     processor: str

@@ -1,4 +1,4 @@
-"""What a server on a fake engine writes into its data folder and its log of receipts, and tells its operators."""
+"""What a server on a fake engine writes to its data folder and receipt log, and shows its operators."""
 
 from __future__ import annotations
 

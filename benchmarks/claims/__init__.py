@@ -1,4 +1,5 @@
-"""What is said of paged attention, continuous batching and their kin, measured: each against its own switch-off.
+"""Measures published claims on paged attention, continuous batching and related mechanisms, each against its
+switch-off.
 
-`python -m benchmarks.claims [NAME ...]`. docs/claims.md has a run's table, and why figures differ from the papers'.
+`python -m benchmarks.claims [NAME ...]`. docs/claims.md has the results, and why they differ from the papers'.
 """

@@ -1,4 +1,4 @@
-"""Claims about memory: what pages waste, and what sharing them saves."""
+"""Claims about KV blocks: waste, and savings by sharing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SYSTEM = 1024
 
 
 def waste() -> Iterator[Row]:
-    """The scheduler alone: no model computes, so the figures are the same everywhere."""
+    """Only the scheduler runs: figures are the same everywhere."""
     load = lengths(400, _CONTEXT // 2, _CONTEXT // 2)
     paged = {size: _waste(size, load) for size in (16, 256)}
     reserved = paged[16][1]
@@ -28,7 +28,7 @@ def waste() -> Iterator[Row]:
 
 
 def _waste(block_size: int, load: list[tuple[int, int]]) -> tuple[float, float]:
-    """The mean share of the pages held in which no token stands; and of contexts reserved whole for these sequences."""
+    """Mean share of allocated blocks without tokens, and of whole contexts reserved."""
     held = used = reserved = 0
     for scheduler in _steps(block_size, load):
         running, _ = scheduler.list_requests()
@@ -45,7 +45,7 @@ def _running(block_size: int, load: list[tuple[int, int]]) -> float:
 
 
 def _steps(block_size: int, load: list[tuple[int, int]]) -> Iterator[Scheduler]:
-    """After each step of a scheduler whose pages last for a part of the load, while there is more than it can take."""
+    """Yield the scheduler after each step while requests exceed its blocks."""
     scheduler = Scheduler(
         SchedulerConfig(
             num_blocks=_POOL_TOKENS // block_size,
@@ -70,7 +70,6 @@ def _fake(batch: SchedulerOutput) -> ModelRunnerOutput:
 
 
 def sharing() -> Iterator[Row]:
-    """Eight answers to one prompt, and eight prompts behind one system prompt."""
     said = "6.1 to 9.8 % of pages saved for parallel samples, 37.6 to 55.2 % for beams (Kwon et al., 2023)"
     system = random_prompt(_SYSTEM, "system")
     loads = {
@@ -97,7 +96,7 @@ def sharing() -> Iterator[Row]:
 
 
 def preemption() -> Iterator[Row]:
-    """Sequences that lose their pages: computed again, or fetched from the host's memory."""
+    """Recomputed, or loaded from host memory."""
     said = "swapping wins for large pages and long contexts, computing again for small ones (Kwon et al., 2023)"
     for prompt in (128, 1024):
         requests = [request(str(each), random_prompt(prompt, each), 96) for each in range(12)]

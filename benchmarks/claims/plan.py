@@ -1,4 +1,4 @@
-"""Figures of the plan beside those that are published for the same model and card."""
+"""Planned figures against those published for the same model and GPU."""
 
 from __future__ import annotations
 

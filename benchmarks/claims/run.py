@@ -1,5 +1,3 @@
-"""The engine and the loads of the claims, and the rows of their table."""
-
 from __future__ import annotations
 
 import random
@@ -12,25 +10,23 @@ from quire.engine.common.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 
 MEAN_PROMPT, MEAN_ANSWER = 161, 338
-"""Tokens, of the ShareGPT conversations that the paper on paged attention answers."""
+"""Tokens, of ShareGPT in the paged attention paper."""
 _SPREAD = 1.0
-"""Standard deviation of the logarithm of a length."""
+"""Standard deviation of the log length."""
 
 
 class Row(NamedTuple):
-    """One line of the table."""
-
     claim: str
     said: str
     """By the paper or post."""
     measured: str
     beside: str
-    """The same with the mechanism switched off."""
+    """With the mechanism switched off."""
 
 
 @contextmanager
 def engine(**options: Any) -> Iterator[EngineCore]:
-    """Of SmolLM2-135M's shape with random weights, or of the `model` named."""
+    """SmolLM2-135M's shape, random weights, unless `model` is given."""
     with folder_of(SMOL_135M) as folder:
         made = EngineCore(EngineConfig(**options)) if "model" in options else dummy(folder, **options)
         try:
@@ -42,7 +38,7 @@ def engine(**options: Any) -> Iterator[EngineCore]:
 
 
 def lengths(count: int, most_prompt: int, most_answer: int, seed: int = 1) -> list[tuple[int, int]]:
-    """Tokens of prompts and answers, log-normal with ShareGPT's means before they are cut."""
+    """Log-normal, with ShareGPT's means before truncation."""
     chance = random.Random(seed)
 
     def one(mean: float, most: int) -> int:

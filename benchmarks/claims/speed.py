@@ -1,5 +1,3 @@
-"""Claims about speed: batches that change at each step, caches, chunks, guesses and grammars."""
-
 from __future__ import annotations
 
 import json
@@ -19,7 +17,7 @@ _BATCH = 16
 
 
 def batching() -> Iterator[Row]:
-    """All requests are there at once; a static batch begins when the one before has ended."""
+    """A static batch starts when the one before has ended."""
     load = lengths(64, 256, 384)
     requests = [request(str(each), random_prompt(*(load[each][0], each)), load[each][1]) for each in range(len(load))]
     with engine(max_num_seqs=_BATCH, max_model_len=1024, enable_prefix_caching=False) as made:
@@ -43,7 +41,7 @@ def batching() -> Iterator[Row]:
 
 
 def cache() -> Iterator[Row]:
-    """One more token behind so many: with their keys and values at hand, and computed from nothing."""
+    """One more token after a context, cached and recomputed."""
     said = "the time of a token grows with the context, not with its square"
     with engine(num_kv_blocks=600, enable_prefix_caching=False) as made:
         for length in (256, 1024, 4096):
@@ -60,7 +58,7 @@ def cache() -> Iterator[Row]:
 
 
 def chunks() -> Iterator[Row]:
-    """Eight answers under way when a prompt of 3,000 tokens comes."""
+    """A prompt of 3,000 tokens arrives during eight answers."""
     figures = {}
     for name, tokens in (("chunks of 128 tokens", 128), ("whole", 4096)):
         with engine(num_kv_blocks=800, max_num_batched_tokens=tokens, enable_prefix_caching=False) as made:
@@ -80,7 +78,7 @@ def chunks() -> Iterator[Row]:
 
 
 def guesses() -> Iterator[Row]:
-    """Random weights soon repeat themselves, as an answer does that copies."""
+    """Random weights soon repeat themselves, like an answer that copies."""
     figures = []
     for method in ("ngram", "none"):
         with engine(num_kv_blocks=64, speculative_config=SpeculativeConfig(method=method)) as made:  # type: ignore[arg-type]
@@ -97,7 +95,7 @@ def guesses() -> Iterator[Row]:
 
 
 def grammars() -> Iterator[Row]:
-    """A JSON schema that allows long texts, on the shipped model."""
+    """A JSON schema that allows long texts."""
     item = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
     schema = json.dumps({"type": "array", "items": item | {"required": ["name", "age"]}, "minItems": 50})
     prompt = Tokenizer.from_pretrained(DEMO_MODEL).encode("Tell a tale of a fox as JSON.")
@@ -116,7 +114,7 @@ def grammars() -> Iterator[Row]:
 
 
 def _alone(made: EngineCore, each: EngineCoreRequest) -> float:
-    """Seconds from its first token to its last."""
+    """Seconds from first to last token."""
     made.reset_prefix_cache()
     found = at_once(made, [each])[each.id]
     return found.tokens[-1] - found.tokens[0]

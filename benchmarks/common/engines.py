@@ -1,5 +1,3 @@
-"""Engines of random weights that answer requests as they arrive, and the requests."""
-
 from __future__ import annotations
 
 import json
@@ -34,18 +32,17 @@ SMOL_135M: dict[str, Any] = {
     "eos_token_id": 0,
     "bos_token_id": 0,
 }
-"""The config.json of SmolLM2-135M."""
 
 
 @dataclass
 class Answered:
-    """When a request came and when its tokens did, in seconds of time.perf_counter(), and the tokens."""
+    """Times are `time.perf_counter()`."""
 
     arrived: float
     tokens: list[float] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     cached: int = 0
-    """Tokens of the prompt that the prefix cache had."""
+    """In tokens."""
 
     @property
     def latency(self) -> float:
@@ -63,20 +60,20 @@ class Answered:
 
 @contextmanager
 def folder_of(config: Mapping[str, Any]) -> Iterator[Path]:
-    """A model's folder that has this config.json and nothing else."""
+    """A model folder with only this config.json."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
         yield Path(folder)
 
 
 def dummy(folder: Path, **options: Any) -> EngineCore:
-    """An engine of random weights; `options`: more settings of its EngineConfig."""
+    """`options`: EngineConfig settings."""
     settings = {"model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True}
     return EngineCore(EngineConfig(**settings | options))  # type: ignore[arg-type]
 
 
 def request(name: str, prompt: Sequence[int], tokens: int, *, seed: int = 0, **more: Any) -> EngineCoreRequest:
-    """A request of so many greedy tokens; `more`: its other fields, or those of its SamplingParams."""
+    """Greedy, to the full length. `more`: fields of the request or of SamplingParams."""
     fields = {key: more.pop(key) for key in list(more) if key in EngineCoreRequest.__struct_fields__}
     chosen = SamplingParams(**({"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True} | more))
     return EngineCoreRequest(id=name, prompt_ids=list(prompt), params=chosen, seed=seed, **fields)
@@ -87,7 +84,7 @@ def random_prompt(length: int, seed: object, ids: range = range(1, SMOL_135M["vo
 
 
 def answer(made: EngineCore, arrivals: Sequence[tuple[float, EngineCoreRequest]]) -> dict[str, Answered]:
-    """Submit each request so many seconds from now, and step until all have ended."""
+    """Submit each request after its delay in seconds; return when all have ended."""
     began, coming = time.perf_counter(), sorted(arrivals, key=lambda arrival: arrival[0])
     found: dict[str, Answered] = {}
     while coming or made.has_work:
@@ -109,5 +106,4 @@ def answer(made: EngineCore, arrivals: Sequence[tuple[float, EngineCoreRequest]]
 
 
 def at_once(made: EngineCore, requests: Sequence[EngineCoreRequest]) -> dict[str, Answered]:
-    """The same of requests that all come now."""
     return answer(made, [(0.0, each) for each in requests])

@@ -1,5 +1,3 @@
-"""The command line of a program here."""
-
 from __future__ import annotations
 
 import argparse
@@ -10,6 +8,6 @@ from quire.server.cli.flags import build_parser
 
 
 def options(description: str | None, flags: Mapping[str, Any], program: str | None = None) -> argparse.Namespace:
-    """Read the command line; `flags` as in server/cli/flags.py."""
+    """`flags`: as in server/cli/flags.py."""
     formatter = argparse.RawDescriptionHelpFormatter
     return build_parser(program, description, flags, formatter_class=formatter, allow_abbrev=True).parse_args()

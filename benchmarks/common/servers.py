@@ -1,5 +1,3 @@
-"""Servers that are started or named, asked, and compared by turns."""
-
 from __future__ import annotations
 
 import asyncio
@@ -19,7 +17,7 @@ from tests.e2e.server import Server
 
 @contextmanager
 def served(*args: str) -> Iterator[Server]:
-    """`quire serve` with these arguments, until the block ends."""
+    """Run `quire serve` until the block ends."""
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder) / "log", *args)
         try:
@@ -29,7 +27,7 @@ def served(*args: str) -> Iterator[Server]:
 
 
 def processor_seconds(pid: int) -> float:
-    """Of a process and its children, dead ones left out."""
+    """Includes living children."""
     stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
     own = (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
@@ -37,7 +35,7 @@ def processor_seconds(pid: int) -> float:
 
 
 async def post_all(url: str, path: str, bodies: Sequence[Mapping[str, Any]], at_once: int) -> tuple[float, list[Any]]:
-    """Send these bodies, so many at once. Returns the seconds that all took, and the answers in their order."""
+    """Returns total seconds, and answers in order."""
     turns = asyncio.Semaphore(at_once)
     limits = httpx.Limits(max_connections=at_once)
     async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
@@ -54,8 +52,7 @@ async def post_all(url: str, path: str, bodies: Sequence[Mapping[str, Any]], at_
 async def by_turns(
     servers: Sequence[str], rounds: int, measure: Callable[[str, int], Awaitable[float]], *, warm: bool = False
 ) -> dict[str, list[float]]:
-    """The rates of each server, a round after the other. `measure` is given a server and the round's seed; `warm`:
-    one more round before them does not count."""
+    """`measure` gets a server and the round's seed; `warm`: the first round does not count."""
     found: dict[str, list[float]] = {server: [] for server in servers}
     first = int(time.time())
     for turn in range(-1 if warm else 0, rounds):
@@ -67,7 +64,7 @@ async def by_turns(
 
 
 def compared(first: Sequence[float], rates: Sequence[float], digits: int = 1) -> str:
-    """A server's rates, and how many times as fast the first one was."""
+    """Rates, and the factor by which the first server is faster."""
     shown = " ".join(f"{rate:.{digits}f}" for rate in rates)
     text = f"{statistics.median(rates):9.{digits}f} ({shown})"
     if first is rates:

@@ -1,5 +1,3 @@
-"""Steps of training that the programs here share."""
-
 from __future__ import annotations
 
 import time
@@ -9,11 +7,11 @@ import torch
 from torch import Tensor
 
 WARM = 0.02
-"""Share of the time in which the learning rate rises."""
+"""Share of the time with a rising learning rate."""
 
 
 class Descent:
-    """AdamW on some parameters."""
+    """AdamW."""
 
     def __init__(self, parameters: Iterable[Tensor], *, decay: float = 0.01) -> None:
         self._parameters = list(parameters)
@@ -21,7 +19,6 @@ class Descent:
         self.losses: list[float] = []
 
     def step(self, loss: Tensor, rate: float) -> None:
-        """Follow the gradient of a loss at this learning rate."""
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self._optimizer.param_groups[0]["lr"] = rate
@@ -30,12 +27,11 @@ class Descent:
         self.losses.append(loss.item())
 
     def mean(self, last: int) -> float:
-        """The mean of so many losses, the last ones."""
         return sum(self.losses[-last:]) / last
 
 
 def train(parameters: Iterable[Tensor], loss: Callable[[], Tensor], tokens: int, minutes: float, rate: float) -> None:
-    """Train for so many minutes. `loss`: of a new batch, which has so many `tokens`. `rate`: the highest one."""
+    """`loss`: of a new batch of `tokens` tokens. `rate`: the peak learning rate."""
     descent, began = Descent(parameters), time.monotonic()
     while (progress := (time.monotonic() - began) / 60 / minutes) < 1:
         descent.step(loss(), rate * min(progress / WARM + 0.01, 1 - progress))

@@ -1,10 +1,8 @@
-"""Questions a second of /v1/systemone, of one server or of several by turns: many questions, about texts that nobody
-asked about before.
+"""Questions per second of /v1/systemone, on one server or on several in turns, about texts new to the server.
 
     python -m benchmarks.decisions http://127.0.0.1:8000=MODEL=PID http://127.0.0.1:9000=MODEL=PID --questions 16
 
-With a server's process id also its seconds of processor time for each question, its children's included: they tell more
-than the clock on a machine that others use.
+With a process id also processor seconds per question, with children: on a shared machine these beat wall time.
 """
 
 from __future__ import annotations
@@ -43,7 +41,6 @@ TYPES: tuple[dict[str, Any], ...] = (
 
 
 def body(model: str, questions: int, words: int, draw: random.Random) -> dict[str, Any]:
-    """A text of its own, with questions of all kinds."""
     asked = {
         f"q{index}": {**TYPES[index % 3], "instructions": f"Question {index}: {' '.join(draw.choices(WORDS, k=8))}?"}
         for index in range(questions)
@@ -56,7 +53,7 @@ async def run(args: argparse.Namespace) -> None:
     count = args.requests * args.questions
 
     async def measure(server: str, seed: int) -> float:
-        """Questions a second."""
+        """Questions per second."""
         url, model, *pid = server.split("=")
         draw = random.Random(seed)
         bodies = [body(model, args.questions, args.words, draw) for _ in range(args.requests)]

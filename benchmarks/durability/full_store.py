@@ -1,10 +1,9 @@
-"""What others wait for while the store is full: `python -m benchmarks.durability.full_store [--gib 1]`.
+"""Latency of others while the store is full: `python -m benchmarks.durability.full_store [--gib 1]`.
 
-A folder is filled with objects of one key, in the form of the version before retention, and opened. Then the key puts,
-adds to and deletes objects; meanwhile another key's calls are put into the journal. Shown are, for each kind of write,
-the transactions, the longest time for which one had the lock, how much of that was its commit, the most that one took
-of the processor (on a busy machine the rest is waiting); and how long the other key's calls took at most. `--serve`
-sends the largest write to a server instead, and shows how long the first tokens of another caller's streams took.
+Fills a folder with one key's objects, in the format before retention. That key then puts, extends and deletes objects
+while another key's calls are journaled. Shows for each kind of write: transactions, longest lock, commit time in it,
+most processor time (on a busy machine the rest is waiting), and the other key's longest call. `--serve` sends the
+largest write to a server and shows time to first token of another caller's streams.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ OWNER = ""
 LARGE = 3_900_000
 """Bytes of the largest write."""
 JSON_BYTES = {"conversations": 100, "responses": 4000, "large responses": 400_000}
-"""By kind of object: bytes of each."""
+"""Bytes per object, by kind."""
 
 
 def fill(folder: Path, size: int, kind: str, journal: int) -> int:
-    """Returns how many objects there are."""
+    """Returns the number of objects."""
     (folder / DATABASE_FILE).touch()
     each = JSON_BYTES[kind]
     is_response = "responses" in kind
@@ -97,12 +96,12 @@ class Timed(sqlite3.Connection):
 
 
 class Held:
-    """For how long transactions have the lock, by what they are a part of."""
+    """Lock times of transactions, by operation."""
 
     def __init__(self) -> None:
         self.of = threading.local()
         self.times: dict[str, list[tuple[float, float, float]]] = {}
-        """Seconds of each transaction, of its commit, and of the processor."""
+        """Seconds of the transaction, of its commit, of processor time."""
 
     def install(self) -> None:
         writing = Database.write_transaction
@@ -199,7 +198,7 @@ def writes(data: DataDir) -> dict[str, Callable[[int], object]]:
 
 
 async def attack(url: str, body: bytes, path: str, callers: int, seconds: float) -> None:
-    """First tokens of streams before, while and after so many callers send a body at once."""
+    """Streams' first tokens before, while and after `callers` send a body."""
     async with httpx.AsyncClient(base_url=url, timeout=None) as client:
         delays: list[tuple[float, float]] = []
         done = asyncio.Event()

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.flight [--out FOLDER] [--seconds 560] [--device cuda] [--only STAGE ...]`, without torch."""
+"""`python -m benchmarks.flight [--out FOLDER] [--seconds 560] [--device cuda] [--only STAGE ...]`; imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.flight.table import read, told
 
 _BUILD = Path(__file__).parents[2] / "quire" / "kernels" / "cpu" / "build.py"
 _LEAST_SECONDS = 5.0
-"""For which a stage is begun at all."""
+"""A stage needs this much to start."""
 
 
 def main() -> int:
@@ -32,7 +32,7 @@ def main() -> int:
     )
     args.out.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + args.seconds
-    with beside([sys.executable, str(_BUILD)], args.out / "build.log"):  # what the last stage tries
+    with beside([sys.executable, str(_BUILD)], args.out / "build.log"):  # for the last stage
         runs = in_order(
             {name: seconds for name, seconds in PLAN.items() if args.only is None or name in args.only},
             lambda name, seconds: _run(name, args.out, args.device, min(seconds, until - time.monotonic())),
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def _run(stage: str, out: Path, device: str, seconds: float, again: str = "") -> Run:
-    """`again`: how a stage that failed is run once more; "": for the first time."""
+    """`again`: how a failed stage runs again."""
     if seconds < _LEAST_SECONDS:
         return Run(stage, again, "no time was left", 0.0, late=True)
     command = [sys.executable, "-m", "benchmarks.flight.stages", stage, "--device", device]

@@ -1,4 +1,4 @@
-"""The kernels of other stages, compiled by several processes: one after the other they would take longer than those."""
+"""Compiles other stages' kernels in several processes: in sequence they would take longer than the stages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TIMING = (kernels, experts, layers)
 
 
 def ahead(device: torch.device, say: Say) -> None:
-    """In a process of its own, for nothing that it computes is right: launches are left out and said to be right."""
+    """In its own process: launches are skipped and count as correct."""
     if device.type != "cuda":
         say(Finding("kernels", "nothing to compile on a CPU"))
         return
@@ -40,7 +40,7 @@ def ahead(device: torch.device, say: Say) -> None:
 
 
 def _stages(device: torch.device) -> None:
-    """What an exception ends is compiled when its own stage needs it."""
+    """Kernels after an exception are compiled by their own stage."""
     for why_not in (None, "so that Triton's own products are among them"):
         with _believed(why_not):
             for stage in (kernels.attention, kernels.products) if why_not is None else (kernels.products,):
@@ -50,7 +50,7 @@ def _stages(device: torch.device) -> None:
 
 @contextmanager
 def _believed(why_not: str | None) -> Iterator[None]:
-    """Trials pass; those of PyTorch's products say `why_not`. What is timed runs once."""
+    """Trials pass; PyTorch's products return `why_not`. Timed functions run once."""
 
     def once(function: Callable[[], object], device: torch.device, repeats: int = 1) -> list[float]:
         function()

@@ -1,5 +1,3 @@
-"""Mixtures of experts: what they compute, against the reference, and how fast."""
-
 from __future__ import annotations
 
 import statistics
@@ -15,12 +13,12 @@ from quire.kernels.reference import ReferenceBackend
 from quire.kernels.routing import MoE
 
 _SHAPES = {"Qwen3-30B-A3B": (2048, 768, 128, 8), "Mixtral": (4096, 14336, 8, 2)}
-"""Hidden size, width of an expert, experts, those of a token."""
+"""Hidden size, expert width, experts, experts per token."""
 _ROWS = (1, 16, 256, 4096)
 
 
 def experts(device: torch.device, say: Say, backend: Backend, timed: bool) -> None:
-    """timed: how fast; else what they compute."""
+    """`timed`: speed instead of correctness."""
     small = device.type == "cpu"
     for name, shape in {"a small one": (64, 96, 8, 2)}.items() if small else _SHAPES.items():
         weights = [_weights(shape, device), _weights(shape, device, down=True)]
@@ -51,10 +49,10 @@ def _mixture(backend: Backend, weights: list[torch.Tensor], router: torch.Tensor
 
 
 def _right(backend: Backend, weights: list[torch.Tensor], router: torch.Tensor, routing: Routing) -> str:
-    """Beside plain PyTorch on the same device, which computes expert by expert."""
+    """Against PyTorch, expert by expert."""
     x = torch.randn((400, router.shape[1]), device=router.device).bfloat16()
     chosen = (x.float() @ router.float().T).topk(routing.top_k + 1).values
-    x = x[chosen[:, -2] - chosen[:, -1] > 0.05][:40]  # where the choice is close, rounding may make another one
+    x = x[chosen[:, -2] - chosen[:, -1] > 0.05][:40]  # rounding may change close choices
     ours = _mixture(backend, weights, router, routing)(x, x).float()
     theirs = _mixture(ReferenceBackend(), weights, router, routing)(x, x).float()
     error = ((ours - theirs).norm() / theirs.norm()).item()

@@ -1,5 +1,3 @@
-"""What a stage finds, and how it says so."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -13,25 +11,26 @@ if TYPE_CHECKING:
 class Finding(NamedTuple):
     what: str
     said: str
-    """In words, with the figures."""
+    """With figures."""
     held: bool = True
-    """Whether it is as it should be; True for what is told for information."""
+    """True for purely informative findings."""
 
 
 Say = Callable[[Finding], None]
 
 
 KERNELS_ALONE = 0.01
-"""Seconds of a warm-up that compiles kernels by several processes, and then captures one graph at most."""
+"""Warm-up seconds for compiling kernels in several processes and capturing at most one graph."""
 _MOST_APART = 1e-4
-"""Mean difference of log probabilities in float32, whose products are no TF32 ones: the first flight found 1e-5."""
+"""Mean difference of log probabilities in float32 without TF32; the first flight had 1e-5."""
 _SHARE = 1.5
-"""Of what rounding to 16 bits changes in transformers, which rounds in other places."""
+"""Of the change by 16-bit rounding in transformers, which rounds elsewhere."""
 
 
 def close(ours: Tensor, wide: Tensor, theirs: Tensor, kind: dtype) -> str:
-    """Log probabilities of the same tokens: ours, transformers' in a wider type, and transformers' in our type. Raises
-    ValueError where ours differ from the first by more than rounding explains."""
+    """Compare log probabilities: ours, transformers' in a wider type, transformers' in ours. Raises ValueError if ours
+    differ by more than rounding explains.
+    """
     apart, rounding = ((each.double().cpu() - wide.double().cpu()).abs().mean().item() for each in (ours, theirs))
     said, most = f"log probabilities differ by {apart:.2g} in the mean from transformers'", _MOST_APART
     if kind.itemsize == 2:
@@ -42,7 +41,7 @@ def close(ours: Tensor, wide: Tensor, theirs: Tensor, kind: dtype) -> str:
 
 
 def tried(say: Say, what: str, work: Callable[[], str]) -> None:
-    """Say what `work` returns; what it raises does not hold, and what comes after is tried all the same."""
+    """Report what `work` returns, or its exception."""
     try:
         said = work()
     except Exception as error:
@@ -51,6 +50,6 @@ def tried(say: Say, what: str, work: Callable[[], str]) -> None:
         with suppress(Exception):
             import torch
 
-            torch.cuda.synchronize()  # an error that stays in the context is this one's, not the next one's
+            torch.cuda.synchronize()  # raise a pending CUDA error here, not in the next try
     else:
         say(Finding(what, said))

@@ -1,5 +1,4 @@
-"""Models that read images on the card: log probabilities beside transformers', the same tokens from graphs, the cache
-and chunks, and how long an image takes."""
+"""Image models: log probabilities against transformers', same tokens from graphs, cache and chunks, and speed."""
 
 from __future__ import annotations
 
@@ -27,8 +26,9 @@ from tests.engine.harness import run
 from tests.vision_families import expected, save_family
 
 _FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3", "internvl", "llava_onevision")
-"""Windows in the tower and positions by row and column; features behind the first layers; tokens that see each other;
-rows of an image apart; squares of one image together."""
+"""Cover tower windows and 2D positions, features of early layers, image tokens that attend to each other, rows, and
+tiles.
+"""
 _QWEN: dict[str, Any] = {
     "model_type": "qwen2_5_vl",
     "architectures": ["Qwen2_5_VLForConditionalGeneration"],
@@ -46,7 +46,7 @@ _QWEN: dict[str, Any] = {
                       "out_hidden_size": 2048, "patch_size": 14, "window_size": 112,
                       "fullatt_block_indexes": [7, 15, 23, 31]},
 }  # fmt: skip
-"""The config.json of Qwen2.5-VL-3B, with four layers of text."""
+"""Qwen2.5-VL-3B with four text layers."""
 _SMALL: dict[str, Any] = {
     **{"vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128, "image_token_id": 7, "num_hidden_layers": 1},
     "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 0]},
@@ -60,7 +60,7 @@ _PICTURES = ((90, 60), (31, 80), (48, 48))
 
 
 def images(device: torch.device, say: Say) -> None:
-    """Each thing of all families before the next one."""
+    """Each check runs for all families before the next."""
     torch.backends.cuda.matmul.allow_tf32 = False
     tried(say, "an image for a tower of Qwen2.5-VL's size", partial(_timed, device))
     with tempfile.TemporaryDirectory() as folder:
@@ -82,7 +82,7 @@ def _llm(path: Path, device: torch.device, **options: Any) -> LLM:
 
 
 def _talk(pictures: Sequence[Pillow.Image | None]) -> list[dict[str, Any]]:
-    """About pictures, which are left out where there are none."""
+    """None leaves a picture out."""
     shown = [{"type": "image"} | ({} if each is None else {"image": each}) for each in pictures]
     first = [{"type": "text", "text": "Compare "}, shown[0], {"type": "text", "text": " with "}, shown[1]]
     answered, last = [{"type": "text", "text": "Two."}], [shown[2], {"type": "text", "text": "?"}]
@@ -93,7 +93,7 @@ def _talk(pictures: Sequence[Pillow.Image | None]) -> list[dict[str, Any]]:
 
 
 def _pictures() -> list[Pillow.Image]:
-    """Blocks of colours."""
+    """Colored blocks."""
     found = []
     for seed, size in enumerate(_PICTURES):
         colours = np.random.default_rng(seed).integers(0, 256, (7, 5, 3), dtype=np.uint8)
@@ -102,7 +102,7 @@ def _pictures() -> list[Pillow.Image]:
 
 
 def _answer(llm: LLM, *, of_prompt: bool = False) -> RequestOutput:
-    """of_prompt: with log probabilities of the prompt, which is computed anew for them."""
+    """`of_prompt`: with the prompt's log probabilities, which recomputes it."""
     told = 0 if of_prompt else None
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=0, prompt_logprobs=told)
     (found,) = llm.chat(_talk(_pictures()), params, use_tqdm=False)
@@ -110,7 +110,7 @@ def _answer(llm: LLM, *, of_prompt: bool = False) -> RequestOutput:
 
 
 def _parity(path: Path, name: str, dtype: torch.dtype, device: torch.device) -> str:
-    """Log probabilities of the tokens of the prompt and of the answer, beside transformers' in float64."""
+    """Of prompt and answer, against transformers' in float64."""
     llm = _llm(path, device, dtype=str(dtype).removeprefix("torch."))
     answer, backend = _answer(llm, of_prompt=True), llm.info.backend
     tokens = list(answer.outputs[0].token_ids)
@@ -127,9 +127,8 @@ def _parity(path: Path, name: str, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _same(path: Path, device: torch.device) -> str:
-    """The same tokens from decode graphs, from the cache, and from chunks of a prompt."""
     fixed = {"deterministic": True} if device.type == "cuda" else {}
-    graphed = _llm(path, device, warmup_seconds=20.0, **fixed)  # compiles what the next one needs
+    graphed = _llm(path, device, warmup_seconds=20.0, **fixed)  # compiles what the next engine needs
     wanted = _answer(_llm(path, device, enforce_eager=True, enable_prefix_caching=False, **fixed)).outputs[0].token_ids
     cut = _llm(path, device, max_num_batched_tokens=64, **fixed)
     for what, llm in (("graphs", graphed), ("the cache", graphed), ("chunks", cut)):
@@ -142,7 +141,7 @@ def _same(path: Path, device: torch.device) -> str:
 
 
 def _timed(device: torch.device) -> str:
-    """Seconds to the first token behind an image that nobody has shown, the smallest of five."""
+    """Seconds to first token after a new image, best of five."""
     small = device.type == "cpu"
     config = _QWEN | (_SMALL if small else {})
     side, vision_config = 112 if small else 1024, _QWEN["vision_config"] | (_SMALL_TOWER if small else {})

@@ -1,5 +1,3 @@
-"""Each kernel alone: what it computes, against the reference, and how fast."""
-
 from __future__ import annotations
 
 import statistics
@@ -22,10 +20,10 @@ from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import page, random_part, to_device
 
 _SHAPES = ((32, 8, 128), (14, 2, 64), (28, 4, 128), (16, 8, 256), (24, 8, 96))
-"""Heads of Llama 3 8B, of Qwen2.5 0.5B and 7B (groups of 7), of Gemma, of Phi."""
+"""Llama 3 8B, Qwen2.5 0.5B and 7B (groups of 7), Gemma, Phi."""
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _DTYPES = (torch.bfloat16, torch.float16)
-"""Of the latter two shapes are enough."""
+"""For float16 two shapes suffice."""
 _KINDS = ("a decode of 32 rows behind 2,048 tokens", "a prompt of 2,048 tokens", "31 decodes beside a prompt of 512")
 
 
@@ -37,7 +35,7 @@ def attention(device: torch.device, say: Say) -> None:
         try:
             backend, _ = select_backend(device, dtype, shape[2], name)
         except ValueError:
-            continue  # the machine's stage said why
+            continue  # the machine stage reported why
         what = f"{name} {str(dtype).removeprefix('torch.')} {'x'.join(map(str, shape))}"
         reason = PagedAttentionProbe(device, dtype, *shape, has_windows=True)(backend)
         say(Finding(what, reason or "as the reference", held=reason is None))
@@ -72,7 +70,7 @@ def _timed(backend: Backend, device: torch.device, shape: tuple[int, int, int], 
 def _metadata(
     device: torch.device, counts: list[int], contexts: list[int], block: int
 ) -> tuple[AttentionMetadata, int]:
-    """The last counts[s] of contexts[s] tokens of each sequence, with pages of its own; and the number of pages."""
+    """The last counts[s] of contexts[s] tokens per sequence; and the number of pages."""
     paged, generator = ReferenceBackend(), torch.Generator()
     paged.block_size = block
     lengths = zip(contexts, counts, strict=True)
@@ -82,8 +80,7 @@ def _metadata(
 
 
 def products(device: torch.device, say: Say) -> None:
-    """Quantized linears beside bfloat16's, mixtures of experts, latents and rules with matrices: what all of them
-    compute, and then the time of each."""
+    """First correctness of all, then speed."""
     backend, why = select_backend(device, torch.bfloat16, 128)
     say(Finding("products by", why))
     if device.type != "cpu":
@@ -107,17 +104,16 @@ def _quantized(device: torch.device, say: Say, backend: Backend, timed: bool) ->
                 said = f"{ours * 1e6:.0f} us, bfloat16 {other * 1e6:.0f} ({other / ours:.2f})"
                 say(Finding(f"{name}, {rows} rows", said))
             continue
-        for rows in (5, 40) if small else (5, 40, 300):  # few, rounded, expanded
+        for rows in (5, 40) if small else (5, 40, 300):  # few rows, rounded x, dequantized weights
             tried(say, f"{name}, {outs}x{inner}, {rows} rows", partial(_right, backend, weight, device, rows))
         if not small:
             tried(say, f"{name}, deterministic", partial(_alike, weight, device))
 
 
 def by_pytorch(device: torch.device, say: Say) -> None:
-    """Which of PyTorch's products of 8 bits pass their trial here."""
     try:
         from quire.kernels.gpu.quantization.torch_matmul import TorchMatmulKind, trial_failure_reason
-    except ModuleNotFoundError:  # there is no Triton
+    except ModuleNotFoundError:  # no Triton
         return
     for product, dtype in product_of(TorchMatmulKind, (torch.bfloat16, torch.float16)):
         where = torch.device(device.type, torch.cuda.current_device())
@@ -148,14 +144,14 @@ def _right(backend: Backend, weight: QuantizedWeight, device: torch.device, rows
     x = torch.randn((rows, weight.shape[1]), device=device).bfloat16()
     wanted = x.double() @ weight.dequantize().double().T.to(device)
     error = ((linear(x, NO_ADAPTERS).double() - wanted).norm() / wanted.norm()).item()
-    most = 0.04 if isinstance(weight, Float8Weight) else 0.02  # where x is rounded to 8 bits: a float has 4 of them
+    most = 0.04 if isinstance(weight, Float8Weight) else 0.02  # x in FP8 has 4 significant bits
     if not error < most:
         raise ValueError(f"relative error {error:.3g}, at most {most}")
     return f"relative error {error:.2g}"
 
 
 def _alike(weight: QuantizedWeight, device: torch.device) -> str:
-    """A row of a deterministic backend alone, where the inner dimension is in parts, and among many."""
+    """A deterministic row alone, with a split inner dimension, and among many."""
     from quire.kernels.gpu.triton_backend import TritonBackend
 
     linear = TritonBackend(deterministic=True).pack_quantized([weight], None, dtype=torch.bfloat16)

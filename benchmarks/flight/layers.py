@@ -1,4 +1,4 @@
-"""What stands in attention's place in some families, latents and rules with matrices: what they compute, how fast."""
+"""MLA and recurrent layers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from quire.kernels.recurrent.state_space import StateSpace
 
 _LATENTS = {"DeepSeek-V2-Lite": (16, (512, 64, 128, 128)), "a rank of DeepSeek-V3": (32, (512, 64, 128, 128))}
 _SMALL_LATENTS = {"a small one": (2, (512, 64, 32, 32))}
-"""Heads; numbers of a latent, of what is rotated, of a query's other part, of a value."""
+"""Heads; sizes of latent, rotated part, query's other part, and value."""
 _DTYPES = (torch.bfloat16, torch.float32)
-"""Of the first of each kind; of others the first."""
+"""Both for the first of each kind only."""
 
 
 def layers(device: torch.device, say: Say, backend: Backend, timed: bool) -> None:
-    """timed: how fast; else what they compute. backend: of rules."""
+    """`timed`: speed instead of correctness. `backend`: for recurrent layers."""
     small = device.type == "cpu"
     of_latents, why = select_backend(device, torch.bfloat16, 192, attention=AttentionRequirements(latents=True))
     if not timed:

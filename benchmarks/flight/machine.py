@@ -1,5 +1,3 @@
-"""What the machine is, what it can at most, and what its cores do while a GPU is not asked."""
-
 from __future__ import annotations
 
 import argparse
@@ -20,7 +18,7 @@ from quire.kernels.cpu import native_library
 
 _PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-4", "flash-attn-3", "transformers", "safetensors", "msgspec")
 _DIM = 128
-"""Of Llama's heads."""
+"""Llama's head size."""
 
 
 def look(device: torch.device, say: Say) -> None:
@@ -36,13 +34,13 @@ def look(device: torch.device, say: Say) -> None:
 
 
 def cores(device: torch.device, say: Say) -> None:
-    """Our CPU kernels on 1 to 16 threads: a decode of one row, and a prompt of 512 tokens."""
+    """Decode of one row, prefill of 512 tokens."""
     most = os.cpu_count() or 1
     if isinstance(missing := native_library.load_library_or_reason(), str):
         say(Finding("CPU kernels", missing, held=device.type == "cpu"))
     args = argparse.Namespace(device="cpu", attention_backend="auto", deterministic=False, enforce_eager=True)
     with model_directory("tiny" if device.type == "cpu" else "qwen3-0.6b") as path:
-        for threads in (16, 4, 1, 8, 2):  # one thread takes longest
+        for threads in (16, 4, 1, 8, 2):
             if threads <= most:
                 tried(say, f"CPU kernels, {threads} threads", partial(_threads, threads, path, args))
 
@@ -82,7 +80,7 @@ def _limits(device: torch.device) -> str:
 
 
 def _try(name: str, device: torch.device, say: Say) -> None:
-    """Whether it is there, and for this card; what it computes is for the stage of kernels."""
+    """Availability only; the kernel stage checks results."""
     try:
         _, said = select_backend(device, torch.bfloat16, _DIM, name)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Whole models on the card: log probabilities beside transformers', and the same tokens whatever else is on."""
+"""Whole models: log probabilities against transformers', and same tokens with every feature."""
 
 from __future__ import annotations
 
@@ -66,19 +66,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 _WITH_EXPERTS = ("gpt_oss", "qwen3_moe")
-"""In bfloat16 a token of equal scores, nearly, has other experts there than here: means say little then."""
+"""In bfloat16, tokens with nearly equal router scores get other experts than in transformers: means say little."""
 _SMALL_STEPS = ("llama", "gemma3_text", "gpt_oss", "qwen3_5_text", "deepseek_v2")
-"""One family of each kind of layers that keep something of sequences."""
+"""One per kind of stateful layer."""
 _DRAFT = {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16} | {
     **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True}
 }
-"""Of Llama 3.2 1B, otherwise than above."""
+"""Llama 3.2 1B, where it differs from the model above."""
 _ADAPTER = "adapter"
 _PROMPTS = [list(range(3, 3 + length)) for length in (5, 40, 130, 300)]
 
 
 def compare(device: torch.device, say: Say) -> None:
-    """Each thing once before any again: all families, then what one of them has beside, graphs, and bfloat16."""
+    """Each check runs once before any repeats."""
     torch.backends.cuda.matmul.allow_tf32 = False
     with tempfile.TemporaryDirectory() as name:
         folders = {family: Path(name, family) for family in FAMILIES}
@@ -110,8 +110,7 @@ def _engine(folder: Path, device: torch.device, **options: Any) -> EngineCore:
 
 
 def _run(folder: Path, device: torch.device, *, times: int = 1, **options: Any) -> dict[str, list[int]]:
-    """The tokens of greedy answers to all prompts, together; the last time, where they are asked several times. With
-    adapters every other one has one."""
+    """Greedy tokens of all prompts together, in the last of `times` runs. With adapters, every other prompt has one."""
     engine = _engine(folder, device, **options)
     own = Adapter(_ADAPTER, "0" * 64, str(folder / _ADAPTER)) if options.get("enable_lora") else None
     for _ in range(times):
@@ -127,7 +126,6 @@ def _run(folder: Path, device: torch.device, *, times: int = 1, **options: Any) 
 
 
 def _parity(folder: Path, dtype: torch.dtype, device: torch.device) -> str:
-    """Log probabilities of the prompts' own tokens."""
     engine = _engine(folder, device, dtype=str(dtype).removeprefix("torch."))
     asked = [request(str(index), prompt, 1, prompt_logprobs=0) for index, prompt in enumerate(_PROMPTS)]
     answers = run(engine, asked)
@@ -139,7 +137,7 @@ def _parity(folder: Path, dtype: torch.dtype, device: torch.device) -> str:
 
 
 def _by_transformers(folder: Path, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Of all prompts, one after the other: log probabilities of their tokens but the first, in float32."""
+    """Of all prompts, without their first tokens, in float32."""
     from transformers import AutoModelForCausalLM
 
     model, found = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval(), []
@@ -152,13 +150,13 @@ def _by_transformers(folder: Path, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _features(folder: Path, device: torch.device, say: Say) -> None:
-    """Each with the tokens that the plain engine gives; where only bits may differ, that it answers at all."""
+    """Tokens must equal the plain engine's; if bits may differ, it must only answer."""
     fixed = {"deterministic": True} if device.type == "cuda" else {}
-    elsewhere = {"cpu_offload_gb": 1.0} if device.type == "cuda" else {}  # a CPU's are there
+    elsewhere = {"cpu_offload_gb": 1.0} if device.type == "cuda" else {}  # a CPU has no other memory
     wanted: dict[str, list[int]] = {}
 
     def plain() -> str:
-        _engine(folder, device, **fixed).shut_down()  # compiles what eager steps need
+        _engine(folder, device, **fixed).shut_down()  # compiles kernels for eager steps
         wanted.update(_run(folder, device, enforce_eager=True, **fixed))
         return "eager, deterministic"
 
@@ -188,8 +186,9 @@ def _features(folder: Path, device: torch.device, say: Say) -> None:
 
 
 def _small_steps(folder: Path, device: torch.device) -> str:
-    """The same prompts three times, in parts beside decodes: the first asks for graphs, the last has them all. The same
-    tokens as without graphs, and what a step takes."""
+    """Prompts run three times, in chunks mixed with decodes: the first requests graphs, the last has all. Compares
+    tokens and step times with eager steps.
+    """
     fixed = {"deterministic": True} if device.type == "cuda" else {}
     options = {"max_num_batched_tokens": 64, "enable_prefix_caching": False} | fixed
     found, spent = list[dict[str, list[int]]](), list[float]()
@@ -216,7 +215,7 @@ def _small_steps(folder: Path, device: torch.device) -> str:
 
 
 def _guesses(folder: Path, device: torch.device) -> str:
-    """What the start of an engine measures, whose graphs are captured then: with none, and with them."""
+    """Measurements at engine start, whose graphs are captured then, with and without draft tokens."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = _SHAPE | (_DRAFT if device.type == "cuda" else {})
@@ -247,7 +246,7 @@ def _equal(folder: Path, device: torch.device, options: dict[str, Any], wanted: 
 
 
 def _adapted(folder: Path, device: torch.device, fixed: dict[str, Any], plain: dict[str, list[int]]) -> str:
-    """Beside eager ones; requests without an adapter have the plain engine's tokens."""
+    """Against eager steps. Requests without an adapter must match the plain engine."""
     eager = _run(folder, device, enable_lora=True, enforce_eager=True, **fixed)
     if any((eager[name] == plain[name]) == bool(int(name) % 2) for name in plain):
         raise ValueError(f"{eager}, and without adapters {plain}")

@@ -1,5 +1,3 @@
-"""The stages, in the order in which they run, and the seconds that each has at most."""
-
 from __future__ import annotations
 
 PLAN = {
@@ -14,5 +12,6 @@ PLAN = {
     "large": 95.0,
     "cores": 30.0,
 }
-"""Together as long as a flight, the short ones first; what one leaves goes to the next ones, and at last to second
-runs. None needs what another one did: kernels that nobody compiled before are compiled when they are needed."""
+"""Most seconds per stage, shortest first; unused time goes to later stages, then to second runs. Stages are
+independent.
+"""

@@ -1,5 +1,3 @@
-"""One stage's process: begun, watched, and ended with all that it started; and what runs beside all of them."""
-
 from __future__ import annotations
 
 import os
@@ -16,12 +14,12 @@ from pathlib import Path
 class Run:
     stage: str
     again: str
-    """How it was run once more; "": the first time."""
+    """How it ran again; "" the first time."""
     ended: str
-    """Why it did not end well; "": it did."""
+    """Why it failed, or ""."""
     seconds: float
     late: bool = False
-    """Its time was over: run again it would take as long."""
+    """Deadline hit: a second run would be no faster."""
 
     @property
     def held(self) -> bool:
@@ -29,8 +27,7 @@ class Run:
 
 
 def run_stage(command: Sequence[str], environment: Mapping[str, str], log: Path, seconds: float) -> Run:
-    """Run a command in a session of its own, with what it prints in `log`; at its deadline, or when it has ended, all
-    processes of the session are killed."""
+    """In a session whose processes are all killed at the deadline or the command's end."""
     began, code = time.monotonic(), None
     with _session(command, log, environment) as process, suppress(subprocess.TimeoutExpired):
         code = process.wait(seconds)
@@ -43,7 +40,7 @@ def run_stage(command: Sequence[str], environment: Mapping[str, str], log: Path,
 
 
 def in_order(stages: Mapping[str, float], run: Callable[[str, float], Run]) -> list[Run]:
-    """Run one stage after the other, each for its own seconds at most and what those before it left."""
+    """A stage gets its own seconds and what earlier ones left."""
     runs, left = list[Run](), 0.0
     for name, seconds in stages.items():
         runs.append(run(name, seconds + left))
@@ -52,13 +49,14 @@ def in_order(stages: Mapping[str, float], run: Callable[[str, float], Run]) -> l
 
 
 def is_cudas(run: Run, wrong: Iterable[str]) -> bool:
-    """Whether it failed by an error of CUDA's, or by a signal: such errors come later than what caused them, which a
-    run that waits behind each launch, and a sanitizer, tell. wrong: what its findings that do not hold said."""
+    """A CUDA error or a signal: these surface after their cause, which a blocking run or a sanitizer finds. `wrong`:
+    failed findings.
+    """
     return not run.held and not run.late and any("CUDA" in said or "killed by" in said for said in (run.ended, *wrong))
 
 
 def beside(command: Sequence[str], log: Path) -> AbstractContextManager[object]:
-    """A command that runs meanwhile, below all others, with what it prints in `log`."""
+    """At the lowest priority."""
     return _session(["nice", "-n", "19", *command], log)
 
 

@@ -1,5 +1,4 @@
-"""Sums over ranks, a GPU each: by NCCL and in one kernel, and what becomes of one whose rank has ended. With one card
-there is nothing to sum over."""
+"""All-reduce over ranks, one GPU each: NCCL, one kernel, and after a rank has ended. Needs two GPUs."""
 
 from __future__ import annotations
 
@@ -19,10 +18,10 @@ from quire.kernels.collective import RankEnded
 from quire.kernels.distributed import DistributedCollective, join_ranks
 
 _SIZES = {"8 KB": 4096, "64 KB": 32_768, "512 KB": 262_144}
-"""Of bfloat16."""
+"""Elements of bfloat16."""
 _SUMS = 200
 _DEAD_SECONDS = 1.0
-"""Until the ranks that are left are told that one has ended."""
+"""Until the others learn that a rank has ended."""
 _PATIENCE = 20.0
 
 
@@ -35,7 +34,6 @@ def ranks(device: torch.device, say: Say) -> None:
 
 
 def _of_processes(count: int) -> str:
-    """What the first one says, once all have ended."""
     context = mp.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     ours, theirs = context.Pipe()
@@ -78,7 +76,7 @@ def _rank(rank: int, count: int, port: int, visible: str | None, out: Connection
 
 
 def _seconds(group: DistributedCollective, x: torch.Tensor) -> float:
-    """Of a sum in a graph of many."""
+    """Per all-reduce."""
     for _ in range(3):
         group.all_reduce(x.clone())
     graph = torch.cuda.CUDAGraph()
@@ -86,7 +84,7 @@ def _seconds(group: DistributedCollective, x: torch.Tensor) -> float:
         for _ in range(_SUMS):
             found = group.all_reduce(x)
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    x.fill_(0.0)  # an all-reduce sums in place, again and again
+    x.fill_(0.0)  # all-reduce accumulates in place
     graph.replay()
     began.record()
     graph.replay()
@@ -98,7 +96,7 @@ def _seconds(group: DistributedCollective, x: torch.Tensor) -> float:
 
 
 def _left(group: DistributedCollective) -> str:
-    """How long a sum waits for a rank that has ended."""
+    """How long an all-reduce waits for an ended rank."""
     x, done = torch.ones(4096, dtype=torch.bfloat16, device="cuda"), torch.cuda.Event()
     threading.Timer(_DEAD_SECONDS, group.abort_collectives).start()
     began = time.monotonic()

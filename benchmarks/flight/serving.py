@@ -1,4 +1,4 @@
-"""A model of the size that is served, alone, full, and with requests that keep arriving; and the server over HTTP."""
+"""A model of production size: one stream, a full batch, arriving requests; and HTTP."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def large(device: torch.device, say: Say) -> None:
             ]
             return f"up after {found['load_s']:.1f} s; {', '.join(parts)}; no kernel in {found.get('gap', 0):.0%}"
 
-        # Before `measure`, which ends with a profiler: launches are slower in a process that had one.
+        # Before `measure`: its profiler makes later launches slower.
         tried(say, "256 streams that keep arriving", lambda: _arrivals(start(path, args), 8 if small else 256))
         free_engine_memory()
         tried(say, "shares of the copy's bytes and the product's operations", alone)
@@ -48,7 +48,7 @@ def large(device: torch.device, say: Say) -> None:
 
 
 def _offloaded(engine: EngineCore) -> str:
-    """One stream, whose time should be that of the bus."""
+    """The bus should bound it."""
     one = at_once(engine, [asked("one", 64, 32)])["one"]
     note = next(each for each in engine.info.notes if each.startswith("layers:"))
     engine.shut_down()
@@ -56,7 +56,7 @@ def _offloaded(engine: EngineCore) -> str:
 
 
 def _arrivals(engine: EngineCore, streams: int) -> str:
-    """Some 40 a second, prompts of 512 tokens, answers of 128."""
+    """About 40 per second, prompts of 512 tokens, answers of 128."""
     length, tokens = (64, 8) if streams < 256 else (512, 128)
     at_once(engine, [asked("warm", length, 4)])
     began = time.perf_counter()
@@ -86,7 +86,7 @@ def _told(found: list[Answered], seconds: float) -> str:
 
 
 def http(device: torch.device, say: Say) -> None:
-    """The shipped model, started the way users do, and 64 chats at once."""
+    """The embedded model, started as users do."""
     began = time.monotonic()
     with served("--device", device.type) as server:
         say(Finding("quire serve", f"ready after {time.monotonic() - began:.1f} s"))
@@ -104,7 +104,7 @@ def _chats(url: str, count: int) -> str:
 
 
 def _chosen(url: str, count: int) -> str:
-    """Each is one of three words of JSON; as many chats are free beside them."""
+    """JSON words, next to as many unconstrained chats."""
     schema = {"type": "json_schema", "json_schema": {"name": "bird", "schema": {"enum": _BIRDS}}}
     said = [[{"role": "user", "content": f"Which bird is number {number}?"}] for number in range(2 * count)]
     bodies = [

@@ -1,5 +1,3 @@
-"""The table at the end of a flight."""
-
 from __future__ import annotations
 
 import json
@@ -11,8 +9,7 @@ from benchmarks.flight.process import Run
 
 
 def told(runs: Iterable[Run], out: Path) -> str:
-    """What each stage found, line by line, each with the seconds after which it was found, and what failed first above
-    all."""
+    """Seconds count from the stage's start. The first failure is on top."""
     runs = list(runs)
     lines = []
     first = next((run for run in runs if not run.held), None)
@@ -30,7 +27,7 @@ def told(runs: Iterable[Run], out: Path) -> str:
 
 
 def read(out: Path, run: Run) -> list[dict[str, Any]]:
-    """What a run wrote; a line that its death cut off is left out."""
+    """Without a line cut off by a kill."""
     path = out / (f"{run.stage}.{run.again}.jsonl" if run.again else f"{run.stage}.jsonl")
     found = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():

@@ -1,8 +1,8 @@
-"""What experts on a disk cost: `python -m benchmarks.on_disk.experts FOLDER`, the folder on the disk in question.
+"""Cost of experts on disk: `python -m benchmarks.on_disk.experts FOLDER`; FOLDER selects the disk.
 
-OLMoE's experts (64 of 2048 x 1024, 8 a token) in few layers, with random weights, so that all experts are used alike:
-the worst case for what is kept. One stream decodes. Where it says `dropped`, all of the file is taken out of memory
-before each step, as if the system had no room for any of it; so each expert that is not kept comes from the disk.
+OLMoE's experts (64 of 2048 x 1024, 8 per token), few layers, random weights: all experts are used equally, the worst
+case for caching. One stream decodes. `dropped` evicts the file from the page cache before each step, so that each
+expert not kept comes from disk.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STEPS = 24
 
 
 def decode(made: EngineCore, *, drop: bool) -> tuple[float, list[int]]:
-    """Milliseconds of a token, the median of STEPS; and the tokens."""
+    """Median milliseconds per token, and the tokens."""
     made.reset_prefix_cache()
     made.add_request(request("a", range(10, 26), STEPS + 1))
     store, took, ids = made.executor.model.offload, [], []  # type: ignore[attr-defined]

@@ -1,9 +1,8 @@
-"""What layers on a disk cost: `python -m benchmarks.on_disk.layers FOLDER`, the folder on the disk in question.
+"""Cost of layers on disk: `python -m benchmarks.on_disk.layers FOLDER`; FOLDER selects the disk.
 
-A dense model of random weights decodes one stream, then sixteen, and computes a prompt: in memory, and with bounds of
-its layers' bytes. Each is a process of its own, whose private memory is limited (RLIMIT_DATA) to what it had before
-its weights came, the bound and some room: one that held more would fail. VmHWM is the most that it held, of which
-RssAnon is what the system cannot let go.
+A dense random-weight model decodes one stream, then sixteen, and computes a prompt: in memory, and with bounds on its
+layers' bytes. Each run is a process whose private memory (RLIMIT_DATA) is limited to what it had before loading, the
+bound and some room. VmHWM is the peak, of which RssAnon cannot be reclaimed.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ SHAPE: dict[str, Any] = {
 }
 STEPS, PROMPT = 16, 1024
 ROOM = 0.75
-"""GiB beside layers: embedding and head, pages, what a step takes, threads."""
+"""GiB besides layers: embedding and head, KV blocks, buffers, threads."""
 
 
 def memory(field: str) -> float:
-    """GiB of this process, as Linux tells it."""
+    """GiB."""
     found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return 0.0 if found is None else int(found[1]) / 2**20
 

@@ -1,13 +1,12 @@
-"""One agent's conversation, turn by turn: how much of its prompts the prefix cache had, and why not the rest.
+"""An agent's conversation: how much of its prompts the prefix cache had, and why it lacked the rest.
 
 `python -m benchmarks.prefixes.agent_load [--scale 4] [--url http://127.0.0.1:8000=MODEL ...] [--fill TOKENS]`
 
-The shape is that of a recorded agent: 43 turns whose prompts have 142,000 tokens in sum, 96 % of which stood in the
-turn before. `--scale` divides the lengths. The tokens are random; a turn adds what a tool returned, and the answer.
-Then the same with what breaks prefixes: a date before all, tools in another order, thoughts that the template drops,
-and others who fill the cache between turns. Without --url it starts `quire serve` with the embedded model. Several
-servers, which must take token ids in /v1/completions, are asked by turns, each with the whole conversation; the first
-one's turns are then compared with each other one's. Others tell no reasons.
+A recorded agent's shape: 43 turns, prompts of 142,000 tokens in total, 96 % from the turn before. `--scale` divides
+lengths. Tokens are random; a turn adds a tool's result and the answer. Then with what breaks prefixes: a leading date,
+reordered tools, thoughts dropped by the template, and others that fill the cache between turns. Without --url it starts
+`quire serve` with the embedded model. Several servers, which must accept token ids in /v1/completions, take turns and
+are compared with the first. Only Quire reports reasons.
 """
 
 from __future__ import annotations
@@ -28,28 +27,26 @@ from benchmarks.common.options import options
 from benchmarks.common.servers import served
 
 TURNS, FIRST, ADDED, ANSWERED = 43, 1100, 86, 24
-"""Tokens of the first prompt, and those that a turn adds before and by its answer: 142,000 in sum."""
+"""Tokens of the first prompt, and added per turn before and by its answer."""
 IDS = range(300, 1900)
 TOOLS = 8
 THOUGHT, SAID = 12, 18
-"""Tokens of an answer with thoughts, which the next prompt lacks, and of what it says."""
+"""Tokens of thoughts, which the next prompt lacks, and of text."""
 Change = Callable[[int, list[int], list[list[int]], list[int]], list[int]]
-"""(turn, system prompt, tools, the rest) to a prompt."""
+"""(turn, system prompt, tools, rest) to a prompt."""
 
 
 @dataclass
 class Told:
-    """What a conversation's answers said."""
-
     prompt: int = 0
     cached: int = 0
     possible: int = 0
-    """Tokens that the prompts before had, too, wherever they stood."""
+    """Tokens that earlier prompts had at any position."""
     reasons: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     first: list[float] = field(default_factory=list)
     turn: list[float] = field(default_factory=list)
-    """Seconds to the first token, and to the answer's end."""
+    """Seconds to the answer's end; `first`: to the first token."""
 
 
 def as_it_is(turn: int, system: list[int], tools: list[list[int]], rest: list[int]) -> list[int]:
@@ -79,7 +76,6 @@ class Client:
         self._model = model
 
     def ask(self, prompt: list[int], told: Told | None, answer: int) -> list[int]:
-        """Returns the answer's tokens."""
         body = {"model": self._model, "prompt": prompt, "max_tokens": answer, "temperature": 0, "ignore_eos": True}
         body |= {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
         began, first, usage, ids = time.perf_counter(), None, None, list[int]()

@@ -1,9 +1,9 @@
-"""The first token of a conversation's next turn, after other load has filled the KV cache, beside that without load.
+"""First token of a conversation's next turn, with and without other load that fills the KV cache in between.
 
 `python -m benchmarks.prefixes.sessions [--tokens 512] [--rounds 5]`: SmolLM2-135M's shape, random weights, a KV cache
-of three such conversations. A round computes a conversation and at once its next turn, 32 tokens longer; and another
-one and, after six other prompts of its length, that one's next turn: with the conversation kept or not, with host
-memory as a tier or without, and with the hint that it is about to go on. The tokens are compared between the ways.
+of three conversations. A round computes a conversation and at once its next turn, 32 tokens longer; then another one,
+six prompts of its length, and that one's next turn: with and without pinning, with and without host memory, and with a
+hint that it will continue. Tokens are compared across ways.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.common.options import options
 from quire.engine.engine_core import EngineCore
 
 MORE = 32
-"""Tokens that a turn adds."""
+"""Tokens per turn."""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,10 @@
-"""Servers by turns under the same load: output tokens a second with some streams, and prompts.
+"""Servers in turns under the same load: output tokens per second with several streams, and prompts.
 
     python -m benchmarks.sides.beside http://127.0.0.1:8000=MODEL http://127.0.0.1:9000=MODEL --streams 1 8 32
 
-Every round asks each server once, with prompts of random token ids that no round before had, so pairs are of the same
-minute and no prefix is cached. Printed are medians, and how many times as fast as each other server the first one was:
-the median of the rounds' ratios, and the least and the most. Servers take token ids in /v1/completions and know
-`ignore_eos`. Behind a second `=`, `close`: of a server that must get a connection for every request.
+Each round asks each server once, with new random token ids, so pairs are of the same minute and nothing is cached.
+Shows medians, and the first server's speedup over the others: median, least, most. Servers must accept token ids in
+/v1/completions and `ignore_eos`. Append `=close` for one connection per request.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from quire.server.cli.bench.serve import build_measured_and_warmup_jobs, run_clo
 from quire.server.cli.bench.stream_client import StreamClient
 
 PAUSE = 0.7
-"""Seconds between two servers' turns: some wait for work by spinning, a little while."""
+"""Between servers' turns: some spin for a while when idle."""
 PROMPTS_OPEN = 4
 
 
@@ -45,8 +44,7 @@ def cases(args: argparse.Namespace) -> list[Case]:
 
 
 async def rate(server: str, case: Case, seed: int, vocab: int) -> float:
-    """Output tokens a second; where answers have one token, prompt tokens a second. Raises RuntimeError for a request
-    that failed."""
+    """Output tokens per second, or prompt tokens if answers have one. Raises RuntimeError if a request fails."""
     url, model, *close = server.split("=")
     load = {"prompts": None, "vocab": vocab, "ignore_eos": True, "temperature": 0.0, "warmup": 1, "shared_prefix": 0}
     load |= {"num_requests": case.requests, "input_len": case.inputs, "output_len": case.outputs, "seed": seed}

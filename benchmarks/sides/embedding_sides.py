@@ -1,8 +1,8 @@
-"""One side of benchmarks/embeddings.py, in a process of its own: `python embedding_sides.py KIND MODEL TEXTS`.
+"""One side of benchmarks/embeddings.py: `python embedding_sides.py KIND MODEL TEXTS`.
 
-It loads the model, prints a line, and for every line that it reads embeds all texts once and prints, as JSON, the
-seconds and the seconds of processor time that this took. KIND: quire:DTYPE, or a backend of sentence-transformers:
-torch, onnx or openvino, the last also as openvino:f32 (of itself it multiplies in bfloat16 where the processor does).
+Prints a line when loaded. For each line read, it embeds all texts once and prints wall and processor seconds as JSON.
+KIND: quire:DTYPE, or sentence-transformers' torch, onnx, openvino, or openvino:f32 (openvino multiplies in bfloat16 if
+the processor does).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Images a second that servers read, by turns: chats of one picture that nobody sent before, with answers of a token.
+"""Images per second of servers in turns: chats of one new picture, one-token answers.
 
     python -m benchmarks.sides.image_sides http://127.0.0.1:8000=MODEL http://127.0.0.1:9000=MODEL --side 512 --images 4
 
-Nearly all of the time is the tower's where that is large beside the language model. The first server is compared with
-each other one in every round.
+A tower that is large compared to the language model takes nearly all of the time. The first server is compared with the
+others in every round.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.common.options import options
 from benchmarks.common.servers import by_turns, compared, post_all
 
 CELLS = 16
-"""A picture is so many colours wide and high, smoothly drawn larger, so that its file is small."""
+"""Random colors per side, smoothly enlarged to keep the file small."""
 
 
 def picture(side: int, draw: random.Random) -> str:
@@ -41,7 +41,7 @@ async def run(args: argparse.Namespace) -> None:
     tokens: dict[str, int] = {}
 
     async def measure(server: str, seed: int) -> float:
-        """Images a second."""
+        """Images per second."""
         url, model = server.split("=")
         draw = random.Random(seed)
         bodies = [body(model, args.side, draw) for _ in range(args.images)]

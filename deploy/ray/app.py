@@ -21,14 +21,14 @@ REFUSED = {
     "host": "http_options of Serve's configuration has it",
     "port": "http_options of Serve's configuration has it",
 }
-"""Settings that are not for replicas, and why."""
+"""Settings that replicas cannot have, and why."""
 IMAGES = {"host", "port"}
-"""Those of them that are variables in Quire's images, and mean nothing here."""
+"""Variables of Quire's images, ignored here."""
 
 
 def build(args: dict[str, Any]) -> Application:
-    """The application of a gateway and its replicas. `args` are Quire's settings, as a TOML file has them, and
-    `config`, which names such a file or a preset. QUIRE_* variables count too, where Serve builds it.
+    """The application: a gateway and its replicas. `args` are Quire's settings as in a TOML file, and `config`, a file
+    or preset. QUIRE_* variables count where Serve builds it.
 
     Raises ConfigError.
     """
@@ -57,7 +57,7 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def _journal(config: ServerConfig) -> Application:
-    """The deployment that has data_dir, which replicas ask when they end, too."""
+    """The deployment that has data_dir; replicas call it while they end, too."""
     journal = serve.deployment(Journal).options(
         name="Journal",
         num_replicas=1,
@@ -72,8 +72,7 @@ def _journal(config: ServerConfig) -> Application:
 
 
 def _resources(config: ServerConfig) -> dict[str, Any]:
-    """What Ray sets aside for a replica: a core for each of its threads. Ranks share memory, so all of a replica's are
-    on one machine."""
+    """One core per thread. Ranks share memory, so all of a replica's must be on one machine."""
     ranks = config.world_size
     cores = max(1, (config.threads or 1) // ranks)
     told: dict[str, Any] = {"ray_actor_options": {"num_cpus": cores}}

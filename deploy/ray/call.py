@@ -1,4 +1,4 @@
-"""One request on its way from the gateway to a replica, and what of its answer comes back first."""
+"""A request from the gateway to a replica, and the head of its answer."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import msgspec
 from quire.engine.common import random_source
 
 Headers = list[tuple[bytes, bytes]]
-"""As ASGI has them: names in lower case."""
+"""As in ASGI: lower-case names."""
 
 RESUMABLE = frozenset({"/v1/chat/completions", "/v1/completions"})
-"""Where a stream that a replica's end cuts off is continued by another: see resume.py."""
+"""Another replica continues these streams if theirs ends; see resume.py."""
 BLOCK = 128
-"""Bytes of a prompt's JSON that are looked up together."""
+"""Bytes of a prompt's JSON per hash."""
 MAX_BLOCKS = 128
 _HOP_BY_HOP = frozenset({b"connection", b"content-length", b"expect", b"keep-alive", b"transfer-encoding", b"upgrade"})
 
@@ -29,9 +29,8 @@ class Call:
     client: tuple[str, int] | None
     body: bytes
     prefix: tuple[int, ...] = ()
-    """A hash of the prompt's first block, of its first two, and so on: valid in the process that made the call."""
+    """Hashes of the prompt's first block, first two, and so on; valid only in this process."""
     resumable: bool = False
-    """Whether it asks for a stream that can be continued."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,6 @@ class Head:
     headers: Headers
 
     def named(self, name: bytes) -> bytes | None:
-        """The value of a header; None where there is none."""
         return next((value for each, value in self.headers if each.lower() == name), None)
 
     @property
@@ -62,8 +60,9 @@ class _Asked(msgspec.Struct):
 def make_call(
     scope: Mapping[str, object], headers: Iterable[tuple[bytes, bytes]], body: bytes, *, seeds: bool = True
 ) -> Call:
-    """The call of an ASGI request. One that is resumable has a seed, which is drawn here if need be: two replicas then
-    compute the same tokens. `seeds`: False where a journal has them, and continues streams: none is resumable then."""
+    """The call of an ASGI request. A resumable one gets a seed if it has none, so that two replicas compute the same
+    tokens. `seeds`: False if a journal has seeds and continues streams; then no call is resumable.
+    """
     path, query, client = scope["path"], scope["query_string"], scope.get("client")
     assert isinstance(path, str)
     assert isinstance(query, bytes)
@@ -71,7 +70,7 @@ def make_call(
     try:
         asked = msgspec.json.decode(body, type=_Asked)
     except (msgspec.MsgspecError, UnicodeError):
-        asked = None  # the replica will say what is wrong with it
+        asked = None  # the replica reports the error
     resumable = seeds and asked is not None and bool(asked.stream) and path in RESUMABLE
     if asked is not None and resumable and asked.seed is None:
         body = with_seed(body, random_source.randbits(53))
@@ -90,7 +89,7 @@ def make_call(
 
 
 def continued(call: Call, stream: bytes, last: bytes | None) -> Call:
-    """The call for what follows an event of a stream that is in the journal. `last`: its id; None: for all of it."""
+    """The call for what follows a journaled stream's event. `last`: its id; None for the whole stream."""
     dropped = (b"content-length", b"content-type", b"last-event-id")
     headers = [(name, value) for name, value in call.headers if name not in dropped]
     if last is not None:
@@ -99,12 +98,12 @@ def continued(call: Call, stream: bytes, last: bytes | None) -> Call:
 
 
 def with_seed(body: bytes, seed: int) -> bytes:
-    """A JSON object that has a field, with `seed` behind it: where a name is there twice, the last one counts."""
+    """Appends `seed` to a non-empty JSON object: of duplicate names the last one counts."""
     return b'%b,"seed":%d}' % (body.rstrip()[:-1], seed)
 
 
 def prefix_hashes(key: bytes, asked: _Asked) -> tuple[int, ...]:
-    """Of what a prompt is made of, in the order in which templates write it. Different keys share no cached pages."""
+    """Hashes in the order in which templates write a prompt. Different keys share no cached blocks."""
     parts = (asked.model, asked.tools, asked.system, asked.messages or asked.prompt or asked.input)
     text = b"\n".join(bytes(part) for part in parts)[: BLOCK * MAX_BLOCKS]
     hashes, last = [], hash(key)

@@ -1,5 +1,6 @@
-"""What Serve's HTTP proxies give requests to: it knows what a request is, so that Serve's router can choose a replica,
-and sends a request once more whose replica has ended."""
+"""Receives requests from Serve's HTTP proxies and parses them so that Serve's router can choose a replica. Resends a
+request if its replica has ended.
+"""
 
 from __future__ import annotations
 
@@ -42,24 +43,23 @@ from quire.server.observe.metric_sums import LabelingCollector
 log = logging.getLogger("quire.server")
 
 BODIES_BYTES = 64 * 2**20
-"""Memory for the bodies that are received at the same time."""
+"""Memory for bodies received concurrently."""
 ATTEMPTS = 3
-"""A request that ended this many replicas is given up: it may be what ends them."""
+"""Give up after this many replicas have ended: the request may be the cause."""
 LOST = (RayActorError, ReplicaUnavailableError)
-"""What Ray raises for a replica that ended, or cannot be reached."""
+"""Raised for a replica that ended or is unreachable."""
 OF_ALL_REPLICAS = PUBLIC_PATHS | {"/metrics"}
 _OF_ONE_REPLICA = (ADMIN_PREFIX, "/v1/requests/")
 FILES = "/v1/files"
-"""Whose bodies are forms."""
+"""Its bodies are forms."""
 _KEPT = ("/v1/conversations", "/v1/responses/", FILES, "/v1/batches", "/v1/streams/")
-"""What needs data_dir, which all replicas share."""
+"""Needs data_dir, which all replicas share."""
 _WAITS = 30
-"""So many seconds a stream waits for those who can go on with it, where they say that they soon can."""
+"""Seconds that a stream waits for replicas that can continue it soon."""
 
 
 class Gateway:
     def __init__(self, config: ServerConfig, replica: DeploymentHandle) -> None:
-        """replica: handle of the deployment of replicas."""
         self._replica = replica.options(stream=True)
         self._keeps = config.data_dir is not None
         self._bodies = BodyReader(int(config.max_body_size * 2**20), BODIES_BYTES)
@@ -95,7 +95,7 @@ class Gateway:
 
     @asynccontextmanager
     async def _call(self, scope: Scope, receive: Receive) -> AsyncIterator[Call]:
-        """The call; its body keeps its place until the block ends, for another replica may need it."""
+        """The body keeps its memory until the block ends, because another replica may need it."""
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             yield make_call(scope, scope["headers"], b"", seeds=False)
             return
@@ -105,8 +105,9 @@ class Gateway:
             yield make_call(scope, scope["headers"], whole, seeds=not self._keeps)
 
     async def _parts(self, call: Call) -> AsyncGenerator[Head | bytes]:  # noqa: PLR0912 (a call that goes on with another replica: one state machine)
-        """The head of an answer and its body. A call whose replica ends is sent to another one, unless the client has
-        some of an answer that cannot be continued."""
+        """The head of an answer and its body. If the replica ends, another gets the call, unless the client has part of
+        an answer that cannot be continued.
+        """
         stream = ResumableStream() if call.resumable else None
         kept, asked = KeptStream(call), call
         head: Head | None = None
@@ -147,13 +148,13 @@ class Gateway:
                 answers.cancel()
 
     async def _ask_all(self, call: Call) -> list[tuple[str, Head, bytes]]:
-        """The names and answers of all replicas that answer, the full ones too. Raises TimeoutError."""
+        """Names and answers of all replicas that answer, including full ones. Raises TimeoutError."""
         replies = await self._replica.broadcast("whole", call).results_async(timeout_s=10, return_exceptions=True)
         return [each for each in replies if not isinstance(each, BaseException)]
 
 
 def _together(path: str, answers: list[tuple[str, Head, bytes]]) -> Response:
-    """One answer for all replicas: metrics are told apart by the label replica; a probe needs one that is well."""
+    """One answer for all replicas: metrics get the label replica; a probe needs one healthy replica."""
     if path != "/metrics":
         return Response(status_code=200 if any(head.status == 200 for _, head, _ in answers) else 503)
     texts = {name: body.decode() for name, head, body in answers if head.status == 200}
@@ -167,8 +168,7 @@ def _together(path: str, answers: list[tuple[str, Head, bytes]]) -> Response:
 
 
 async def _send(parts: AsyncGenerator[Head | bytes], call: Call, send: Send) -> None:
-    """Send an answer. One that fails when it has begun ends with an event that says so, where it is a stream; what
-    fails before is raised."""
+    """A failing stream ends with an error event; errors before the first byte are raised."""
     head: Head | None = None
     last = b""
     try:
@@ -182,7 +182,7 @@ async def _send(parts: AsyncGenerator[Head | bytes], call: Call, send: Send) -> 
         if head is None:
             raise
         if not head.is_stream:
-            raise RuntimeError("the answer was cut off") from error  # as the connection then is
+            raise RuntimeError("the answer was cut off") from error  # the connection is cut off too
         told = _told(error)
         anthropic = b"event: error\ndata: %b\n\n" % error_info(told).encode_anthropic()
         last = anthropic if call.path == "/v1/messages" else encode_openai_stream_error(told)
@@ -190,7 +190,6 @@ async def _send(parts: AsyncGenerator[Head | bytes], call: Call, send: Send) -> 
 
 
 def _told(error: Exception) -> QuireError:
-    """What clients are told of an error."""
     if isinstance(error, QuireError):
         return error
     if isinstance(error, LOST):
@@ -199,7 +198,7 @@ def _told(error: Exception) -> QuireError:
 
 
 class _FromApp(Response):
-    """Serve sends a response by calling it as an ASGI application; this one is any application."""
+    """Serve sends a response by calling it as an ASGI application; this wraps any application."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,5 +1,4 @@
-"""The deployment that has --data-dir: one actor, which Serve replaces when it ends. It is no replica, and computes
-nothing."""
+"""The deployment with --data-dir: one actor, which Serve replaces when it ends. It computes nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from quire.server.store.sweeper import SECONDS_PER_DAY
 
 class Journal(Members):
     async def __init__(self, config: ServerConfig) -> None:  # type: ignore[misc]
-        """Raises what open_data_dir raises: while the one before it has not ended, too, and then Serve tries again."""
+        """Raises what open_data_dir raises, also while the previous actor runs; Serve then retries."""
         log_setup.set_up_logging(config)
         assert config.data_dir is not None
         retention = config.response_retention_days * SECONDS_PER_DAY
@@ -32,12 +31,12 @@ class Journal(Members):
 
 
 def living() -> set[str]:
-    """The ids of all replicas that have not ended: the last part of their actors' names."""
+    """Ids of all running replicas: the last part of their actors' names."""
     return {str(name).rpartition("#")[2] for name in list_named_actors()}
 
 
 def journal_link(journal: DeploymentHandle) -> JournalLink:
-    """Of the replica whose process this is."""
+    """For this process's replica."""
     return JournalLink(serve.get_replica_context().replica_id.unique_id, calling(journal))
 
 

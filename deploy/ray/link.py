@@ -1,4 +1,4 @@
-"""A replica's way to the process that has --data-dir (members.py), which may be replaced meanwhile."""
+"""A replica's connection to the process with --data-dir (members.py), which may be replaced."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ _AGAIN_SECONDS = 0.5
 
 
 class JournalLink:
-    """A Link of server/peers.py. All methods are the event loop's."""
+    """A PeerLink of server/peers.py. Call its methods from the event loop."""
 
     def __init__(self, identity: str, call: Call) -> None:
-        """`identity`: the replica's name. `call` calls a method of Members by its name, with what it is given; raises
-        Overloaded where the process ends before it answers, and waits where there is none."""
+        """`identity`: the replica's name. `call` calls a method of Members by name; it raises Overloaded if the process
+        ends before it answers, and waits if there is none.
+        """
         self._identity = identity
         self._call = call
         self.answering = Answering()
         self._life = ""
-        """Of the one that this replica has joined."""
+        """Of the process that this replica joined."""
         self._joining = asyncio.Lock()
         self._tasks = Tasks(lambda error: log.error("others can ask this replica nothing", exc_info=error))
 
@@ -39,7 +40,7 @@ class JournalLink:
         return self._identity
 
     async def begin(self, folder: Path) -> None:
-        """Join, and answer others from now on. Raises ConfigError where this machine has not the same `folder`."""
+        """Join and start answering others. Raises ConfigError if this machine does not have the same `folder`."""
         await self._join("")
         life = await asyncio.to_thread(_read, folder / LIFE)
         if life != self._life:
@@ -51,7 +52,7 @@ class JournalLink:
         await self._tasks.cancel()
 
     async def ask(self, topic: str, body: bytes = b"", *, to: str | None = None) -> list[bytes]:
-        """As SharedClient.ask, of one that is named. Raises Overloaded where it is not known whether that was done."""
+        """As SharedClient.ask, of a named process. Raises Overloaded if it is unknown whether the call took effect."""
         while True:
             life = self._life
             said: list[bytes] | None = await self._call("ask", life, self._identity, topic, body, to or LEADER)
@@ -60,7 +61,7 @@ class JournalLink:
             await self._join(life)
 
     async def _join(self, left: str) -> None:
-        """Join the one that is there now, if nobody else has done so since `left` was the one."""
+        """Join the current process, unless another task has done so since `left`."""
         async with self._joining:
             if self._life != left:
                 return
@@ -84,7 +85,7 @@ class JournalLink:
         body = await self.answering.answer(question.topic, question.body)
         try:
             await self._call("say", self._identity, question.number, body)
-        except Overloaded:  # then nobody waits for it
+        except Overloaded:  # nobody waits for the answer any more
             log.warning("the journal's process ended before it heard an answer")
 
 

@@ -1,7 +1,7 @@
-"""The one process that has --data-dir, and the replicas that share it: what they ask it, and one another through it.
+"""The process with --data-dir, and what the replicas ask it and, through it, each other.
 
-It may be replaced while replicas go on. What it knew of them they tell the next one when they join it; until all have
-that were there, nobody is answered.
+It may be replaced while replicas run. Joining replicas tell the new one what the old one knew; until all known ones
+have joined, it answers none.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from quire.server.store.write_ahead_log import LOG_FILE_PREFIX
 
 log = logging.getLogger("quire.server")
 LIFE = "journal-life"
-"""The file in the folder that says which one has it: a replica reads it, to see that its folder is this one."""
+"""File with the owner's id: replicas compare it to see that they have the same folder."""
 _LOOK_SECONDS = 0.5
-"""Between two looks at which replicas there are."""
+"""Between checks which replicas exist."""
 _JOIN_SECONDS = 30.0
-"""So long the others wait for a replica that has not joined this one yet."""
+"""How long others wait for a replica that has not joined."""
 _POLL_SECONDS = 5.0
 _ANSWER_SECONDS = 10.0
-"""How long a replica may take to answer another one's question."""
+"""How long a replica may take to answer another's question."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Of a replica to another one."""
+    """From one replica to another."""
 
     number: int
     topic: str
@@ -46,17 +46,15 @@ class Question:
 
 @dataclass(eq=False, slots=True)
 class _Member:
-    """A replica that has joined."""
-
     waiting: list[Question] = field(default_factory=list)
-    """What it is yet to be asked."""
+    """Questions that it has not received."""
     asked: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while there is any."""
+    """Set while there are any."""
     answers: dict[int, asyncio.Future[bytes | None]] = field(default_factory=dict)
 
 
 class Members:
-    """All methods are the event loop's, but for those of `living`."""
+    """Call from the event loop; only `living` runs in a thread."""
 
     def __init__(
         self,
@@ -66,16 +64,17 @@ class Members:
         retention: float = 0,
         connect: SQLiteConnect | None = None,
     ) -> None:
-        """`max_bytes`, `retention`, `connect`: see open_data_dir, whose errors it raises; `living`: the names of the
-        replicas that have not ended, which takes a while."""
+        """`max_bytes`, `retention`, `connect`: see open_data_dir, whose errors it raises. `living`: names of running
+        replicas; slow.
+        """
         self._living = living
         self._data = open_data_dir(folder, max_bytes, there := living(), retention_seconds=retention, connect=connect)
         self.life = random_source.token_hex(8)
-        """Another one's is another."""
+        """Unique per process."""
         (folder / LIFE).write_text(self.life)
         tails = {path.name.removeprefix(LOG_FILE_PREFIX) for path in folder.glob(f"{LOG_FILE_PREFIX}*")}
         self._awaited = tails & there
-        """Replicas that had another one before this, and have not joined this one yet."""
+        """Replicas of the previous process that have not joined."""
         self._members: dict[str, _Member] = {}
         self._numbers = count()
         self._all_there = asyncio.Event()
@@ -90,8 +89,7 @@ class Members:
         await asyncio.to_thread(self._data.close)
 
     async def join(self, process: str, standing: bytes | None) -> str:
-        """A replica is there; from now on it may ask. `standing`: what it says of itself, as msgpack; None: it has
-        not begun. Returns this one's `life`."""
+        """Admit a replica. `standing`: its ProcessStatus as msgpack; None if it has not begun. Returns `life`."""
         if process not in self._members:
             self._members[process] = _Member()
             told = ProcessStatus() if standing is None else msgspec.msgpack.decode(standing, type=ProcessStatus)
@@ -100,8 +98,7 @@ class Members:
         return self.life
 
     async def ask(self, life: str, process: str, topic: str, body: bytes, to: str) -> list[bytes] | None:
-        """What LEADER, or another replica, says: nothing where that one says nothing, or has ended. None: the one who
-        asks has to join first."""
+        """The answer of LEADER or another replica; empty if it has none or has ended. None: join first."""
         if life != self.life or process not in self._members:
             return None
         await self._all_there.wait()
@@ -111,7 +108,7 @@ class Members:
         return [] if said is None else [said]
 
     async def questions(self, life: str, process: str) -> list[Question] | None:
-        """What others ask a replica; after a while, that nobody does. None: it has to join first."""
+        """Questions for a replica; empty after _POLL_SECONDS. None: it must join first."""
         member = self._members.get(process)
         if life != self.life or member is None:
             return None
@@ -124,7 +121,6 @@ class Members:
         return found
 
     async def say(self, process: str, number: int, body: bytes | None) -> None:
-        """A replica answers a question."""
         member = self._members.get(process)
         if member is not None and (waiting := member.answers.get(number)) is not None and not waiting.done():
             waiting.set_result(body)
@@ -145,13 +141,13 @@ class Members:
             del member.answers[number]
 
     async def _watch(self) -> None:
-        """Take up what replicas left that have ended."""
+        """Take up the work of ended replicas."""
         loop = asyncio.get_running_loop()
         ends = loop.time() + _JOIN_SECONDS
         while True:
             try:
                 living = await asyncio.to_thread(self._living)
-            except Exception as error:  # whoever knows does not answer now
+            except Exception as error:  # Ray cannot answer now
                 log.error("which replicas there are is not known now: %s", error)
             else:
                 for process in (self._members.keys() | self._awaited) - living:
@@ -161,7 +157,7 @@ class Members:
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _end(self, process: str) -> None:
-        """First its tail, then the answers that are awaited: who waits for them finds all that it had."""
+        """Recover its log before ending awaited answers: who waits for them then finds all of it."""
         await asyncio.to_thread(self._data.processes.remove_process, process)
         self._awaited.discard(process)
         if (member := self._members.pop(process, None)) is not None:

@@ -1,4 +1,4 @@
-"""One replica: the application that `quire serve` runs, with an engine process of its own, called without a port."""
+"""One replica: the application of `quire serve` with its own engine process, called without a port."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from quire.server.observe import log_setup
 from quire.server.runtime.model_runtime import ModelRuntime
 
 _UNREAD = 64
-"""How many pieces of an answer may wait before the application waits too."""
+"""Pieces of an answer that may wait before the application does."""
 
 
 class Replica:
-    """Serve makes one in each of its actors: ready when the model is loaded, ended when its last answer has ended."""
+    """Ready when the model is loaded; ends after its last answer."""
 
     async def __init__(self, config: ServerConfig, journal: DeploymentHandle | None) -> None:  # type: ignore[misc]
-        """`journal`: of the deployment that has data_dir. Raises what the engine's start raises, and JournalLink."""
+        """`journal`: the deployment with data_dir. Raises what the engine's start and JournalLink raise."""
         log_setup.set_up_logging(config)
         if config.threads is None:
             cores = max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1)))
@@ -44,25 +44,25 @@ class Replica:
         self._client = client
         self._app = await self._running.enter_async_context(open_engine_app(config, client, link))
         runtime: ModelRuntime = self._app.state.server.models.loaded_runtimes[0]
-        runtime.workers.start_fork_server()  # so that the first large request does not wait for it
+        runtime.workers.start_fork_server()  # saves the first large request the wait
 
     async def __del__(self) -> None:
         await self._running.aclose()
 
     async def check_health(self) -> None:
-        """Serve replaces a replica for which this raises: one whose engine cannot be brought back."""
+        """Serve replaces a replica if this raises: its engine cannot restart."""
         if not self._client.alive:
             raise EngineError("the engine ended and could not be brought back; see the log")
 
     async def whole(self, call: Call) -> tuple[str, Head, bytes]:
-        """This replica's name, and its whole answer to a call."""
+        """This replica's name and its whole answer."""
         answer = self.answer(call)
         head = cast(Head, await anext(answer))
         body = b"".join([cast(bytes, piece) async for piece in answer])
         return serve.get_replica_context().replica_id.unique_id, head, body
 
     async def answer(self, call: Call) -> AsyncGenerator[Head | bytes]:
-        """The head of the answer to a call, then its body in pieces, each of one or more whole events of a stream.
+        """The head, then the body in pieces, each of one or more whole events of a stream.
 
         The request ends when the generator is closed.
         """
@@ -75,13 +75,13 @@ class Replica:
             await running  # raises what ended the application
         finally:
             gone.set()
-            while not running.done():  # the application may be waiting for room
+            while not running.done():  # the application may wait for room
                 while not messages.empty():
                     messages.get_nowait()
                 await asyncio.wait([running], timeout=0.01)
 
     async def _run(self, call: Call, messages: asyncio.Queue[Message | None], gone: asyncio.Event) -> None:
-        """Run the application for one request; what it sends goes to `messages`, None is the end."""
+        """Messages go to `messages`; None is the end."""
         unread = [{"type": "http.request", "body": call.body, "more_body": False}]
 
         async def receive() -> Message:
@@ -97,11 +97,11 @@ class Replica:
 
 
 async def _pieces(messages: asyncio.Queue[Message | None]) -> AsyncGenerator[Head | bytes]:
-    """What comes at the same time is one piece: each costs a message between two processes."""
+    """Simultaneous messages form one piece, because each piece is a message between processes."""
     while (message := await messages.get()) is not None:
         if message["type"] == "http.response.start":
             headers = [each for each in message.get("headers", ()) if each[0].lower() != b"x-request-id"]
-            yield Head(message["status"], headers)  # Serve's proxy adds that one
+            yield Head(message["status"], headers)  # Serve's proxy adds it
             continue
         bodies, ended = [message.get("body", b"")], False
         while not messages.empty() and not ended:

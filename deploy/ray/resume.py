@@ -1,8 +1,8 @@
-"""Continues a stream that a replica's end cut off, from another replica's answer: to a call for what follows in it,
-where a journal has it (KeptStream), or else to the same call, where it is one of OpenAI's chunks (ResumableStream).
+"""Continues a stream from another replica after its own has ended: by a call for the rest if a journal has it
+(KeptStream), otherwise by the same call, for OpenAI's chunks (ResumableStream).
 
-The same seed gives the same tokens, so the other replica's text begins with what the client has. How the text is cut
-into events depends on when it was computed, so texts are compared, not events.
+The same seed gives the same tokens, so the other replica's text begins with what the client has. Event boundaries
+depend on timing, so texts are compared, not events.
 """
 
 from __future__ import annotations
@@ -17,35 +17,34 @@ from quire.engine.common.errors import EngineError
 from quire.server.encoding import DONE_EVENT, EVENT_END, EVENT_PREFIX, encode_json
 
 _TEXTS = frozenset({"arguments", "content", "reasoning", "reasoning_content", "refusal", "text"})
-"""Fields whose values a client joins."""
+"""Fields that a client concatenates."""
 _LISTS = frozenset({"content", "refusal", "token_ids", "tokens", "token_logprobs", "top_logprobs", "text_offset"})
 _INDEXED = frozenset({"choices", "tool_calls"})
-"""Lists whose items say by `index` what they belong to."""
+"""Lists whose items name their position in `index`."""
 _MISSING = object()
 
 Path = tuple[str | int, ...]
-"""Keys from an event's top to a field; of a list in _INDEXED the item's index."""
+"""Keys from an event's top to a field; in _INDEXED lists, the item's index."""
 
 
 class KeptStream:
-    """How far a client is in a stream whose events have ids."""
+    """Tracks a client's position by event ids."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self._id: bytes | None = None
         self._last: bytes | None = None
-        """The id of the last event."""
 
     @property
     def call(self) -> Call | None:
-        """For what the client does not have; None where nobody can go on with it."""
+        """Requests the rest; None if the stream cannot continue."""
         return None if self._id is None else continued(self._call, self._id, self._last)
 
     def begins(self, head: Head) -> None:
         self._id = head.named(b"x-stream-id") if head.is_stream else None
 
     def note(self, events: bytes) -> bytes:
-        """These events, which are whole, and which the client gets."""
+        """`events`: whole events that the client gets."""
         if self._id is not None:
             begin = b"\nid: %b:" % self._id
             _, found, rest = (b"\n" + events).rpartition(begin)
@@ -55,31 +54,30 @@ class KeptStream:
 
 
 class ResumableStream:
-    """What the client has of a stream, and what it still needs of other runs of the same request."""
+    """What the client has of a stream, and what it needs of later runs."""
 
     def __init__(self) -> None:
         self._sent: list[bytes] = []
         self._had: dict[Path, Any] | None = None
-        """By field: what the client had when the last run began; None during the first run."""
+        """What the client had at the start of the current run, by field; None in the first run."""
         self._read: dict[Path, int] = {}
-        """By field: how many characters or items this run gave."""
+        """Characters or items of this run, by field."""
 
     @property
     def ended(self) -> bool:
-        """Whether the client has all of it."""
         return bool(self._sent) and self._sent[-1].endswith(DONE_EVENT)
 
     def restart(self) -> None:
-        """From now on `next` gets another run's events, from the first one on."""
+        """`next` gets another run's events from now on, from its first."""
         self._had, self._read = {}, {}
         for event in _events(b"".join(self._sent)):
             if (chunk := _chunk(event)) is not None:
                 _note(chunk, (), self._had)
 
     def next(self, events: bytes) -> bytes:
-        """What of these events, which are whole, the client does not have yet.
+        """The part of whole events that the client lacks.
 
-        Raises EngineError where the run's text is not that which the client has.
+        Raises EngineError if the run's text differs from the client's.
         """
         new = events
         if self._had is not None:
@@ -93,14 +91,13 @@ class ResumableStream:
         if chunk is None:
             return event
         same = {name: had[name,] for name in ("id", "created") if (name,) in had}
-        if not chunk["choices"]:  # the usage at the end
+        if not chunk["choices"]:  # final usage
             return EVENT_PREFIX + encode_json(chunk | same) + EVENT_END
         rest, is_new = self._rest(chunk, (), had)
         return EVENT_PREFIX + encode_json(rest | same) + EVENT_END if is_new else b""
 
     def _rest(self, value: Any, path: Path, had: dict[Path, Any]) -> tuple[Any, bool]:
-        """A value without what the client has of it (_MISSING if it has to be left out), and whether the client misses
-        any of it."""
+        """The value without what the client has (_MISSING to leave it out), and whether any of it is new."""
         if isinstance(value, dict):
             rests = {key: self._rest(each, (*path, key), had) for key, each in value.items()}
             kept = {key: rest for key, (rest, _) in rests.items() if rest is not _MISSING}
@@ -118,17 +115,16 @@ class ResumableStream:
             return value[len(overlap) :], len(value) > len(overlap)
         told = path in had
         if told and "delta" in path and path[-1] != "index":
-            return _MISSING, False  # clients join the names and ids of calls too
+            return _MISSING, False  # clients also concatenate names and ids of calls
         return value, value is not None and not told
 
 
 def _events(data: bytes) -> Iterator[bytes]:
-    """The events with their ends."""
     return (event + EVENT_END for event in data.split(EVENT_END) if event)
 
 
 def _chunk(event: bytes) -> dict[str, Any] | None:
-    """An event's chunk; None for comments, errors and the end."""
+    """None for comments, errors and the end."""
     if not event.startswith(EVENT_PREFIX) or event == DONE_EVENT:
         return None
     chunk = msgspec.json.decode(event.removeprefix(EVENT_PREFIX))
@@ -140,7 +136,6 @@ def _grows(value: Any, path: Path) -> bool:
 
 
 def _note(value: Any, path: Path, had: dict[Path, Any]) -> None:
-    """Add a value of an event to what the client has."""
     if isinstance(value, dict):
         for key, each in value.items():
             _note(each, (*path, key), had)

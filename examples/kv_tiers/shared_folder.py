@@ -1,7 +1,7 @@
-"""A tier of KV pages of one's own: a folder that several servers share, such as a network file system.
+"""A custom KV tier: a folder shared by several servers, such as a network file system.
 
-quire serve --kv-offload-tier shared_folder:make, with this file's folder in PYTHONPATH and SHARED_PAGES set. Pages are
-readable by whoever reads the folder, so it is to be as private as the prompts are.
+quire serve --kv-offload-tier shared_folder:make, with this file's folder in PYTHONPATH and SHARED_PAGES set. Anyone who
+can read the folder can read the blocks, so it must be as private as the prompts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 LOOK_SECONDS = 5.0
-"""How old the list of what is there may be: the engine asks between two steps, and must not wait for a network."""
+"""Most age of the list of stored blocks: the engine asks between two steps and must not wait for a network."""
 
 
 class SharedFolder:
@@ -47,5 +47,5 @@ class SharedFolder:
 
 
 def make(identity: bytes) -> SharedFolder:
-    """Called once, with 16 bytes that stand for the model, its weights, and the form of its pages."""
+    """Called once. `identity`: 16 bytes that stand for the model, its weights and its block layout."""
     return SharedFolder(Path(os.environ["SHARED_PAGES"]) / identity.hex())

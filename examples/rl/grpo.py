@@ -1,20 +1,19 @@
 """GRPO in plain PyTorch (Shao et al., 2024, "DeepSeekMath"): Quire samples answers, PyTorch takes a step, and the
-weights go back, all in one process.
+weights go back, in one process.
 
     python examples/rl/grpo.py --steps 60 --curve curve.csv
 
-The embedded story-teller learns to tell stories whose words begin with the same letter. What a step of reinforcement
-learning needs of a sampler: many answers to a prompt, the log probability of each of their tokens, and new weights
-before the next answer. The rule is on policy: the answers are those of the weights that are trained. So the trainer's
-log probabilities of the sampled tokens, computed anew, must be the sampler's: `mismatch` is how far they are apart.
+The embedded model learns to tell stories whose words begin with the same letter. The sampler must give many answers per
+prompt, the log probability of each token, and take new weights before the next answer. The algorithm is on-policy: the
+trainer's log probabilities of the sampled tokens must be the sampler's, and `mismatch` shows how far apart they are.
 
-With `--reward-model FOLDER` a sequence classifier of one label, served beside the policy, judges the answers instead.
+With `--reward-model FOLDER` a sequence classifier with one label, served in the same process, judges the answers.
 
-With `--deepspeed` (pip install deepspeed) the step is DeepSpeed's, ZeRO of stage 2, on CPUs too; over several ranks by
+With `--deepspeed` (pip install deepspeed) DeepSpeed takes the step with ZeRO stage 2, on CPUs too; over several ranks:
 
     torchrun --nproc-per-node 2 examples/rl/grpo.py --deepspeed
 
-where the first rank samples and each learns from its share of the answers; on CPUs DS_ACCELERATOR=cpu may be needed.
+The first rank samples, and each learns from its share of the answers; CPUs may need DS_ACCELERATOR=cpu.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from quire import LLM, SamplingParams
 from quire.engine.common.config import DEMO_MODEL
 
 Judge = Callable[[Sequence[str], Sequence[str]], list[float]]
-"""Starts of stories, and how they go on, to rewards."""
+"""Story starts and their continuations, to rewards."""
 STARTS = (
     *("Once upon a time", "There was once", "In a small house", "One day", "The old king", "A little girl"),
     *("The fox said", "In the forest", "By the river", "A poor man", "The queen had", "Two brothers"),
@@ -46,12 +45,10 @@ STARTS = (
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer to a prompt."""
-
     prompt: list[int]
     answer: list[int]
     logprobs: list[float]
-    """The sampler's, of the answer's tokens."""
+    """The sampler's, per token of the answer."""
     reward: float
 
 
@@ -59,27 +56,27 @@ class Sample:
 class Step:
     step: int
     reward: float
-    """The mean of all answers of this step, before its update."""
+    """Mean of the step's answers, before its update."""
     mismatch: float
-    """The largest difference between the trainer's log probability of a sampled token and the sampler's."""
+    """Largest difference between the trainer's and the sampler's log probability of a sampled token."""
     weights_version: str
-    """Of the weights that gave the answers."""
+    """Weights that gave the answers."""
     seconds: float
 
 
 def reward_of(text: str, letter: str = "s") -> float:
-    """The share of the words that begin with the letter."""
+    """Share of words that begin with the letter."""
     words = text.lower().split()
     return sum(word.startswith(letter) for word in words) / max(1, len(words))
 
 
 def by_letter(starts: Sequence[str], texts: Sequence[str]) -> list[float]:
-    """Rewards of answers, each behind the start of its story, which does not count."""
+    """The start of a story does not count."""
     return [reward_of(text) for text in texts]
 
 
 def by_model(model: LLM) -> Judge:
-    """What a reward model says of the stories, their starts included."""
+    """Judges stories including their starts."""
 
     def judged(starts: Sequence[str], texts: Sequence[str]) -> list[float]:
         stories = [start + text for start, text in zip(starts, texts, strict=True)]
@@ -89,7 +86,7 @@ def by_model(model: LLM) -> Judge:
 
 
 def sampled(llm: LLM, starts: Sequence[str], params: SamplingParams, judge: Judge) -> tuple[list[list[Sample]], str]:
-    """A group of answers to each start, and the version of the weights that gave them."""
+    """A group of answers per start, and the version of the weights that gave them."""
     groups, versions = [], set()
     for start, generation in zip(starts, llm.generate(starts, params, use_tqdm=False), strict=True):
         versions.add(generation.weights_version)
@@ -105,7 +102,7 @@ def sampled(llm: LLM, starts: Sequence[str], params: SamplingParams, judge: Judg
 
 
 def advantages_of(groups: Sequence[Sequence[Sample]]) -> list[float]:
-    """How much better each answer is than the others to its prompt, in standard deviations."""
+    """In standard deviations from the mean of the answers to the same prompt."""
     found = []
     for group in groups:
         rewards = torch.tensor([each.reward for each in group])
@@ -114,7 +111,7 @@ def advantages_of(groups: Sequence[Sequence[Sample]]) -> list[float]:
 
 
 def answer_logprobs(policy: Any, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-    """[samples, longest answer]: the log probability of each token, and whether there is one."""
+    """Log probability of each token, and whether there is one: [samples, longest answer]."""
     longest = max(len(each.prompt) + len(each.answer) for each in samples)
     width = max(len(each.answer) for each in samples)
     ids, there = torch.zeros(len(samples), longest, dtype=torch.long), torch.zeros(len(samples), width)
@@ -124,18 +121,16 @@ def answer_logprobs(policy: Any, samples: Sequence[Sample]) -> tuple[Tensor, Ten
         ids[row, : len(tokens)] = torch.tensor(tokens)
         there[row, : len(each.answer)] = 1
         places[row, : len(each.answer)] = torch.arange(len(each.prompt), len(tokens))
-    # Nothing is masked: what fills a row up comes after its answer, which a causal model does not see.
+    # No mask is needed: padding comes after the answer, and the model is causal.
     logits = policy(input_ids=ids[:, :-1]).logits.float()
     every = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     return every.gather(1, (places - 1).clamp(min=0)) * there, there
 
 
 class Trainer:
-    """A policy and its optimizer."""
-
     def __init__(self, policy: PreTrainedModel, learning_rate: float) -> None:
         self.policy: Any = policy
-        """Called with token ids, it gives logits."""
+        """Token ids to logits."""
         self._optimizer = torch.optim.AdamW(policy.parameters(), lr=learning_rate, weight_decay=0.0)
 
     def step(self, loss: Tensor) -> None:
@@ -150,28 +145,24 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that train together."""
-
     rank: int
     count: int
 
     def shared(self, made: Any) -> Any:
-        """What the first rank has made, on all."""
+        """Broadcast the first rank's object."""
         box = [made]
         if self.count > 1:
             torch.distributed.broadcast_object_list(box, src=0)
         return box[0]
 
     def largest(self, number: Tensor) -> float:
-        """Of all ranks' numbers."""
         if self.count > 1:
             torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX)
         return float(number)
 
 
 class DeepSpeedTrainer(Trainer):
-    """The same by DeepSpeed, in a group of this process alone where torchrun has not made one of several. The gradient
-    is the mean of the ranks' own."""
+    """Creates a group of one process unless torchrun made one. The gradient is the mean over ranks."""
 
     def __init__(self, policy: PreTrainedModel, learning_rate: float) -> None:
         import deepspeed
@@ -196,7 +187,7 @@ class DeepSpeedTrainer(Trainer):
 
 
 def trained(llm: LLM | None, trainer: Trainer, judge: Judge, args: argparse.Namespace, ranks: Ranks) -> Iterator[Step]:
-    """One update after another; the sampler, which the first rank has, has the new weights before the next."""
+    """The first rank's sampler gets the new weights before the next update."""
     draw = random.Random(args.seed)
     for number in range(1, args.steps + 1):
         began = time.perf_counter()
@@ -213,10 +204,10 @@ def trained(llm: LLM | None, trainer: Trainer, judge: Judge, args: argparse.Name
             for row, each in enumerate(own):
                 theirs[row, : len(each.logprobs)] = torch.tensor(each.logprobs)
             mismatch = ranks.largest((logprobs - theirs).abs().max())
-        # The policy that sampled is the one that is trained, so the ratio of the two is 1 and only its gradient counts.
+        # The sampling policy is the trained one, so the ratio is 1 and only its gradient matters.
         ratio = (logprobs - logprobs.detach()).exp()
         advantages = torch.tensor(advantages_of(groups)[ranks.rank :: ranks.count])[:, None]
-        tokens = sum(len(each.answer) for each in samples) / ranks.count  # ranks' gradients are averaged
+        tokens = sum(len(each.answer) for each in samples) / ranks.count  # gradients are averaged over ranks
         trainer.step(-(advantages * ratio * there).sum() / tokens)
         if llm is not None:
             llm.load_weights(trainer.weights(), version=f"step-{number}")

@@ -1,12 +1,11 @@
-"""GRPO by TRL's trainer (pip install trl) and a Quire server beside it, each in a process of its own.
+"""GRPO with TRL's trainer (pip install trl) and a Quire server, each in its own process.
 
     quire serve --dtype float32 --port 8000
     python examples/rl/grpo_trl.py http://127.0.0.1:8000 trained --steps 60
 
-TRL's `vllm_mode="server"` speaks to vLLM alone; its `rollout_func` lets answers come from anywhere. Before each batch
-of answers the server gets the trainer's weights, as a folder in shared memory: so both must be on one machine. The task
-is that of grpo.py, and `mismatch` is how far the trainer's log probabilities of the sampled tokens are from the
-server's.
+TRL's `vllm_mode="server"` supports only vLLM, but its `rollout_func` takes answers from anywhere. Before each batch of
+answers the server loads the trainer's weights from a folder in shared memory, so both must run on one machine. For the
+task and `mismatch` see grpo.py.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from quire.engine.common.config import DEMO_MODEL
 
 
 class Server:
-    """A Quire server that samples for a trainer. Raises httpx.HTTPStatusError for what it refuses."""
+    """A Quire server that samples for a trainer. Raises httpx.HTTPStatusError for refused requests."""
 
     def __init__(self, url: str) -> None:
         key = os.environ.get("QUIRE_API_KEY")
@@ -41,11 +40,10 @@ class Server:
         self._served: Path | None = None
 
     def take(self, model: Any, version: str) -> None:
-        """Serve a trainer's weights from now on."""
         folder = self._folder / version
         model.save_pretrained(folder)
         self._post("/update_weights", {"path": str(folder), "version": version})
-        if self._served is not None:  # only now: what is served would be read again by an engine that restarts
+        if self._served is not None:  # not earlier: a restarting engine would read it again
             shutil.rmtree(self._served)
         self._served = folder
 
@@ -58,7 +56,7 @@ class Server:
         ]
 
     def close(self, path: Path) -> None:
-        """Serve the weights at `path` from now on: those in memory go."""
+        """Serve the weights at `path`, and delete those in shared memory."""
         self._post("/update_weights", {"path": str(path.absolute()), "version": "trained"})
         self._http.close()
         shutil.rmtree(self._folder)
@@ -68,16 +66,16 @@ class Server:
 
 
 class Rollouts:
-    """TRL's rollout_func: answers by the server, of the weights that the trainer has now."""
+    """TRL's rollout_func: answers by the server, with the trainer's current weights."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
         self._step = -1
-        """Of the weights that the server has."""
+        """Step of the server's weights."""
         self.mismatch = 0.0
 
     def __call__(self, prompts: Sequence[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
-        """One answer to each of the prompts, of which each comes as often in a row as it is to be answered."""
+        """One answer per prompt. Each prompt repeats consecutively, once per answer."""
         step, args = trainer.state.global_step, trainer.args
         policy = trainer.accelerator.unwrap_model(trainer.model)
         if step != self._step:
@@ -104,7 +102,7 @@ def _mismatch(policy: Any, samples: Sequence[Sample]) -> float:
 
 
 class Told(TrainerCallback):
-    """Prints a line for each step, instead of all that TRL measures."""
+    """Prints one line per step instead of TRL's many metrics."""
 
     def __init__(self, rollouts: Rollouts) -> None:
         self._rollouts = rollouts
@@ -116,7 +114,6 @@ class Told(TrainerCallback):
 
 
 def rewards(completions: Sequence[str], **more: Any) -> list[float]:
-    """What TRL asks for each answer's reward."""
     return [reward_of(each) for each in completions]
 
 

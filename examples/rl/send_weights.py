@@ -2,8 +2,8 @@
 
     python examples/rl/send_weights.py http://127.0.0.1:8000 FOLDER [--version NAME]
 
-sends those of a folder. In a trainer: `Sender(url)` once, and `send(model.state_dict())` after each step. Open requests
-of the server go on, with the new weights from their next token on.
+sends a folder's weights. In a trainer: `Sender(url)` once, then `send(model.state_dict())` after each step. The
+server's open requests continue with the new weights from their next token on.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch import Tensor
 class Sender:
     """Rank 0 of a group of two: this process and the server, which must reach `address`.
 
-    Raises httpx.HTTPStatusError for what the server refuses. A process has one default group, so this cannot be used
-    beside a training on several devices that has its own.
+    Raises httpx.HTTPStatusError for refused requests. A process has one default group, so this does not work in
+    distributed training that has its own.
     """
 
     def __init__(self, url: str, *, address: str = "127.0.0.1", backend: str = "gloo") -> None:
@@ -36,13 +36,13 @@ class Sender:
         with socket.create_server((address, 0)) as free:
             port = free.getsockname()[1]
         group = {"master_address": address, "master_port": port, "backend": backend}
-        joined = self._pool.submit(self._post, "/init_weights_group", group)  # the server comes while we wait for it
+        joined = self._pool.submit(self._post, "/init_weights_group", group)  # the server joins during the wait below
         limit = timedelta(minutes=5)
         dist.init_process_group(backend, init_method=f"tcp://{address}:{port}", rank=0, world_size=2, timeout=limit)
         joined.result()
 
     def send(self, tensors: Mapping[str, Tensor], version: str | None = None, bucket_bytes: int = 2**28) -> str:
-        """All tensors of the model, by the checkpoint's names. Returns the version that they have now."""
+        """`tensors`: all of the model, by the checkpoint's names. Returns their version."""
         state: dict[str, Any] = {}
         buckets = list(_buckets(tensors, bucket_bytes))
         for bucket in buckets:

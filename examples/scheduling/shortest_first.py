@@ -1,8 +1,8 @@
-"""A scheduler of one's own: of the requests that wait, the one with the shortest prompt goes first.
+"""A custom scheduler: the shortest waiting prompt goes first.
 
 quire serve --scheduler-cls shortest_first:ShortestFirst, with this file's folder in PYTHONPATH; in a program
-LLM(scheduler_cls="shortest_first:ShortestFirst"). A long prompt can wait for as long as shorter ones keep coming: the
-longer it has waited, the further AGE lets it go ahead.
+LLM(scheduler_cls="shortest_first:ShortestFirst"). Because shorter prompts could delay a long one forever, waiting time
+counts: AGE moves a prompt ahead.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from quire.engine.common.types import EngineCoreRequest
 from quire.engine.core.scheduler import Scheduler
 
 AGE = 200
-"""Tokens that a second of waiting is worth."""
+"""Tokens per second of waiting."""
 
 
 class ShortestFirst(Scheduler):

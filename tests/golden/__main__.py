@@ -1,6 +1,6 @@
-"""Capture the golden set of two trees and print what differs: `python -m tests.golden BASE`.
+"""Captures the golden set of two trees and prints the differences: `python -m tests.golden BASE`.
 
-The exit status is 0 if nothing differs, else 1.
+Exit status: 0 if nothing differs, otherwise 1.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""The instructions of every module, with names as numbers: equal for two trees that differ in names, docstrings and
-comments alone.
+"""The instructions of every module, with names replaced by numbers: equal for two trees that differ only in names,
+docstrings and comments.
 
-A number stands for a name in the order of its first use in a code object; locals, globals and keywords are counted
-apart. So two names that become one, or one that becomes two, are a difference. Attributes have no numbers, because one
-name may belong to several classes: mypy and the tests say whether each is the one that is meant. Names in texts
-(getattr, quoted annotations) are values. Imports at the top of a module are left out, because their order follows their
-names.
+A name's number is the order of its first use in a code object; locals, globals and keywords are counted separately. Two
+names merged into one, or one split into two, are therefore a difference. Attributes have no numbers, because classes
+may share a name: mypy and the tests check these. Names in strings (getattr, quoted annotations) are values. A module's
+leading imports are left out, because they are sorted by name.
 """
 
 from __future__ import annotations
@@ -47,8 +46,9 @@ def code_of(source: str) -> str:
 
 
 class _Bare(ast.NodeTransformer):
-    """Drops docstrings (attributes' too), the module's imports (annotations are no texts then) and functions'
-    annotations."""
+    """Drops docstrings (of attributes too), the module's imports (so that annotations are not strings) and functions'
+    annotations.
+    """
 
     def visit(self, node: ast.AST) -> Any:
         self.generic_visit(node)

@@ -1,4 +1,4 @@
-"""The section of what is on disk: the base writes a data folder, and is killed; base or head go on with it."""
+"""Section of the data on disk: the base writes a data folder and is killed, then base or head continues with it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SECONDS = 120
 
 
 class Writer:
-    """What the base did before it was killed: names of what it stored, and streams that were cut off."""
+    """What the base stored before it was killed, and the streams that were cut off."""
 
     def __init__(self) -> None:
         self.responses: list[str] = []

@@ -1,4 +1,4 @@
-"""Runs within a tree: what only its own modules can say. Reads a JSON list from stdin, writes a JSON object to stdout.
+"""Runs inside a tree for facts that need its modules. Reads a JSON list from stdin, writes a JSON object to stdout.
 
 python inside.py specs|tokens|plans
 """

@@ -1,4 +1,4 @@
-"""Hides what differs between two runs of one version: ids, times, ports, paths of this run."""
+"""Hides differences between two runs of one version: ids, times, ports, paths."""
 
 from __future__ import annotations
 

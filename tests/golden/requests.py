@@ -1,4 +1,4 @@
-"""Requests that both trees get: seeded chats over all APIs, bad requests, and requests of coding agents."""
+"""Requests for both trees: seeded chats over all APIs, bad requests, and coding agents' requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section with servers: what a tree answers over HTTP, and what it logs."""
+"""Section with servers: HTTP answers and logs."""
 
 from __future__ import annotations
 

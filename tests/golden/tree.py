@@ -1,4 +1,4 @@
-"""A tree to capture from: this checkout, or another commit checked out beside it."""
+"""A tree to capture: this checkout, or another commit checked out next to it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""Anthropic's streams as a client reads them."""
-
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""A server without a socket, on a fake engine, and a client of it."""
+"""A server without a socket on a fake engine, and its client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine without a model: token ids from a script or from a hash of what came before, one per step."""
+"""An engine without a model: one token per step, from a script or from a hash of the tokens before."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def scripted(ids: Sequence[int], eos: int) -> Script:
 
 
 class FakeEngine(ExclusiveClient):
-    """Honours max_tokens, stop ids, eos, abort and logprobs.
+    """Supports max_tokens, stop ids, eos, abort and logprobs.
 
-    `fail_at` makes it fail requests at that position, for `cause`; `burst` steps come at once, as to a slow reader.
-    `sent` is set by the first step.
+    `fail_at` fails requests at that position, for `cause`. `burst` steps arrive at once, as for a slow reader. The
+    first step sets `sent`.
     """
 
     owner: EngineClient

@@ -1,4 +1,4 @@
-"""The process of server/workers/worker.py, forked from one that has its modules: in a test it starts at once."""
+"""Forks server/workers/worker.py from a process that has its modules, so that it starts at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CONTEXT.set_forkserver_preload([__name__])
 
 
 class ForkedChild:
-    """What WorkerPool uses of a Child."""
+    """The part of Child that WorkerPool uses."""
 
     def __init__(self, arguments: Sequence[str], *, descriptors: Sequence[int], environment: Mapping[str, str]) -> None:
         with socket.socket(fileno=os.dup(descriptors[0])) as control:

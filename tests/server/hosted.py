@@ -1,4 +1,4 @@
-"""Our own HTTP server with a fake engine, on a free port of this machine."""
+"""Quire's HTTP server with a fake engine, on a free local port."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from tests.server.fake import FakeEngine
 
 
 class Port:
-    """Where the server listens."""
-
     def __init__(self, server: HttpServer, number: int, tls: bool) -> None:
         self.server = server
         self.number = number

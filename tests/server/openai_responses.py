@@ -1,4 +1,4 @@
-"""Streams of the Responses API as a client reads them, each event checked against the OpenAI SDK's own types."""
+"""Reads streams of the Responses API as a client does; the OpenAI SDK's types check each event."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that says what its prompt asks it to: the text between SAY[[ and ]]END, in one token a byte."""
+"""A model that answers the text between SAY[[ and ]]END in its prompt, one token per byte."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""`python -m tests.server.scripted FILE NAME`: a server for clients of others, whose model says what a file says.
+"""`python -m tests.server.scripted FILE NAME`: a server for third-party clients with scripted answers.
 
-The file is a JSON list of texts: the assistant's first turn, its second and so on. An answer is that of the turn that
-the prompt asks for, whoever asked before. NAME is the model's. The server's port is printed. Prompts are cached as by a
-real engine: a prompt's beginning is a hit where another prompt with its answer began alike.
+FILE is a JSON list of texts: the assistant's first turn, its second and so on. The prompt determines the turn,
+regardless of earlier requests. NAME is the model's name. The port is printed. Prompts are cached as by a real engine: a
+prefix is a hit if an earlier prompt with its answer began with it.
 """
 
 from __future__ import annotations

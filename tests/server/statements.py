@@ -1,4 +1,4 @@
-"""What SQLite does for each statement of the store: its plan, and how many instructions it takes."""
+"""SQLite's plan and instruction count for each statement of the store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PLANNED = ("select", "insert", "update", "delete", "with", "replace")
 
 
 class Watched(sqlite3.Connection):
-    """Explains each statement that it has not seen before, once its file has today's form."""
+    """Explains each new statement, once the file has the current schema."""
 
     seen: ClassVar[set[str]] = set()
     faults: ClassVar[list[str]] = []
@@ -51,7 +51,7 @@ class Watched(sqlite3.Connection):
 
 
 class Counted(Watched):
-    """Counts the instructions of each statement, too, in steps of STEP."""
+    """Also counts each statement's instructions, in steps of STEP."""
 
     counts: ClassVar[dict[str, int]] = {}
     """By statement: the most that one execution took."""

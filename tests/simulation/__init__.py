@@ -1,1 +1,1 @@
-"""A whole server with its clients, engine, disk and clock, all driven by one seed: see test_simulation.py."""
+"""Simulates a whole server with clients, engine, disk and clock from one seed: see test_simulation.py."""

@@ -1,4 +1,4 @@
-"""What clients do and must get: each knows its answer before it asks, and comes back until it has it."""
+"""Simulated clients: each knows its answer in advance and retries until it has it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ LATER = (409, 425, 429, 503)
 
 
 class World(Protocol):
-    """Where clients live."""
-
     rng: random.Random
     seeds: Mapping[str, int]
     """Of all requests to engines, by their id."""
@@ -46,8 +44,6 @@ class World(Protocol):
 
 
 class Client(ABC):
-    """Comes back until it has its answer."""
-
     def __init__(self, world: World, number: int) -> None:
         self.world = world
         self.rng = world.rng
@@ -89,7 +85,7 @@ class Client(ABC):
 
 
 class Streaming(Client):
-    """Reads a stream, cut at random, and goes on where it was."""
+    """Reads a stream that is cut at random, and resumes it."""
 
     def __init__(self, world: World, number: int) -> None:
         super().__init__(world, number)
@@ -249,7 +245,7 @@ def _timeless(event: bytes) -> bytes:
 
 
 class Whole(Client):
-    """Asks for one answer with an Idempotency-Key, until it comes; then once more, and for another one."""
+    """Retries one answer with an Idempotency-Key until it arrives, then repeats it, and requests another."""
 
     async def run(self) -> None:
         count = self.rng.choice((3, 40))
@@ -267,7 +263,7 @@ class Whole(Client):
 
 
 class InBackground(Client):
-    """Lets a response be made while it is away."""
+    """Requests a background response and returns later."""
 
     async def run(self) -> None:
         count = self.rng.choice((3, 40, 130))
@@ -299,7 +295,7 @@ class InBackground(Client):
 
 
 class Batching(Client):
-    """Uploads a file, has it answered, and reads the results."""
+    """Uploads a file, runs it as a batch, and reads the results."""
 
     async def run(self) -> None:
         self.lines = [self._line(number) for number in range(self.rng.choice((1, 5, 12)))]

@@ -1,4 +1,4 @@
-"""An event loop whose time is not the machine's, and whose threads are turns of its own: one seed decides the order."""
+"""An event loop with simulated time, whose threads are turns of the loop: one seed determines the order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_TURNS = 200_000
 
 
 class Gone(Exception):
-    """What is asked of a process that is not there any more."""
+    """Raised by calls of a process that has ended."""
 
 
 class Owned:
@@ -43,7 +43,7 @@ PROCESS: ContextVar[Owned | None] = ContextVar("process", default=None)
 
 
 class _Selector(selectors.SelectSelector):
-    """Nothing comes from outside: to wait is to move the clock."""
+    """Has no external events: waiting moves the clock."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,9 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 class _Thread:
-    """What a thread does. One that waits for other processes is a real one: it runs, or the loop does, never both."""
+    """A thread's work. If it waits for other processes it is a real thread, but it and the loop never run at the same
+    time.
+    """
 
     here = threading.local()
     """Its `thread` is the one that runs."""
@@ -151,7 +153,7 @@ class _Thread:
 
 
 class Awaited:
-    """What a thread gets from the loop, in place of run_coroutine_threadsafe's future."""
+    """A thread's result from the loop, instead of run_coroutine_threadsafe's future."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop) -> None:
         self._thread: _Thread = _Thread.here.thread
@@ -167,7 +169,7 @@ class Awaited:
 
 
 class _Task(asyncio.Task[Any]):
-    """Sets of tasks are in the order in which these were made, whatever the memory's."""
+    """Orders sets of tasks by creation instead of by memory address."""
 
     def __init__(self, *args: Any, number: int, **more: Any) -> None:
         self._number = number

@@ -21,7 +21,7 @@ def api_programs(tmp_path_factory: pytest.TempPathFactory) -> list[Program]:
 
 
 class _OfTheLiving(logging.Filter):
-    """What a process that has ended says is said to nobody."""
+    """Drops log records of processes that have ended."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         process = PROCESS.get()

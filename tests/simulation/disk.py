@@ -1,4 +1,4 @@
-"""A disk that gets full, and what is on it after a process or the machine has ended in the middle of a write."""
+"""A disk that fills up, and that keeps what was written when a process or the machine ends in the middle of a write."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FULL = "database or disk is full"
 
 
 class Disk:
-    """The folder of one process."""
+    """One process's folder."""
 
     def __init__(self, folder: Path, rng: random.Random) -> None:
         self.folder = folder
@@ -56,7 +56,7 @@ class Disk:
 
 
 class Connection(sqlite3.Connection):
-    """SQLite's, on the disk of the process that opens it."""
+    """SQLite's connection on the disk of the process that opens it."""
 
     disk: Disk | None = None
 
@@ -75,8 +75,6 @@ class Connection(sqlite3.Connection):
 
 
 class WithDisk(Owned):
-    """A process that has one."""
-
     disk: Disk
 
 

@@ -1,4 +1,4 @@
-"""An engine process without a model, which computes one seed's letters, slowly and unevenly, and can be ended."""
+"""An engine process without a model: computes letters from one seed, slowly and unevenly, and can be killed."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ def is_answer(text: bytes, seed: int, newest: int) -> bool:
 
 
 class Computing:
-    """What all engines compute at the moment. A call that two compute for long is answered by two processes, of which
-    one should have ended when the other took it over."""
+    """Calls that all engines compute at the moment. If two compute one for long, two processes answer it, although one
+    should have ended when the other took over.
+    """
 
     PATIENCE = 1.0
     """Seconds in which an end reaches its engine."""
@@ -71,7 +72,7 @@ class Computing:
 
 
 class SimulatedProcess(EngineProcess):
-    """Messages come late but in order; those that are on their way when it ends are lost."""
+    """Messages arrive late but in order; those in flight when it ends are lost."""
 
     def __init__(
         self,

@@ -1,5 +1,6 @@
-"""Replicas as on Ray, each a server with an engine of its own, and the process that has the data of all, which may be
-replaced while they go on: the real Members and JournalLink of deploy/ray, over calls that are late and get lost."""
+"""Replicas as on Ray, each a server with its own engine, and the process that has all data, which may be replaced
+meanwhile: the real Members and JournalLink of deploy/ray, over calls that are late and get lost.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +111,7 @@ class Replica(AppProcess):
 
 
 class Replicas(OfSeveral):
-    """All of them, and the owner."""
+    """All replicas and the owner."""
 
     FAULTS: ClassVar = (
         "api",

@@ -1,4 +1,4 @@
-"""One server's process from its start to its end, over the real application; and connections to it."""
+"""One server process from start to end, with the real application, and connections to it."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ FAULTS = ("kill", "kill", "power", "stop", "engine", "crash", "full", "statement
 
 
 class Program:
-    """The application, which the processes of all simulations run, one at a time: to build it takes longer than a
-    simulation does."""
+    """The application, shared by the processes of all simulations, one at a time: building it takes longer than a
+    simulation.
+    """
 
     def __init__(self, folder: Path, *, link: Any = None, **options: Any) -> None:
         """`folder`: where its data_dir is put, a link to the folder of the process. `link`: stands for the
@@ -69,11 +70,11 @@ class Program:
 
 
 class Cut(Exception):
-    """A connection has ended before its answer was whole."""
+    """A connection ended before its answer was complete."""
 
 
 class AppProcess(Owned):
-    """A process that answers clients, from its start to its end. It does nothing that anybody sees once it is dead."""
+    """A process that answers clients. Once dead it has no visible effects."""
 
     def __init__(self, app: FastAPI) -> None:
         super().__init__()
@@ -120,7 +121,7 @@ class AppProcess(Owned):
 
 
 class ServerProcess(AppProcess, WithDisk):
-    """It lives from `start` to `kill` or `stop`."""
+    """Lives from `start` to `kill` or `stop`."""
 
     FAULTS: ClassVar = FAULTS
 
@@ -187,7 +188,7 @@ async def end_tasks(process: Owned) -> None:
 
 
 class Connection:
-    """One request and its answer, on a network that is slow, and at times loses what it carries."""
+    """One request and its answer, over a slow network that sometimes loses data."""
 
     def __init__(
         self,

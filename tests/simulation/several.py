@@ -1,4 +1,4 @@
-"""A server of several API processes: the real command of its parent, hub and links, over simulated sockets."""
+"""A server of several API processes: the real parent command, leader and links, over simulated sockets."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KILLED = -signal.SIGKILL
 
 
 class CurrentLink:
-    """Stands for the link of the API process that runs a program."""
+    """Replaces the link of the API process that is running."""
 
     link: SharedClient
 
@@ -99,7 +99,7 @@ class ApiProcess(AppProcess):
 
 
 class _Child:
-    """Stands for Child."""
+    """Replaces Child."""
 
     def __init__(self, arguments: Sequence[str], configuration: bytes) -> None:
         server = PROCESS.get()
@@ -142,7 +142,7 @@ class _Sockets:
 
 
 class OfSeveral(WithDisk, ABC):
-    """A server whose clients are answered by several processes."""
+    """Several processes answer its clients."""
 
     def __init__(self, network: Network) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class OfSeveral(WithDisk, ABC):
 
 
 class SharedServer(OfSeveral):
-    """The process that has engine and data, with its API processes, which end with it."""
+    """The process with engine and data. Its API processes end with it."""
 
     FAULTS: ClassVar = ("api", "api", "api", "late", "late", "readers", "readers", *FAULTS)
 

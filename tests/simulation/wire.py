@@ -1,5 +1,6 @@
-"""Sockets between the processes of one server. Messages come late but in order; of what is on its way when a process
-ends, the last ones are lost."""
+"""Sockets between the processes of one server. Messages arrive late but in order; when a process ends, the last ones in
+flight are lost.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from tests.simulation.clock import PROCESS
 
 
 class Network:
-    """Of one simulation."""
+    """One per simulation."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -26,7 +27,7 @@ class Network:
 
 
 class SimulatedWire:
-    """Stands for Wire."""
+    """Replaces Wire."""
 
     def __init__(self, network: Network, kind: int, *, linger_ms: int = 0, identity: bytes = b"") -> None:
         self._network = network

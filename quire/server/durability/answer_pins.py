@@ -1,5 +1,3 @@
-"""What the answer of a call depends on, so that it can be made again or go on."""
-
 from __future__ import annotations
 
 import hashlib
@@ -15,33 +13,28 @@ from quire.server.store.journal import JournaledCall
 
 @dataclass(frozen=True, slots=True)
 class ResumedCall:
-    """A call that is made again."""
-
     call: JournaledCall
     seen_events: Sequence[int]
-    """Events that its reader has; see event_ids.py."""
+    """Event counts; see event_ids.py."""
     attempt: int
-    """The number of this attempt, which no other has; 0 for a background response, whose answer is stored instead."""
+    """Unique; 0 for a background response, which is read from the store."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeIdentity:
-    """What computes in this process."""
-
     fingerprint: str
     deterministic: bool
-    """Whether tokens depend on nothing but their request."""
+    """True if tokens depend only on their request."""
     weights_fingerprint: str
-    """What the fingerprint says of the weights alone: with others, no answer goes on."""
+    """An answer cannot continue with other weights."""
 
 
 def pin_identity(
     request: GenerationRequest, fresh: AnswerIdentity, resumed: ResumedCall | None, *, has_key: bool, is_journaled: bool
 ) -> AnswerIdentity:
-    """What the journal noted of an answer that is made again; else `fresh`, with a seed, so that it can be made again.
+    """The journal's identity of a resumed answer; otherwise `fresh` with a seed, for recomputation.
 
-    `has_key`: whether the request has an Idempotency-Key. `is_journaled`: whether the answer can be resumed, because
-    its tokens are the same if they are computed again, or because the journal has all of them.
+    `is_journaled`: tokens are reproducible or all in the journal.
     """
     resumable = _is_resumable(request, has_key=has_key)
     if resumed is not None:
@@ -78,25 +71,26 @@ def input_digest(request: GenerationRequest, identity: ComputeIdentity) -> str:
 
 
 def _span_digest_text(span: MediaSpan) -> str:
-    """What the journal's digests have of an image's tokens; it stays as it is, whatever our names become."""
+    """Input of the journal's digests: the format must not change, whatever our names become."""
     position_text = f"start={span.start!r}, count={span.count!r}, digest={span.digest!r}"
     return f"Span({position_text}, kind={span.kind!r}, whole={span.is_bidirectional!r}, offset={span.offset!r})"
 
 
 def all_compute_fingerprints(resumed: ResumedCall, identity: ComputeIdentity) -> tuple[str, ...]:
-    """The fingerprints of all that compute a call, in their order."""
+    """In order of computation."""
     pins = resumed.call.pins
     return (*pins.before, pins.kernels) + ((identity.fingerprint,) if pins.kernels != identity.fingerprint else ())
 
 
 def may_compute_other_tokens(resumed: ResumedCall, identity: ComputeIdentity) -> bool:
-    """Whether this process might compute other tokens than the one where the call began: its kernels or weights differ,
-    or it is not deterministic. Then the call keeps the tokens that it has, and goes on behind them."""
+    """True if kernels or weights differ from those at the start, or are not deterministic. The call then keeps its
+    tokens and continues after them.
+    """
     return resumed.call.pins.kernels != identity.fingerprint or not identity.deterministic
 
 
 def resume_conflict(resumed: ResumedCall, request: GenerationRequest, identity: ComputeIdentity) -> str | None:
-    """Why a call that is made again would have another answer than it had; None: it has the same, or goes on."""
+    """Why the answer would differ; None if it is the same or continues."""
     pins = resumed.call.pins
     if pins.adapter != ("" if request.adapter is None else request.adapter.digest):
         return "The adapter of this answer has been changed since"

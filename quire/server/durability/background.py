@@ -1,4 +1,4 @@
-"""Answers that go on whether or not their caller stays, and that others may follow."""
+"""Answers that continue without their caller."""
 
 from __future__ import annotations
 
@@ -18,32 +18,29 @@ from quire.server.peers import Peers
 
 logger = logging.getLogger("quire.server")
 AnswerKey = tuple[str, str]
-"""An answer's owner and its id."""
+"""Owner and id."""
 MAX_ABANDONED = 16
-"""Answers of an owner that go on without the reader who asked for that."""
+"""Most answers without a reader, per owner."""
 _EVENT_WAIT_SECONDS = 1.0
-"""So long another process that follows an answer waits for an event of it."""
+"""Longest wait for an event, per call from another process."""
 _KEEP_EVENTS_SECONDS = 10.0
-"""So long the events of an answer that has ended are kept for those who follow it from another process."""
+"""For followers in other processes."""
 _TAKEOVER_SECONDS = 5.0
-"""In so many seconds another process takes up what one worked on that has ended."""
+"""How long a follower waits for another process to take over."""
 _POLL_SECONDS = 0.25
 
 
 @dataclass(eq=False, slots=True)
 class RunningAnswer:
-    """An answer on its way."""
-
     writer: AnswerWriter
     close: Callable[[], None]
-    """Ends its generation early."""
     events: list[bytes] | None
-    """The events so far, by sequence number; None where nobody may follow them."""
+    """By sequence number; None if it cannot be followed."""
     change_event: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when more has come; each has a successor."""
+    """Set on new events, then replaced."""
     has_ended: bool = False
     can_restart: bool = False
-    """Whether it is begun again where another time may answer it: its readers are then told no end."""
+    """May be answered later; readers then get no error event."""
     task: asyncio.Task[None] | None = None
 
     def add_events(self, events: bytes) -> None:
@@ -60,7 +57,7 @@ class RunningAnswer:
         self.change_event = asyncio.Event()
 
     async def follow_events(self, after: int) -> AsyncGenerator[bytes]:
-        """The events after the one with this number, up to the last."""
+        """Yield events after number `after`."""
         assert self.events is not None
         next_number = after + 1
         while True:
@@ -76,26 +73,24 @@ class RunningAnswer:
 
 
 class Background:
-    """All answers that run in this process. Requests about an answer that another process generates are passed on to
-    that process."""
+    """The answers that run in this process. Requests about others are forwarded to their process."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         for method in (Background.own_so_far, Background.own_events, Background.own_cancelled):
             peers.register_handler(method.__qualname__, method_handler(self, method))
         self._recently_ended: dict[AnswerKey, RunningAnswer] = {}
-        """Those that ended a moment ago, where others may follow them."""
+        """For followers in other processes."""
         self._running_answers: dict[AnswerKey, RunningAnswer] = {}
         self._num_abandoned: Counter[str] = Counter()
-        """By owner: answers that their readers have left."""
+        """By owner."""
         self.is_closing = False
-        """Whether all are ended because the process ends."""
 
     def find_running(self, key: AnswerKey) -> RunningAnswer | None:
         return self._running_answers.get(key)
 
     async def current_response(self, key: AnswerKey) -> bytes | None:
-        """The response in its current state, as JSON. None if no process works on it."""
+        """JSON; None if no process works on it."""
         if (holder := await self._find_other_holder(key)) is not None:
             response: bytes | None = await self._ask_peer(holder, Background.own_so_far, *key)
             return response
@@ -108,13 +103,11 @@ class Background:
         return running.writer.current_response("in_progress")
 
     async def _ask_peer(self, holder: str, method: Callable[..., Any], *arguments: object) -> Any:
-        """What this method returns in another process; None where that says nothing."""
         reply = await self._peers.ask_peer(holder, method.__qualname__, encode_msgpack(arguments))
         return None if reply is None else method_call_codec(method).result_decoder.decode(reply)
 
     async def follow_answer(self, key: AnswerKey, after: int) -> AsyncGenerator[bytes] | None:
-        """The events of an answer after the one with this number, up to the last. None if no process works on the
-        answer."""
+        """Events after number `after`; None if no process works on it."""
         if (running := self._running_answers.get(key)) is not None:
             return running.follow_events(after)
         holder = await self._find_other_holder(key)
@@ -124,8 +117,7 @@ class Background:
         return None if key in self._running_answers else await self._peers.find_answering_process(*key)
 
     async def _follow_on_peer(self, key: AnswerKey, after: int, holder: str) -> AsyncGenerator[bytes]:
-        """The answer's events, from the process that works on it or has just finished it. If that process ends, another
-        one continues the answer with the same events, and they come from there."""
+        """If the process that works on the answer ends, another continues it with the same events."""
         loop = asyncio.get_running_loop()
         until = loop.time() + _TAKEOVER_SECONDS
         while loop.time() < until:
@@ -153,8 +145,7 @@ class Background:
         events: AsyncIterator[bytes],
         on_end: Callable[[], Awaitable[None]],
     ) -> None:
-        """Run an answer to its end. `events`: what its writer writes. `on_end` is awaited at the end, even after a
-        failure, while `find_running` still returns the answer."""
+        """`on_end` is awaited last, even after a failure; until then `find_running` returns the answer."""
         self._running_answers[key] = running
         running.task = asyncio.create_task(self._run_answer(key, running, events, on_end))
 
@@ -183,11 +174,10 @@ class Background:
             finally:
                 running.mark_ended()
                 self._retain_ended_events_for_peers(key, running)
-                if self._running_answers.get(key) is running:  # else it was taken over
+                if self._running_answers.get(key) is running:  # otherwise it was taken over
                     del self._running_answers[key]
 
     def _retain_ended_events_for_peers(self, key: AnswerKey, running: RunningAnswer) -> None:
-        """For those who follow it from another process."""
         if self._peers.is_alone or running.events is None:
             return
         self._recently_ended[key] = running
@@ -199,8 +189,7 @@ class Background:
         asyncio.get_running_loop().call_later(_KEEP_EVENTS_SECONDS, forget_events)
 
     def schedule_close_after_reader_left(self, key: AnswerKey, running: RunningAnswer, seconds: float) -> None:
-        """Called when the reader has left: the answer goes on for so many seconds, or ends now if MAX_ABANDONED answers
-        of its owner already run without a reader."""
+        """Close after `seconds`, or now if the owner has MAX_ABANDONED answers without a reader."""
         owner = key[0]
         if running.has_ended or running.task is None:
             return
@@ -218,7 +207,7 @@ class Background:
         running.task.add_done_callback(release_abandoned)
 
     async def cancel_answer_if_running(self, key: AnswerKey) -> bool:
-        """End an answer early and wait until it has ended. Returns whether there was one."""
+        """Waits for its end."""
         running = self._running_answers.get(key)
         if running is None or running.task is None:
             holder = await self._find_other_holder(key)
@@ -227,10 +216,10 @@ class Background:
         await asyncio.wait([running.task])
         return True
 
-    # What other processes ask
+    # Called by other processes
 
     async def own_events(self, owner: str, id: str, after: int) -> tuple[int, bool, bytes] | None:
-        """Events after the one with this number: how many, whether the last one is among them, and the events."""
+        """Events after number `after`: their count, whether the last is among them, and the bytes."""
         running = self._running_answers.get((owner, id)) or self._recently_ended.get((owner, id))
         if running is None or running.events is None:
             return None
@@ -244,7 +233,6 @@ class Background:
         return (owner, id) in self._running_answers and await self.cancel_answer_if_running((owner, id))
 
     async def close(self) -> None:
-        """End all."""
         self.is_closing = True
         for key in list(self._running_answers):
             await self.cancel_answer_if_running(key)

@@ -1,8 +1,4 @@
-"""The door of durability for one HTTP request: what of it is journaled, and how its answer is made again.
-
-The pipeline calls one interface at fixed places and knows nothing of the journal. `JournaledRequest` is a request whose
-answer can be asked for again; `NullDurableRequest` is every other one.
-"""
+"""What of a request is journaled, and how its answer is resumed. The pipeline knows only this interface."""
 
 from __future__ import annotations
 
@@ -46,17 +42,16 @@ from quire.server.protocol.request_bodies import IGNORED_PARAMS_HEADER, ignored_
 from quire.server.store.progress import CallProgress
 
 STREAM_ID = "X-Stream-Id"
-"""The header of a stream that can be resumed: GET /v1/streams/{id}."""
+"""Header of a resumable stream: GET /v1/streams/{id}."""
 COMPUTED_BY = "X-Computed-By"
-"""The header of a stream whose tokens were not all computed by the same: the fingerprints, in their order."""
+"""The fingerprints, in order, of a stream computed by several."""
 
 
 class DurableRequest(ABC):
-    """Called by the stations of the pipeline, in the order of these methods."""
+    """Stations of the pipeline call these methods in this order."""
 
     def __init__(self, request: Request, stream_grace: float) -> None:
-        """`stream_grace`: the most seconds that a stream may go on without its reader (--stream-grace); 0 without a
-        data directory."""
+        """`stream_grace`: most seconds that a stream continues without its reader; 0 without a data directory."""
         self._request = request
         self._stream_grace = stream_grace
 
@@ -66,34 +61,31 @@ class DurableRequest(ABC):
 
     @property
     def keeps_body(self) -> bool:
-        """Whether `keep_body` is to be called."""
         return False
 
     @property
     def repeats_stored_response(self) -> bool:
-        """Whether its Idempotency-Key names a response in the background, which is stored."""
+        """The Idempotency-Key names a stored background response."""
         return False
 
     @property
     def is_restart(self) -> bool:
-        """Whether the answer is made again by this process, not by a caller's wish."""
         return False
 
     @property
     def can_restart(self) -> bool:
-        """Whether a response in the background is made again by whoever may answer it later."""
+        """Any process may restart the background response later."""
         return False
 
     def keep_body(self, chunks: Sequence[bytes]) -> None:  # noqa: B027 - nothing, if it is not journaled
-        """Hold the request's body, decompressed, for the journal. Raises what MemoryLease.grow_lease raises."""
+        """Keep the decompressed body. Raises what MemoryLease.grow_lease raises."""
 
     @abstractmethod
     async def identify(self, resolved: GenerationRequest, fresh: AnswerIdentity) -> AnswerIdentity:
-        """The identity of the answer: `fresh`, or what the journal noted of an answer that is made again. Raises
-        HTTPException and InvalidRequest for one that cannot be."""
+        """`fresh`, or the journal's identity of a resumed answer. Raises HTTPException and InvalidRequest."""
 
     def reader_grace_seconds(self, resolved: GenerationRequest) -> float:
-        """Seconds for which a stream goes on without its reader; 0: it does not. Raises InvalidRequest."""
+        """Raises InvalidRequest."""
         seconds = parse_stream_grace_header(self._request, self._stream_grace)
         if seconds and not (resolved.stream and resolved.answer_identity.resumable):
             raise InvalidRequest(f"{KEEP_ALIVE_HEADER}: only for a stream that can be resumed", param=KEEP_ALIVE_HEADER)
@@ -102,14 +94,13 @@ class DurableRequest(ABC):
     def submit(
         self, client: EngineClient, resolved: GenerationRequest, requests: Sequence[EngineCoreRequest]
     ) -> OutputSource:
-        """The outputs of a request's choices. Raises EngineError if the engine is gone."""
+        """Raises EngineError if the engine is gone."""
         return client.submit(requests, resolved.answer_id)
 
     async def journal(self, resolved: GenerationRequest, running: RunningGeneration[Generation]) -> None:  # noqa: B027 - as above
-        """Put the request into the journal, before the first event is sent. Ends `running` if that fails."""
+        """Write to the journal before the first event is sent. Closes `running` on failure."""
 
     def number_events(self, writer: AnswerWriter, resolved: GenerationRequest) -> AnswerWriter:
-        """The writer of a stream whose events can be named later."""
         return writer
 
     def stream_headers(self, resolved: GenerationRequest) -> Mapping[str, str]:
@@ -122,32 +113,33 @@ class DurableRequest(ABC):
         events: AsyncGenerator[bytes],
         seconds: float,
     ) -> tuple[AsyncGenerator[bytes], Callable[[], None]]:
-        """The events of a stream that goes on for `seconds` after its reader has left, and the function to call when
-        the reader leaves."""
+        """The events of a stream that continues for `seconds` after its reader leaves, and the function to call when it
+        leaves.
+        """
         return events, running.close
 
     def mark_stored_unfinished(self, resolved: GenerationRequest) -> None:  # noqa: B027 - as above
-        """The response is stored as one that has not ended."""
+        """The response is stored without its end."""
 
     async def forget_stored_response(self, resolved: GenerationRequest) -> None:  # noqa: B027 - as above
         """The response is stored with its end; its Idempotency-Key stays known."""
 
     async def check_not_answering(self, resolved: GenerationRequest) -> None:  # noqa: B027 - as above
-        """Raises HTTPException while another request is answering it."""
+        """Raises HTTPException while another request answers it."""
 
     async def forget_failed_answer(self, resolved: GenerationRequest) -> None:  # noqa: B027 - as above
-        """The answer failed before anything of it was sent: the same Idempotency-Key may be used again."""
+        """The answer failed before any of it was sent: its Idempotency-Key is free again."""
 
     def take_over_error(self) -> HTTPException | None:
-        """The error for a reader whose answer another request goes on with."""
+        """For readers whose answer another request took over."""
         return still_answering_error() if self.has_idempotency_key else None
 
 
 class NullDurableRequest(DurableRequest):
-    """A request whose answer cannot be asked for again."""
+    """A request that cannot be resumed."""
 
     def __init__(self, request: Request, stream_grace: float, *, strict: bool) -> None:
-        """`strict`: refuse what has no effect."""
+        """`strict`: reject what has no effect."""
         super().__init__(request, stream_grace)
         self._strict = strict
 
@@ -159,8 +151,6 @@ class NullDurableRequest(DurableRequest):
 
 
 class JournaledRequest(DurableRequest):
-    """A request to an endpoint whose answers can be asked for again, on a server with a data directory."""
-
     def __init__(
         self,
         request: Request,
@@ -170,16 +160,13 @@ class JournaledRequest(DurableRequest):
         compute: Callable[[], ComputeIdentity],
         stream_grace: float,
     ) -> None:
-        """`owner`: whose answer it is. `compute`: what computes in this process now."""
         super().__init__(request, stream_grace)
         self._calls = calls
         self._background = background
         self._owner = owner
         self._compute = compute
         self._body: bytes | None = None
-        """Of a request that may go into the journal."""
         self._earlier_progress: CallProgress | None = None
-        """What an earlier attempt computed."""
         self._outputs: ResumableOutputs | None = None
 
     @property
@@ -206,7 +193,7 @@ class JournaledRequest(DurableRequest):
     async def identify(self, resolved: GenerationRequest, fresh: AnswerIdentity) -> AnswerIdentity:
         assert self._body is not None, "read first"
         fields = resolved.responses_fields
-        if fields is not None and fields.conversation_id is not None:  # which is another one the next time
+        if fields is not None and fields.conversation_id is not None:  # the conversation changes until the next time
             if self.has_idempotency_key:
                 message = "Idempotency-Key: not with a conversation, which each answer changes"
                 raise InvalidRequest(message, param=IDEMPOTENCY_HEADER)
@@ -268,7 +255,7 @@ class JournaledRequest(DurableRequest):
 
     @property
     def _computed_by(self) -> tuple[str, ...]:
-        """The fingerprints of all that compute the answer. The reader may have tokens of any of them."""
+        """The reader may have tokens of any of them."""
         return () if self.resumed is None else all_compute_fingerprints(self.resumed, self._compute())
 
     def stream_headers(self, resolved: GenerationRequest) -> Mapping[str, str]:

@@ -1,8 +1,8 @@
-"""Numbers the events of a stream, so that the stream can go on where its reader was cut off.
+"""Numbers a stream's events, so that it can resume where its reader was cut off.
 
-A resumable request always produces the same events: those before the first token, those of each choice, and those at
-the end. An event's id says how many events of each kind were sent: `chatcmpl-…:1.7.0` follows the first 7 events of the
-only choice. Events of different choices may come in another order the next time, so each choice is counted by itself.
+A resumable request always has the same events: before the first token, of each choice, and at the end. An id counts the
+events of each kind: `chatcmpl-…:1.7.0` follows the only choice's first 7 events. Choices are counted separately,
+because their interleaving may differ the next time.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _EVENT_ID = re.compile(rf"({SAFE_ID_PATTERN}):(\d{{1,9}}(?:\.\d{{1,9}}){{2,4096}
 
 
 def parse_event_id(event_id: str) -> tuple[str, tuple[int, ...]] | None:
-    """The call's id, and how many events of each kind were sent, read from an event's id; None for any other text."""
+    """The call's id and its counts; None if it is not an event id."""
     match = _EVENT_ID.fullmatch(event_id)
     return None if match is None else (match[1], tuple(map(int, match[2].split("."))))
 
 
 class EventIdWriter(AnswerWriter):
-    """Gives each event of another writer its id, and leaves out those that the reader has seen."""
+    """Adds ids to another writer's events and drops events that the reader has seen."""
 
     MEDIA_TYPE: ClassVar[bytes]
 
@@ -41,23 +41,20 @@ class EventIdWriter(AnswerWriter):
         seen_counts: Sequence[int] = (),
         is_journaled_step: Callable[[], bool] | None = None,
     ) -> None:
-        """`is_journaled_step`: whether the current step repeats tokens of the journal; None if tokens are the same when
-        they are computed again. Otherwise the first step behind the journal raises Conflict if the reader has seen
-        events that the journal lacks: they might differ now."""
+        """`is_journaled_step`: True while steps repeat journaled tokens; None if tokens are reproducible. Otherwise
+        Conflict is raised after the journal's steps if the reader has seen more events: they might differ.
+        """
         self._writer = writer
         self._is_journaled_step = is_journaled_step
         self._id = request.id.encode()
         self._sent_counts = [0] * (request.num_choices + 2)
-        """Events by kind; of the kind at hand `_kind_count` says it, for a list costs each token more memory to
-        touch."""
+        """By kind. `_kind_count` holds the current one: a list touches more memory per token."""
         self._seen_counts = [*seen_counts, *self._sent_counts[len(seen_counts) :]]
         self._kind = self._kind_count = self._kind_seen_count = 0
-        """The kind at hand, its events so far, and those of them that the reader has seen."""
         self._event_template = b""
-        """An event with its id: a form of the count of the kind at hand, and the event."""
+        """Bytes format of a count and an event."""
         self._text_event_template: bytes | None = None
-        """The same of an event of the only choice that has a text alone: a form of the count, and the text's JSON.
-        None: there is no such event, or the reader has seen more of them."""
+        """Bytes format of a count and the text's JSON, for a single choice. None while the reader is ahead."""
         self._switch_event_kind(0)
 
     @property
@@ -87,7 +84,7 @@ class EventIdWriter(AnswerWriter):
                 and delta.text
                 and delta.finish_reason is None
                 and not (delta.tokens or delta.reasoning or delta.tool_calls)
-            ):  # as nearly all are
+            ):  # the usual case
                 self._kind_count = count = self._kind_count + 1
                 return form % (count, encode_json(delta.text))
         self._writer.weights_version = self.weights_version
@@ -104,12 +101,11 @@ class EventIdWriter(AnswerWriter):
         return self._add_ids_to_unseen_events(len(self._sent_counts) - 1, self._writer.last_events(usage))
 
     def _has_reader_seen_unsent(self, kinds: slice) -> bool:
-        """Whether the reader has seen events of these kinds that were not sent."""
         self._sent_counts[self._kind] = self._kind_count
         return any(seen > sent for seen, sent in zip(self._seen_counts[kinds], self._sent_counts[kinds], strict=True))
 
     def error_event(self, error: Exception) -> bytes:
-        """This event has no id: after it the stream can be requested once more."""
+        """It has no id: the stream can be resumed after it."""
         return self._writer.error_event(error)
 
     def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
@@ -128,7 +124,7 @@ class EventIdWriter(AnswerWriter):
         return self._event_template % (self._kind_count, event) if self._kind_count > self._kind_seen_count else b""
 
     def _switch_event_kind(self, kind: int) -> None:
-        """Of a choice that has not caught up with its reader, ids say what the reader has seen."""
+        """While a choice is behind its reader, ids carry the reader's counts."""
         self._sent_counts[self._kind] = self._kind_count
         self._kind = kind
         self._kind_count = self._sent_counts[kind]
@@ -139,6 +135,6 @@ class EventIdWriter(AnswerWriter):
         self._event_template, self._text_event_template = id + b"%b", None
         if (
             kind == 1 == len(self._sent_counts) - 2 and self._kind_count >= self._kind_seen_count
-        ):  # of several, each token is a turn
+        ):  # with several choices, each token switches kinds
             form = self._writer.text_event_template(0)
             self._text_event_template = None if form is None else id + form

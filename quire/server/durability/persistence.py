@@ -1,6 +1,5 @@
-"""What outlives the server's process, with --data-dir: stored responses, files and batches, streams.
-
-Where several API processes share it, one of them leads: it answers the batches, and takes up what others left.
+"""What outlives the process with --data-dir. One of several API processes leads: it runs batches and takes up what
+others left.
 """
 
 from __future__ import annotations
@@ -36,41 +35,36 @@ from quire.server.store.write_retry import RETRY_SECONDS
 
 log = logging.getLogger("quire.server")
 STATUS_TOPIC = "standing"
-"""The topic of the question for a Standing, as msgpack."""
+"""Asks for a ProcessStatus, as msgpack."""
 _MAX_CONCURRENT_RESTARTS = 8
-"""Responses that are begun again at the same time."""
 _RETRYABLE_STATUSES = (HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
-"""What says that a response may be begun later."""
 _POLL_SECONDS = 0.5
-"""Time between two looks at what other processes left, or were asked for."""
+"""Between checks for work that other processes left."""
 _SWEEP_SECONDS = 0.5
-"""Time between two looks at what is to be deleted."""
+"""Between deletions of due data."""
 _SWEEP_PAUSE_SECONDS = 0.02
-"""The same while there is more of it, for others use the disk meanwhile."""
+"""While there is more to delete: others use the disk too."""
 _POLL_ALONE_SECONDS = 2.0
-"""The same where there are no others: whether the disk takes what is written."""
+"""With one process; checks only whether the disk can be written."""
 
 
 @dataclass(slots=True)
 class Persistence:
-    """Of one process."""
-
     data_dir: DataDir
     batch_runner: BatchRunner
     resumable_calls: ResumableCalls
     peers: Peers
     data_dir_status: DataDirStatus = field(init=False)
-    """By the last `refresh_status`."""
     unfinished_responses: set[tuple[str, str]] = field(default_factory=set)
-    """Owners and ids of the responses in the background that this process is to begin again."""
+    """Owner and id of each background response to restart."""
 
     def schedule_response_restart(self, owner: str, id: str) -> None:
-        """A response in the background that this process worked on could not be answered now, by no fault of its own:
-        its engine is gone, or its model was unloaded. If this process ends, another one begins it."""
+        """For a background response whose engine is gone or whose model was unloaded. If this process ends, another
+        restarts it.
+        """
         self.unfinished_responses.add((owner, id))
 
     async def refresh_status(self) -> DataDirStatus:
-        """What all processes have together."""
         counts = {
             **self.batch_runner.result_counts,
             OPEN_BATCHES_KEY: self.batch_runner.num_running_batches,
@@ -93,8 +87,7 @@ def open_configured_data_dir(
     connect: SQLiteConnect | None = None,
     from_thread: RunFromThread = asyncio.run_coroutine_threadsafe,
 ) -> DataDir | None:
-    """What is kept: of this process, or of the one that the link leads to; None without data_dir. `connect`: see
-    Database; `from_thread`: see `make_blocking_data_dir_call`. Raises ConfigError."""
+    """None without data_dir. `link`: to the process that has it. `connect`: see Database. Raises ConfigError."""
     if config.data_dir is None:
         return None
     if link is not None:
@@ -114,7 +107,7 @@ async def open_persistence(
     clients: Callable[[], list[EngineClient]],
     peers: Peers,
 ) -> AsyncIterator[Persistence]:
-    """`clients`: see BatchRunner. Until the block ends; then each part stops where it is, for the next process."""
+    """`clients`: see BatchRunner. At the end each part stops where it is, for the next process."""
     batches = BatchRunner(app, data, tenants, config, clients)
     streams = ResumableCalls(data.calls, config.stream_grace, peers, _open_write_ahead_log(data, peers.process_name))
     persistence = Persistence(data, batches, streams, peers)
@@ -140,8 +133,9 @@ def _open_write_ahead_log(data: DataDir, process: str) -> WriteAheadLog | None:
 
 
 async def resume_unfinished_work_forever(persistence: Persistence, app: ASGIApp, tenants: Tenants) -> None:
-    """Take up what the last process left: batches, and responses in the background. The application answers already.
-    Of several processes, the one that leads does so again and again, for each that ends."""
+    """Resume the last process's batches and background responses; the application must answer already. Among several
+    processes the leader repeats this.
+    """
     restart_slots, restarted = asyncio.Semaphore(_MAX_CONCURRENT_RESTARTS), set[tuple[str, str]]()
 
     has_recovered = False
@@ -152,7 +146,7 @@ async def resume_unfinished_work_forever(persistence: Persistence, app: ASGIApp,
                 return await _restart_response(persistence, app, tenants, owner, id)
             except (sqlite3.OperationalError, OSError, HTTPException, Overloaded) as error:
                 log.error("the response %s cannot be made again now, and is tried again: %s", id, error)
-            except Exception:  # it costs no other one
+            except Exception:  # must not affect other responses
                 return log.exception("the response %s cannot be made again now; the next start tries it again", id)
         await asyncio.sleep(RETRY_SECONDS)
         persistence.unfinished_responses.add((owner, id))
@@ -176,7 +170,6 @@ async def resume_unfinished_work_forever(persistence: Persistence, app: ASGIApp,
 
 
 async def _sweep_forever(persistence: Persistence) -> None:
-    """Delete what is due, in the process that leads."""
     while True:
         more = False
         try:
@@ -189,9 +182,9 @@ async def _sweep_forever(persistence: Persistence) -> None:
 
 
 async def _restart_response(persistence: Persistence, app: ASGIApp, tenants: Tenants, owner: str, id: str) -> None:
-    """Begin a response again that was worked on in the background. One that cannot be has failed; one whose key is not
-    taken here waits for a start at which it is. Raises Overloaded, HTTPException and what the disk says where it may be
-    begun later."""
+    """A response that cannot restart has failed; one with an unknown API key stays pending. Raises Overloaded,
+    HTTPException or the disk's error if it may restart later.
+    """
     if (tenant := tenants.find_by_digest(owner)) is None:
         log.error("the response %s waits for its API key, which is not taken here", id)
         return

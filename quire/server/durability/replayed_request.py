@@ -1,4 +1,4 @@
-"""Requests that are made again: a stream that is resumed is the POST of its call, with the body from the journal."""
+"""A resumed stream is its call's POST, with the journal's body."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ LAST_EVENT_ID = "last-event-id"
 
 
 class ReplayedRouteResponse(Response):
-    """The answer of the original call's route."""
-
     def __init__(self, resumed: ResumedCall, claims: list[Claim]) -> None:
         super().__init__()
         self._resumed = resumed
@@ -34,7 +32,6 @@ class ReplayedRouteResponse(Response):
 
 
 def replay_scope(scope: Scope, resumed: ResumedCall) -> dict[str, Any]:
-    """The scope of a call that is made again. Its body has been read."""
     call = resumed.call
     body = BodyBuffer(tenant_of(scope).name, chunks=[call.body], received_bytes=len(call.body))
     target = {"method": "POST", "path": call.path, "raw_path": call.path.encode()}
@@ -43,10 +40,8 @@ def replay_scope(scope: Scope, resumed: ResumedCall) -> dict[str, Any]:
 
 
 class ResumptionMiddleware:
-    """ASGI middleware for calls that are sent again.
-
-    Some clients can only repeat the POST of a stream, with Last-Event-ID. Such a POST is handled as a GET of the
-    stream, and its body is not read. When a request ends, its Idempotency-Key is released.
+    """Handles a POST with Last-Event-ID as a GET of the stream, without reading its body: some clients can only repeat
+    the POST. Releases the Idempotency-Key when a request ends.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -1,8 +1,8 @@
-"""Answers that can be asked for again: streams that go on where their reader was cut off, and Idempotency-Key.
+"""Resumable streams and Idempotency-Key.
 
-What a call is stands in the journal (store/journal.py) before its first event is sent, the tokens that it has a moment
-later. Whoever asks for it again, in this process or in the next one, has the same request computed with the same id,
-seed and time, so that the events are the same to the byte; those that were seen are left out.
+A call is journaled (store/journal.py) before its first event is sent, its tokens a moment later. When repeated, here or
+in the next process, it is computed with the same id, seed and time: its events are the same to the byte, and seen ones
+are dropped.
 """
 
 from __future__ import annotations
@@ -34,73 +34,69 @@ from quire.server.store.write_ahead_log import WriteAheadLog
 
 log = logging.getLogger("quire.server")
 RESUMED_SCOPE_KEY = "quire.resumed"
-"""The scope's key of a ResumedCall: the call is made again."""
+"""Scope key of the ResumedCall."""
 CLAIMS_SCOPE_KEY = "quire.claims"
-"""The scope's key of a list of the Claims that the request has."""
+"""Scope key of the request's list of Claims."""
 RESUMABLE_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-"""What can be asked for again."""
 IDEMPOTENCY_HEADER = "idempotency-key"
 KEY_RETENTION_SECONDS = 86_400.0
-"""Seconds that an answer with an Idempotency-Key can be asked for again, from its begin."""
+"""Counted from the answer's start."""
 MAX_KEY_LENGTH = 255
 KEEP_ALIVE_HEADER = "x-keep-alive-seconds"
-"""The header that lets a stream go on for a while when its reader has left."""
+"""How long a stream continues without its reader."""
 _MAX_RUNNING_SECONDS = 86_400.0
-"""So long a call may run; then its row ends."""
+"""Then the call's row expires."""
 _CLAIM_POLL_SECONDS = 0.05
-"""Between two looks whether another attempt has begun to answer a call, and can be taken over."""
+"""Between checks whether another attempt can be taken over."""
 _SAVE_INTERVAL_SECONDS = 1.0
-"""Between two notes of what calls have: what they lack is computed again."""
+"""Unsaved tokens are recomputed."""
 _SAVES_PER_LOGGED_CALL = 5
-"""A call with its tokens in a tail is part of each fifth note until it ends: only a power cut takes what it lacks."""
+"""Calls in the write-ahead log join each fifth save: only a power cut loses the difference."""
 _PUT_TRIES, _PUT_RETRY_SECONDS = 20, 0.5
-"""To put a call into the journal, where nobody answers."""
+"""While the store is unreachable."""
 _TAKE_OVER_TOPIC, _IS_ANSWERING_TOPIC = "take over", "answers"
-"""What an API process asks another that answers a call: to stop, and whether it still does."""
+"""Between API processes: stop answering a call; whether it is answered."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Claim:
-    """An Idempotency-Key whose request is about to be in the journal, or a call that is about to be answered again."""
+    """An Idempotency-Key before its request is journaled, or a call before it is resumed."""
 
     owner: str
     name: str
-    """The key, or the call's id."""
+    """The key or the call's id."""
     expires_at: float
-    """Of time.monotonic(): how long it is waited for."""
+    """`time.monotonic()`."""
     attempt: int = 0
-    """Of the call; 0: it is a key."""
+    """0 for a key."""
 
 
 @dataclass(eq=False, slots=True)
 class RunningCall:
     progress: CallProgress
     retention_seconds: float
-    """Seconds for which it is kept once it has ended."""
+    """Counted from its end."""
     close_generation: Callable[[], None] | None = None
-    """None once it has ended."""
+    """None after its end."""
     num_saved_tokens: int = 0
-    """Tokens in the journal."""
     num_skipped_saves: int = 0
-    """Notes of other calls since the last one of this."""
+    """Since its last save."""
     log_number: int = 0
-    """Of its first choice in its tail."""
+    """Of the first choice, in the write-ahead log."""
     is_stored_response: bool = False
-    """Whether it is a response that is stored as one that has not ended; see `is_stored_response`."""
+    """See `mark_stored_unfinished`."""
     ended_event: asyncio.Event = field(default_factory=asyncio.Event)
 
     def mark_ended(self) -> None:
         self.ended_event.set()
-        self.close_generation = None  # no circle: the request goes with its last reference, not at a collection
+        self.close_generation = None  # breaks the reference cycle, so that no garbage collection is needed
 
 
 class ResumableCalls:
-    """The calls that can be asked for again, of one process."""
-
     def __init__(self, calls: Calls, grace_seconds: float, peers: Peers, write_ahead_log: WriteAheadLog | None) -> None:
-        """`grace_seconds`: seconds for which a stream without a reader can be resumed. `write_ahead_log`: None where
-        there is no place for one; then what was sent in the last second before the process is killed is not in the
-        journal."""
+        """`grace_seconds`: how long a stream without a reader stays resumable. `write_ahead_log`: without one, a kill
+        loses up to a second of sent tokens.
+        """
         self._write_ahead_log = write_ahead_log
         self._calls = calls
         self._peers = peers
@@ -111,27 +107,23 @@ class ResumableCalls:
         self._claims: dict[tuple[str, str], Claim] = {}
         """By owner and key."""
         self._pending_attempts: set[int] = set()
-        """To answer a call again, which have not begun."""
+        """Claimed, not yet begun."""
         self._abandon_tasks: set[asyncio.Task[None]] = set()
         self.num_resumed = 0
-        """Calls that were made again."""
         self._save_future: asyncio.Future[None] | None = None
-        """What is written into the journal."""
+        """The running journal write."""
         self._save_task = asyncio.create_task(self._save_progress_forever())
 
     @property
     def has_write_ahead_log(self) -> bool:
-        """Whether each token is in the journal before it is sent."""
         return self._write_ahead_log is not None
 
     @property
     def running_call_keys(self) -> list[tuple[str, str]]:
-        """Owners and ids of the calls that this process answers."""
         return list(self._running)
 
     @property
     def num_running(self) -> int:
-        """Calls whose progress goes into the journal."""
         return len(self._running)
 
     async def close(self) -> None:
@@ -141,7 +133,7 @@ class ResumableCalls:
             await self._save_progress(last=True)
             if self._write_ahead_log is not None:
                 self._write_ahead_log.close_and_delete()
-        except (sqlite3.OperationalError, OSError) as error:  # what was not noted is computed again
+        except (sqlite3.OperationalError, OSError) as error:  # unsaved tokens are recomputed
             log.error("streams: data_dir cannot be written: %s", error)
 
     async def find_call(self, owner: str, id: str) -> JournaledCall | None:
@@ -150,9 +142,9 @@ class ResumableCalls:
     async def prepare_resume(
         self, owner: str, call: JournaledCall, seen: Sequence[int], claims: list[Claim]
     ) -> ResumedCall:
-        """A call to be made again, which nobody else answers any more; with the tokens that it has by now. `claims`:
-        where its claim is put. Of several that ask for it at once, each waits until the one before it has begun, and
-        takes it over. Raises HTTPException where that one takes long."""
+        """Take over a call and its tokens; its claim goes into `claims`. Concurrent attempts wait until the one before
+        has begun. Raises HTTPException after CLAIM_SECONDS.
+        """
         attempt, ends = 1 + random_source.randbits(31), clock.monotonic() + CLAIM_SECONDS
         claim = partial(self._calls.try_claim_call, owner, call.pins.id, self._peers.process_name, attempt)
         while not await asyncio.to_thread(claim):
@@ -170,7 +162,6 @@ class ResumableCalls:
         return ResumedCall(call, seen, attempt)
 
     async def _stop_and_reload_call(self, owner: str, call: JournaledCall) -> JournaledCall:
-        """A call that nobody answers any more, with the tokens that it has by now."""
         if (running := self._running.get((owner, call.pins.id))) is not None:
             return msgspec.structs.replace(call, progress=await _stop_and_get_progress(running))
         if (holder := await self._peers.find_answering_process(owner, call.pins.id)) is not None:
@@ -179,20 +170,19 @@ class ResumableCalls:
                 return msgspec.structs.replace(
                     call, progress=msgspec.msgpack.decode(encoded_progress, type=CallProgress)
                 )
-        # Its end may have been noted since the call was found, or its process has ended.
+        # The call or its process may have ended meanwhile.
         return await self.find_call(owner, call.pins.id) or call
 
     async def _handle_take_over(self, body: bytes) -> bytes | None:
-        """What a call has so far that another process goes on with."""
         owner, id = msgspec.msgpack.decode(body, type=tuple[str, str])
         if (running := self._running.get((owner, id))) is None:
             return None
         progress = await _stop_and_get_progress(running)
-        if self._running.pop((owner, id), None) is running:  # a later note could come behind the other's last one
+        if self._running.pop((owner, id), None) is running:  # a later save could overwrite the other process's last one
             if self._save_future is not None:
                 await asyncio.wait({self._save_future})
             note = ProgressUpdate(owner, id, progress, clock.time() + running.retention_seconds, is_complete=True)
-            with suppress(sqlite3.OperationalError, OSError):  # it is in the tail
+            with suppress(sqlite3.OperationalError, OSError):  # the write-ahead log has it
                 await asyncio.to_thread(self._calls.update_progress, [note], self._peers.process_name)
         return msgspec.msgpack.encode(progress)
 
@@ -206,9 +196,9 @@ class ResumableCalls:
     async def claim_key_or_resume(
         self, request: Request, owner: str, body: bytes, *, stream: bool
     ) -> ResumedCall | None:
-        """The call that had the request's Idempotency-Key before; None where it is new, or there is none.
+        """The call with this Idempotency-Key; None if the key is new or absent.
 
-        Raises HTTPException for a key that cannot be, that another request had, or whose request is being answered.
+        Raises HTTPException if the key is invalid, another request's, or being answered.
         """
         key = request.headers.get(IDEMPOTENCY_HEADER)
         if key is None or request.scope.get(RESUMED_SCOPE_KEY) is not None:
@@ -222,10 +212,10 @@ class ResumableCalls:
         request.scope[CLAIMS_SCOPE_KEY].append(claim)
         call = await asyncio.to_thread(self._calls.find_by_idempotency_key, owner, key)
         if call is None:
-            return None  # `journal_call` takes the claim away, or the request's end
+            return None  # `journal_call` or the request's end releases the claim
         if (call.path, call.body) != (request.scope["path"], body):
             raise HTTPException(422, "Another request had this Idempotency-Key")
-        if call.pins.background:  # which may have to be begun: the claim stays
+        if call.pins.background:  # it may have to be started, so the claim stays
             return ResumedCall(call, (), attempt=0)
         self.release_claims([claim])
         if not stream:
@@ -233,17 +223,17 @@ class ResumableCalls:
         return await self.prepare_resume(owner, call, (), request.scope[CLAIMS_SCOPE_KEY])
 
     async def check_not_answering(self, owner: str, id: str) -> None:
-        """Raises HTTPException while a call is answered."""
+        """Raises HTTPException while the call is answered."""
         if self._is_answering(owner, id):
             raise still_answering_error()
         if (owner, id) in self._running or (holder := await self._peers.find_answering_process(owner, id)) is None:
             return
-        # It holds an answer until the end is noted, some time after the caller has it.
+        # It holds the call until its end is saved, after the caller has the answer.
         if await self._peers.ask_peer(holder, _IS_ANSWERING_TOPIC, msgspec.msgpack.encode((owner, id))) is not None:
             raise still_answering_error()
 
     def release_claims(self, claims: Iterable[Claim]) -> None:
-        """Nobody needs to wait for them any more. Does nothing the second time."""
+        """Idempotent."""
         for claim in claims:
             if self._claims.get((claim.owner, claim.name)) is claim:
                 del self._claims[claim.owner, claim.name]
@@ -253,7 +243,7 @@ class ResumableCalls:
                 task.add_done_callback(self._abandon_tasks.discard)
 
     async def _abandon_claim(self, claim: Claim) -> None:
-        with suppress(sqlite3.OperationalError):  # the process that has the calls does not answer, or is gone
+        with suppress(sqlite3.OperationalError):  # the process with the store does not answer
             await asyncio.to_thread(self._calls.release_claim, claim.owner, claim.name, claim.attempt)
 
     async def journal_call(
@@ -266,8 +256,9 @@ class ResumableCalls:
         running: RunningGeneration[Generation],
         outputs: ResumableOutputs | None,
     ) -> None:
-        """Put a call into the journal, which follows its `outputs` until `running` is closed. Closes it if that fails.
-        `outputs`: None for beam search, which has no tokens before its end."""
+        """The journal follows `outputs` until `running` is closed, which a failure does too. `outputs`: None for beam
+        search, which has no tokens before its end.
+        """
         progress = CallProgress() if outputs is None else outputs.progress
         resumed: ResumedCall | None = request.scope.get(RESUMED_SCOPE_KEY)
         key = request.headers.get(IDEMPOTENCY_HEADER) if resumed is None else resumed.call.key
@@ -291,9 +282,9 @@ class ResumableCalls:
         try:
             ends = clock.time() + _MAX_RUNNING_SECONDS
             if not await self._put_call_with_retries(owner, call, ends):
-                raise still_answering_error()  # another process was asked at the same time
+                raise still_answering_error()  # another process got the same request
         except sqlite3.OperationalError as error:
-            if key is not None and resumed is None:  # else it would be answered twice
+            if key is not None and resumed is None:  # otherwise it could be answered twice
                 running.close()
                 raise
             log.error(
@@ -312,7 +303,7 @@ class ResumableCalls:
                 outputs.attach_journal(self._write_ahead_log, running_call.log_number, known_counts)
 
     async def _put_call_with_retries(self, owner: str, call: JournaledCall, ends: float) -> bool:
-        """As Calls.put, which may be done twice. While who has the calls is replaced, a stream waits to begin."""
+        """Calls.put is idempotent. A stream waits while the store's process is replaced."""
         for _ in range(_PUT_TRIES):
             with suppress(StoreUnreachable):
                 return await asyncio.to_thread(self._calls.put, owner, call, ends, self._peers.process_name)
@@ -320,13 +311,12 @@ class ResumableCalls:
         return await asyncio.to_thread(self._calls.put, owner, call, ends, self._peers.process_name)
 
     def mark_stored_unfinished(self, owner: str, id: str) -> None:
-        """A response is stored as one that has not ended: until `forget_call`, when its end is stored, no other process
-        takes it for one that nobody works on."""
+        """Until `forget_call`, no other process takes the response for abandoned."""
         if (running := self._running.get((owner, id))) is not None:
             running.is_stored_response = True
 
     async def forget_call(self, owner: str, id: str, *, with_key: bool = True) -> None:
-        """It shall not be made again. `with_key`: one with an Idempotency-Key neither; else its key stays known."""
+        """Prevent another attempt. Without `with_key`, an Idempotency-Key stays known."""
         if (running := self._running.get((owner, id))) is not None:
             running.ended_event.set()
             if with_key or running.retention_seconds != KEY_RETENTION_SECONDS:
@@ -342,8 +332,8 @@ class ResumableCalls:
                 log.error("streams: data_dir cannot be written: %s", error)
 
     async def _save_progress(self, *, last: bool = False) -> None:
-        """Write down what has come since the last time, and forget those that have ended. `last`: leave nothing out."""
-        if self._save_future is not None:  # of one that was cancelled: what it writes must not come behind this
+        """`last`: save everything."""
+        if self._save_future is not None:  # a cancelled save must not land after this one
             await asyncio.wait({self._save_future})
         now = clock.time()
         notes: list[ProgressUpdate] = []
@@ -367,7 +357,7 @@ class ResumableCalls:
                 count - running.num_saved_tokens > running.num_saved_tokens // 8
                 or ended
                 or ((is_compacting or last) and count > running.num_saved_tokens)
-            ):  # else a long answer is written over and over
+            ):  # otherwise a long answer is rewritten over and over
                 ends = now + (running.retention_seconds if ended else _MAX_RUNNING_SECONDS)
                 answered = ended and not running.is_stored_response
                 notes.append(ProgressUpdate(owner, id, running.progress.copy(), ends, answered))
@@ -379,7 +369,7 @@ class ResumableCalls:
                 asyncio.to_thread(self._calls.update_progress, notes, self._peers.process_name)
             )
             await asyncio.shield(self._save_future)
-        for owner, id, running in ended_calls:  # until now it is asked here what they have, for it is nowhere else
+        for owner, id, running in ended_calls:  # until now only this process had their progress
             if self._running.get((owner, id)) is running:
                 del self._running[owner, id]
         if is_compacting and self._write_ahead_log is not None:
@@ -387,12 +377,10 @@ class ResumableCalls:
 
 
 def still_answering_error() -> HTTPException:
-    """Another request with the same Idempotency-Key goes on with the answer."""
     return HTTPException(409, "The request with this Idempotency-Key is still answered", {"Retry-After": "1"})
 
 
 async def _stop_and_get_progress(running: RunningCall) -> CallProgress:
-    """What a call has whose answer is ended here."""
     if running.close_generation is not None:
         running.close_generation()
     await running.ended_event.wait()
@@ -400,8 +388,7 @@ async def _stop_and_get_progress(running: RunningCall) -> CallProgress:
 
 
 def parse_stream_grace_header(request: Request, max_seconds: float) -> float:
-    """Seconds for which a stream goes on without its reader; 0: it does not. `max_seconds`: --stream-grace, or 0 where
-    nothing is kept. Raises InvalidRequest."""
+    """`max_seconds`: --stream-grace, or 0 without a data directory. Raises InvalidRequest."""
     header_value = request.headers.get(KEEP_ALIVE_HEADER)
     if header_value is None:
         return 0.0

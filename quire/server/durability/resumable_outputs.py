@@ -1,5 +1,3 @@
-"""Outputs of an answer that can be asked for again."""
-
 from __future__ import annotations
 
 from collections import deque
@@ -20,17 +18,14 @@ class TokenJournal(Protocol):
     def log_tokens(
         self, number: int, choice: int, position: int, token_ids: Sequence[int], finish: ChoiceFinish | None
     ) -> None:
-        """`number`: the first choice's. `position`: index of the first of these tokens in the choice."""
+        """`number`: the first choice's. `position`: index in the choice."""
 
     def log_step(self, rows: Sequence[int]) -> None:
-        """Tokens of a step, flattened: for each the choice's number, the token's position, and its id."""
+        """Flattened triples: choice number, position, token id."""
 
 
 class ResumableOutputs(WrappedOutputs):
-    """Submits requests with the tokens that an earlier attempt computed, and gives these tokens first.
-
-    `progress` grows with each token that the engine computes, also those that nobody has read yet.
-    """
+    """Returns an earlier attempt's tokens first. `progress` grows with each computed token, read or not."""
 
     def __init__(
         self,
@@ -41,8 +36,9 @@ class ResumableOutputs(WrappedOutputs):
         *,
         splits_tokens: bool,
     ) -> None:
-        """`requests`: one for each choice. `splits_tokens`: give each token in a list of its own, so that the answer
-        has the same events each time. Raises EngineError if the engine is gone."""
+        """`splits_tokens`: return each token separately, so that events are reproducible. Raises EngineError if the
+        engine is gone.
+        """
         self.progress = progress
         self._splits_tokens = splits_tokens
         self._is_resumed = any(cached >= 0 for cached in progress.cached) or progress.num_tokens > 0
@@ -50,11 +46,9 @@ class ResumableOutputs(WrappedOutputs):
         self._index_by_id = {request.id: index for index, request in enumerate(requests)}
         self._known_counts = [len(ids) for ids in progress.ids]
         self._pending = deque([output] for request in requests for output in self._outputs_of_progress(request.id))
-        """What the next iterations give."""
         self._is_replaying = False
         self._num_replayed = len(self._pending)
         self._all_cached_counts_known = False
-        """Every output gives the number of cached tokens that the first attempt gave."""
         is_open = [end is None for end in progress.ends]
         open_requests = [
             msgspec.structs.replace(request, emitted_ids=[*progress.ids[index]])
@@ -70,7 +64,7 @@ class ResumableOutputs(WrappedOutputs):
         super().__init__(self._stream)
 
     def _outputs_of_progress(self, request_id: str) -> list[EngineCoreOutput]:
-        """One output for each token of the earlier attempt, and the end that its choice came to."""
+        """One output per token."""
         index = self._index_by_id[request_id]
         cached, end = self.progress.cached[index], self.progress.ends[index]
         outputs = [EngineCoreOutput(request_id, [id], cached_tokens=cached) for id in self.progress.ids[index]]
@@ -89,7 +83,7 @@ class ResumableOutputs(WrappedOutputs):
         return self._needs_engine
 
     def record_versions(self) -> dict[str, Versions]:
-        """Tokens of the earlier attempt count as computed by the present weights."""
+        """Earlier tokens count as computed by the current weights."""
         versions = super().record_versions()
         for request_id, index in self._index_by_id.items():
             add_tokens(versions.setdefault(request_id, []), self.weights_version, self._known_counts[index])
@@ -110,7 +104,7 @@ class ResumableOutputs(WrappedOutputs):
     def _split_outputs(self, outputs: list[EngineCoreOutput]) -> Iterator[list[EngineCoreOutput]]:
         if not self._splits_tokens or (
             self._all_cached_counts_known and len(outputs) == 1 == len(outputs[0].new_ids)
-        ):  # as nearly always
+        ):  # the usual case
             yield outputs
             return
         for output in outputs:
@@ -121,7 +115,7 @@ class ResumableOutputs(WrappedOutputs):
                 yield [single]
 
     def _record_first_cached_tokens(self, output: EngineCoreOutput) -> int:
-        """How many prompt tokens of the choice were cached in the first attempt, as its caller was told."""
+        """Cached prompt tokens in the first attempt, as its caller got them."""
         cached_counts, index = self.progress.cached, self._index_by_id[output.id]
         if cached_counts[index] < 0:
             cached_counts[index] = output.cached_tokens
@@ -129,8 +123,7 @@ class ResumableOutputs(WrappedOutputs):
         return cached_counts[index]
 
     def attach_journal(self, journal: TokenJournal, first_number: int, known_counts: Sequence[int]) -> None:
-        """Record in a journal what `progress` has after `known_counts` tokens of each choice, and all that it gets from
-        now on. `first_number`: the first choice's."""
+        """Journal tokens after the first `known_counts` of each choice, and all later ones."""
         self._journal, self._first_journal_number = journal, first_number
         for (id, index), count in zip(self._index_by_id.items(), known_counts, strict=True):
             ids, end = self.progress.ids[index], self.progress.ends[index]
@@ -139,7 +132,6 @@ class ResumableOutputs(WrappedOutputs):
             self._client.keep(id, first_number + index, journal.log_step)
 
     def _record_choice_end(self, output: EngineCoreOutput, with_tokens: bool) -> None:
-        """The last output of a request has come: see OutputStream.ended."""
         index, end = self._index_by_id[output.id], None
         if output.finish_reason == "stop" or output.finish_reason == "length":
             self.progress.ends[index] = end = ChoiceFinish(output.finish_reason, output.stop_reason, with_tokens)
@@ -149,25 +141,24 @@ class ResumableOutputs(WrappedOutputs):
 
     def close(self) -> None:
         super().close()
-        for output in self._stream.unread:  # a later attempt has these tokens, and must give the same cached count
+        for output in self._stream.unread:  # a later attempt must report the same cached count
             self._record_first_cached_tokens(output)
-        self._stream.ended = None  # no circle: the request goes with its last reference, not at a collection
+        self._stream.ended = None  # breaks the reference cycle, so that no garbage collection is needed
 
 
 def known_progress(earlier: CallProgress | None, num_choices: int, *, needs_logprobs: bool) -> CallProgress:
-    """What an answer need not compute again. `needs_logprobs`: the answer gives log probabilities, which the journal
-    does not have, so all of it is computed again."""
+    """What need not be recomputed. The journal has no log probabilities, so `needs_logprobs` recomputes everything."""
     if earlier is None or not earlier.ids:
         return CallProgress([[] for _ in range(num_choices)], [-1] * num_choices, [None] * num_choices)
     if needs_logprobs:
         return CallProgress([[] for _ in range(num_choices)], list(earlier.cached), [None] * num_choices)
-    if not earlier.ends:  # older journals have no ends: what ends an answer comes with its last token
+    if not earlier.ends:  # older journals have no ends: the last token, which brings the end, is recomputed
         return CallProgress([ids[:-1] for ids in earlier.ids], list(earlier.cached), [None] * num_choices)
     return earlier.copy()
 
 
 def _split_into_single_tokens(output: EngineCoreOutput) -> list[EngineCoreOutput]:
-    """The first has what the output says of the prompt, the last what it says of its end."""
+    """The first keeps the prompt's fields, the last the finish."""
     logprobs = output.logprobs
     singles = [
         EngineCoreOutput(output.id, [id], None if logprobs is None else [logprobs[at]])

@@ -1,1 +1,1 @@
-"""How a resolved call runs through the engine, and how its output becomes the bytes of the answer."""
+"""Runs resolved calls through the engine and turns its outputs into the bytes of answers."""

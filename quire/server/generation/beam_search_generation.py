@@ -1,7 +1,7 @@
-"""Beam search over the engine client: each step asks for one more token of every beam, with its alternatives.
+"""Beam search over the engine client; engine/text/beams.py has the rule.
 
-engine/text/beams.py has the rule. Beams share all but their last tokens with the prefix cache, so a step costs about
-one token per beam.
+Each step requests one more token of every beam. The prefix cache holds the rest, so a step costs about one token per
+beam.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class BeamSearchGeneration(Generation):
-    """A search that is n beams wide. Whole answers only: all of them come in one step, at the end."""
+    """All answers arrive in one step, at the end."""
 
     def __init__(
         self,
@@ -48,16 +48,14 @@ class BeamSearchGeneration(Generation):
         self._weights_version = client.engine_core.weights_version
         self._client_call = client.begin_call(request.answer_id, request.authorized_caller.tenant)
         self._cancelled_prompts: set[int] = set()
-        """Indices of prompts whose search was cancelled through `EngineClient.cancel`."""
         self._streams: set[OutputStream] = set()
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """Beam search does not count them."""
         return None
 
     async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
-        """One step with all of every answer; none when closed before."""
+        """Yield one step, or none if closed before."""
         n, limit = self.request.params.n, self.request.timeout
         try:
             async with asyncio.timeout(limit):
@@ -83,7 +81,6 @@ class BeamSearchGeneration(Generation):
         return self._weights_version
 
     def close(self) -> None:
-        """Abort what still runs; `deltas` ends."""
         self._close_streams()
         self._record_open_choices_as_cut("abort")
 
@@ -93,7 +90,7 @@ class BeamSearchGeneration(Generation):
             stream.close()
 
     async def _search_prompt(self, index: int) -> list[Beam]:
-        """The n best hypotheses for one prompt, best first; the best so far when somebody cancels it."""
+        """The n best hypotheses, best first; after a cancellation, the best so far."""
         params, width = self.request.params, self.request.params.n
         prompt = self.request.prompts[index]
         max_tokens = self._context_length - len(prompt.ids)
@@ -115,7 +112,7 @@ class BeamSearchGeneration(Generation):
     async def _request_next_tokens(
         self, index: int, step: int, prompt: Prompt, beams: Sequence[Beam]
     ) -> list[EngineCoreOutput]:
-        """One more token of every beam. Gives fewer outputs than beams when closed or cancelled meanwhile."""
+        """After a close or cancellation there are fewer outputs than beams."""
         request = self.request
         num_alternatives = max(2 * request.params.n, request.params.logprobs or 0)
         params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=num_alternatives, ignore_eos=True)

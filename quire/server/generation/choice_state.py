@@ -1,4 +1,4 @@
-"""One choice of an answer while it is generated: takes the engine's outputs and returns deltas."""
+"""Turns the engine's outputs of one choice into deltas."""
 
 from __future__ import annotations
 
@@ -17,37 +17,33 @@ from quire.server.generation.resolved_request import GenerationRequest, Prompt, 
 
 
 class AnswerToken(msgspec.Struct, frozen=True, gc=False):
-    """A token of an answer. Only the first token of an echoed prompt has no log probability."""
+    """`logprob` is None only for the first token of an echoed prompt."""
 
     token_id: int
     logprob: TokenLogprob | None
     offset: int
-    """Where the token begins, in characters of the choice's text."""
+    """In characters of the choice's text."""
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True):
-    """What one step added to one choice."""
-
     index: int
     text: str
     tokens: list[AnswerToken]
-    """The tokens that begin in this text, if log probabilities were asked for."""
+    """Tokens that begin in `text`, if log probabilities were requested."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    """The stop string or the id of stop_token_ids that ended it."""
+    """The stop string, or the id out of stop_token_ids."""
     token_ids: Sequence[int] = ()
-    """The tokens generated since the last delta, with the one that ended the answer; if asked for."""
+    """Tokens since the last delta, including the one that ended the answer."""
     prompt_ids: Sequence[int] | None = None
-    """With a choice's first delta, if token ids were asked for."""
+    """In a choice's first delta only."""
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None
-    """With a choice's first delta, if asked for: None for the first token."""
+    """In a choice's first delta only; None for the first token."""
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 class ChoiceState:
-    """Takes the engine's outputs and returns deltas."""
-
     def __init__(self, index: int, prompt: Prompt, request: GenerationRequest, tokenizer: Tokenizer) -> None:
         params = request.params
         self.index = index
@@ -55,13 +51,12 @@ class ChoiceState:
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.prefix_report: PrefixMissReport | None = None
-        """What else of the prompt could have been cached; None where nothing is known."""
         self.logprob_sum = 0.0
         self.is_finished = False
-        """Set by the generation, which also sets the reason and the two times below."""
+        """Set by the generation, as are `end_reason` and the two times."""
         self.end_reason = ""
         self.first_token_time: float | None = None
-        """When the first token came; this and last_token_time are times of time.monotonic()."""
+        """`time.monotonic()`, as is `last_token_time`."""
         self.last_token_time = 0.0
         self._params = params
         self._echo = request.echo
@@ -71,7 +66,7 @@ class ChoiceState:
             prompt_ids=prompt.ids,
             stop=params.stop
             if request.message_format is None
-            else (),  # of a message, MessageDeltaStream looks for them
+            else (),  # in messages, MessageDeltaStream looks for them
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
             shown_ids=frozenset()
@@ -86,7 +81,7 @@ class ChoiceState:
             request.message_format is not None,
         )
         self._is_text_only = not (any(extras_requested) or request.echo or request.return_token_ids)
-        """Whether a delta has a text and nothing else, but for the last."""
+        """All deltas except the last hold only text."""
         self._message_stream: MessageDeltaStream | None = None
         if request.message_format is not None:
             self._message_stream = MessageDeltaStream(
@@ -96,14 +91,13 @@ class ChoiceState:
         self._repetition_detector = None if rule is None else RepetitionDetector(rule, params.min_tokens)
         self._pending_logprobs: deque[TokenLogprob] = deque()
         self._echoed_text = (prompt.text or "") if request.echo else ""
-        """The prompt, where it is echoed."""
         self._pending_ids: list[int] | None = [] if request.return_token_ids else None
         self._prompt_ids = prompt.ids if request.return_token_ids else None
         self._prompt_logprobs: Sequence[TokenLogprob | None] | None = None
         self._num_prompt_logprobs = request.prompt_logprobs
 
     def process_output(self, output: EngineCoreOutput) -> ChoiceDelta | None:
-        """The delta of one output; None when it shows nothing yet."""
+        """Return None if there is nothing to show yet."""
         output, repeats = self._cut_echo_only_or_repetition(output)
         message: MessageDelta | None = None
         if self._message_stream is None:
@@ -129,7 +123,7 @@ class ChoiceState:
         if self._message_stream is not None and message is not None:
             text = message.content
             reason = self._message_stream.finish_reason(reason)
-        # A token without text, such as a part of a character, makes a delta too: clients time tokens by chunks.
+        # A token without text, such as part of a character, makes a delta too: clients time tokens by chunks.
         is_silent = not output.new_ids or message is not None
         if is_silent and not (message or text or tokens or echoed) and reason is None:
             return None
@@ -147,7 +141,7 @@ class ChoiceState:
         return 0 if self._message_stream is None else self._message_stream.reasoning_tokens
 
     def _cut_echo_only_or_repetition(self, output: EngineCoreOutput) -> tuple[EngineCoreOutput, bool]:
-        """The part of an output that the answer shows, and whether a repetition ends it."""
+        """The flag is True if a repetition ends the answer."""
         if self._echo_only:
             ended: FinishReason | None = None if output.finish_reason is None else "length"
             output = msgspec.structs.replace(output, new_ids=[], logprobs=None, finish_reason=ended, stop_reason=None)
@@ -162,7 +156,6 @@ class ChoiceState:
         self.prefix_report = output.prefix or self.prefix_report
 
     def _collect_answer_tokens(self, output: EngineCoreOutput, delta: TextDelta) -> list[AnswerToken]:
-        """The tokens that begin in the delta's text, if log probabilities were asked for."""
         if output.logprobs is not None:
             self._pending_logprobs.extend(output.logprobs[: delta.num_used_ids])
             self.logprob_sum += sum(logprob.logprob for logprob in output.logprobs[: delta.num_used_ids])
@@ -171,7 +164,6 @@ class ChoiceState:
         return [self._next_answer_token(offset) for offset in delta.offsets]
 
     def _take_echo(self, output: EngineCoreOutput) -> tuple[str, list[AnswerToken]]:
-        """The prompt, if the answer echoes it and has not done so yet: its text and its tokens."""
         if not self._echo:
             return "", []
         self._echo = False
@@ -188,7 +180,6 @@ class ChoiceState:
             ]
 
     def _add_ids_and_prompt_logprobs(self, delta: ChoiceDelta) -> ChoiceDelta:
-        """The delta with the ids and prompt log probabilities gathered since the last one."""
         ids, self._pending_ids = self._pending_ids, None if self._pending_ids is None else []
         prompt_ids, self._prompt_ids = self._prompt_ids, None
         logprobs, self._prompt_logprobs = self._prompt_logprobs, None
@@ -207,7 +198,7 @@ class ChoiceState:
 
 
 def limit_alternatives(logprob: TokenLogprob | None, top: int) -> TokenLogprob | None:
-    """The log probability with `top` alternatives at most. The engine reports as many as the request needs anywhere."""
+    """Keep `top` alternatives: the engine reports as many as any part of the request needs."""
     return None if logprob is None else msgspec.structs.replace(logprob, top=logprob.top[:top])
 
 
@@ -215,18 +206,16 @@ REPETITION_STOP_REASON = "repetition_detected"
 
 
 class RepetitionDetector:
-    """Watches the tokens of one answer."""
-
     def __init__(self, rule: RepetitionRule, min_tokens: int) -> None:
-        """Repetitions among the first min_tokens tokens do not end the answer."""
+        """Ignore repetitions within the first `min_tokens` tokens."""
         self._rule = rule
         self._min_tokens = min_tokens
         self._token_ids: list[int] = []
 
     def cut_repetition(self, output: EngineCoreOutput) -> tuple[EngineCoreOutput, bool]:
-        """The output up to the token that completes a repetition, and whether there is one.
+        """Cut the output after the token that completes a repetition; True if there is one.
 
-        A token that ends the answer anyway is not looked at: it ends the answer for its own reason.
+        A token that ends the answer anyway is not checked: it keeps its own finish reason.
         """
         for used, token_id in enumerate(output.new_ids, 1):
             self._token_ids.append(token_id)
@@ -242,11 +231,10 @@ class RepetitionDetector:
 
 
 def has_repetition(ids: Sequence[int], rule: RepetitionRule) -> bool:
-    """Whether the last tokens are min_count times the same pattern, by vLLM's check_sequence_repetition."""
+    """vLLM's check_sequence_repetition."""
     sizes = range(max(1, rule.min_pattern_size), rule.max_pattern_size + 1)
     return any(_has_period(ids, size, size * rule.min_count) for size in sizes if size * rule.min_count <= len(ids))
 
 
 def _has_period(ids: Sequence[int], period: int, length: int) -> bool:
-    """Whether each of the last `length` tokens equals the one `period` before it, where both are among them."""
     return all(ids[-i] == ids[-i - period] for i in range(1, length - period + 1))

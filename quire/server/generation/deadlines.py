@@ -1,5 +1,3 @@
-"""The deadlines of a request: `timeout` and `queue_timeout`."""
-
 from __future__ import annotations
 
 import asyncio
@@ -11,7 +9,7 @@ from quire.server.generation.resolved_request import ResolvedRequest
 
 
 def with_deadlines(outputs: OutputSource, request: ResolvedRequest) -> OutputSource:
-    """The outputs, which end with Timeout or QueueTimeout when a deadline of the request passes."""
+    """The outputs end with Timeout or QueueTimeout when a deadline passes."""
     if request.timeout is None and request.queue_timeout is None:
         return outputs
     return OutputsWithDeadlines(outputs, timeout=request.timeout, queue_timeout=request.queue_timeout)
@@ -19,7 +17,7 @@ def with_deadlines(outputs: OutputSource, request: ResolvedRequest) -> OutputSou
 
 class OutputsWithDeadlines(WrappedOutputs):
     def __init__(self, outputs: OutputSource, *, timeout: float | None, queue_timeout: float | None) -> None:
-        """Deadlines are in seconds from now; None: no deadline."""
+        """Deadlines are seconds from now; None: no deadline."""
         super().__init__(outputs)
         loop = asyncio.get_running_loop()
         self._timeout_timer = self._queue_timer = None

@@ -1,5 +1,3 @@
-"""Prevents pieces of work that take milliseconds from blocking the event loop directly after one another."""
-
 from __future__ import annotations
 
 import asyncio
@@ -13,8 +11,9 @@ Result = TypeVar("Result")
 
 
 class EventLoopWorkPacer:
-    """`async with turns:` runs its block in a turn of the event loop in which no other block of the same
-    EventLoopWorkPacer runs."""
+    """Lets other tasks run between pieces of work that take milliseconds: `async with pacer:` runs one block per turn
+    of the event loop.
+    """
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
@@ -36,8 +35,9 @@ class EventLoopWorkPacer:
     async def run_in_thread(
         self, work: Callable[Parameters, Result], *args: Parameters.args, **options: Parameters.kwargs
     ) -> Result:
-        """The result of work that takes longer than a turn should. One piece at a time, so that threads do not compete
-        with the event loop for the interpreter."""
+        """For work too long for one turn. One piece runs at a time, so that threads do not compete with the event loop
+        for the GIL.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: work(*args, **options))
 
     def close(self) -> None:

@@ -1,5 +1,3 @@
-"""A call while the engine generates its answer: what sampling and beam search have in common."""
-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -24,19 +22,17 @@ TIMING_METRICS = ("time_to_first_token_ms", "generation_time_ms", "queue_time_ms
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Counts of one call, in tokens."""
-
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int | None = None
-    """None where no reasoning is looked for."""
+    """None if reasoning is not parsed."""
     metrics: Mapping[str, float | None] | None = None
-    """When what came; None where nobody asks."""
+    """See `timing_metrics`; None unless requested."""
     prefix_reports: Sequence[PrefixMissReport] = ()
-    """What the prompts could have found cached, as far as it is known."""
+    """One per prompt, if known."""
     first_token_time: float | None = None
-    """When the first token came, of time.monotonic()."""
+    """`time.monotonic()`."""
 
     @property
     def total_tokens(self) -> int:
@@ -44,8 +40,7 @@ class Usage:
 
     @property
     def cache_miss_fields(self) -> dict[str, object]:
-        """How many prompt tokens were computed again that had been computed before, mostly for which reason, and what
-        this took in seconds; nothing where there were none."""
+        """Tokens that were computed again, the main reason and the seconds; empty if none."""
         reasons = Counter[str]()
         for report in self.prefix_reports:
             reasons.update(dict(report.tokens_by_reason))
@@ -68,7 +63,7 @@ class Usage:
 
 
 def timing_metrics(timeline: Timeline) -> dict[str, float | None]:
-    """Of one answer, by vLLM's names: by the clock of the engine, from its first step on; None before there is one."""
+    """vLLM's names. Times count from the engine's first step; all are None before the first token."""
     began = next((at for at, phase in timeline.marks if phase != "queued"), None)
     first = timeline.first_token_at
     last = timeline.last_token_at
@@ -86,16 +81,14 @@ def timing_metrics(timeline: Timeline) -> dict[str, float | None]:
 
 
 class DeltaSink(Protocol):
-    """Takes steps instead of the reader of a stream."""
-
     def can_take_step(self) -> bool:
-        """Whether it can take one at once; if not, the reader gets it."""
+        """If not, the reader of the stream gets the step."""
 
     def take_step(self, step: list[ChoiceDelta]) -> None: ...
 
 
 class Generation(ABC):
-    """Works on one request. Iterate `deltas` once; `close` ends it at any time."""
+    """Iterate `deltas` once; call `close` at any time."""
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, metrics: Metrics) -> None:
         n = request.params.n
@@ -105,42 +98,39 @@ class Generation(ABC):
             ChoiceState(i, request.prompts[i // n], request, tokenizer) for i in range(request.num_choices)
         ]
         self._has_cut_choices = False
-        """Whether some choice was ended before it was complete."""
         self._start_time = clock.monotonic()
 
     @abstractmethod
     def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
-        """What each step added, a choice's deltas in order; never an empty list. Ends when all choices have ended.
+        """Yield each step's deltas, never an empty list, until all choices have ended.
 
-        Raises EngineError when the engine failed one of them, Timeout or QueueTimeout when a deadline passed.
+        Raises EngineError, Timeout or QueueTimeout.
         """
 
     def attach_sink(self, sink: DeltaSink) -> None:  # noqa: B027 - nothing, where a step is not made at once
-        """Spare the reader of `deltas` its wake-ups: from now on the sink takes whatever arrives while the reader
-        waits. Call it between two steps."""
+        """Let the sink take what arrives while the reader waits, to save wake-ups. Call between two steps."""
 
     @abstractmethod
     def close(self) -> None:
-        """Abort what still runs; `deltas` ends. Does nothing the second time."""
+        """Abort what still runs; `deltas` ends. Idempotent."""
 
     @property
     def choice_ends(self) -> list[tuple[int, str]]:
-        """For each choice its number of tokens so far, and why it ended; "" if it has not."""
+        """Token count and end reason of each choice; "" if it has not ended."""
         return [(choice.completion_tokens, choice.end_reason) for choice in self._choices]
 
     @property
     def is_complete(self) -> bool:
-        """Whether every choice ended by itself; False if some were cut off."""
+        """False if a choice was cut off."""
         return not self._has_cut_choices and all(choice.is_finished for choice in self._choices)
 
     @property
     @abstractmethod
     def weights_version(self) -> str:
-        """Of the weights that computed the last token so far."""
+        """Weights of the last token so far."""
 
     @property
     def usage(self) -> Usage:
-        """The usage so far."""
         first_of_prompts = self._choices[:: self.request.params.n]
         return Usage(
             prompt_tokens=self.request.prompt_tokens,
@@ -158,7 +148,7 @@ class Generation(ABC):
 
     @property
     def timeline(self) -> Timeline | None:
-        """What happened to the only choice; None where there are several, or it is not told."""
+        """None with several choices, or if not requested."""
         return None
 
     @property
@@ -168,7 +158,7 @@ class Generation(ABC):
         return sum(choice.reasoning_tokens for choice in self._choices)
 
     def select_best(self, answers: Sequence[CollectedChoice]) -> list[CollectedChoice]:
-        """The answers to keep, for each prompt those of the highest mean log probability per token, indexed anew."""
+        """For each prompt, the answers with the highest mean log probability per token, renumbered."""
         n, keep = self.request.params.n, self.request.num_returned
         if keep == n:
             return list(answers)
@@ -180,7 +170,6 @@ class Generation(ABC):
         return [replace(answer, index=index) for index, answer in enumerate(best_answers)]
 
     def _record_choice_end(self, choice: ChoiceState, reason: str) -> None:
-        """Count a choice that has ended, and its prompt when all its choices have."""
         params = self.request.params
         choice.is_finished, choice.end_reason = True, reason
         self._metrics.observe_finished_choice(
@@ -199,7 +188,6 @@ class Generation(ABC):
             )
 
     def _record_open_choices_as_cut(self, reason: str) -> None:
-        """End all choices that have not ended yet."""
         for choice in self._choices:
             if not choice.is_finished:
                 self._has_cut_choices = True

@@ -1,5 +1,6 @@
-"""An answer's message while its tokens come. Stop strings are looked for in its content alone: what stands in the
-thinking or in the markup of calls ends nothing."""
+"""Parses an answer's message as its tokens arrive. Stop strings apply only to its content, not to reasoning or tool
+calls.
+"""
 
 from __future__ import annotations
 
@@ -13,42 +14,39 @@ from quire.server.formats.message_parser import AssistantMessageParser, MessageD
 from quire.server.formats.tools.tool_call_sink import ToolCallDelta
 
 STOP_SEARCH_LENGTH = 1024
-"""Characters of the answer in which a stop string is looked up that was found in the content. It is where content ends,
-but for what the parsers hold back."""
+"""Characters from the answer's end in which a stop string is located: content ends there, except for what parsers hold
+back.
+"""
 
 
 class MessageDeltaStream:
-    """Turns the engine's outputs into deltas of the message. Without stop strings an output is read at once, with them
-    token by token, so that an answer ends in the same place however its tokens come."""
+    """With stop strings, reads token by token, so that the end does not depend on how tokens are grouped."""
 
     def __init__(self, text: IncrementalDetokenizer, parser: AssistantMessageParser, params: SamplingParams) -> None:
-        """`text` looks for no stop strings."""
+        """`text` must have no stop strings."""
         self._text_stream = text
         self._parser = parser
         self._include_stop = params.include_stop_str_in_output
         self._stop_strings = StopStringMatcher(params.stop, include=self._include_stop) if params.stop else None
         self._unsearched_tokens = params.min_tokens
         self._has_dropped_calls = False
-        """Whether a stop string stands before calls that were read with it, which are left out."""
+        """Tool calls after a stop string were parsed but left out."""
         self._raw_tail = ""
-        """The end of the answer's text."""
         self._text_length = 0
-        """Of the answer's text, in characters."""
+        """In characters."""
         self._decided_length = 0
-        """Up to where the answer's text is no beginning of a stop string."""
+        """Characters that cannot begin a stop string."""
         self._pending_offsets: list[int] = []
-        """Where tokens begin that are not given out yet."""
 
     @property
     def reasoning_tokens(self) -> int:
         return self._parser.reasoning_tokens
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """As AssistantMessageParser.finish_reason."""
         return reason if self._has_dropped_calls else self._parser.finish_reason(reason)
 
     def push_output(self, output: EngineCoreOutput) -> tuple[TextDelta, MessageDelta]:
-        """The delta of an output: its tokens (with no text), and what they add to the message."""
+        """The text delta has tokens but no text."""
         if self._stop_strings is None:
             delta = self._text_stream.push_output(output)
             final = output.finish_reason is not None
@@ -71,7 +69,7 @@ class MessageDeltaStream:
     def _push_token(
         self, delta: TextDelta, stops: StopStringMatcher, output: EngineCoreOutput
     ) -> tuple[MessageDelta, str | None]:
-        """What one token adds to the message, and the stop string that it completes."""
+        """Returns the stop string that the token completes, if any."""
         tokens, final = len(output.new_ids), output.finish_reason is not None
         searched = self._unsearched_tokens <= 0 or not tokens
         self._unsearched_tokens -= tokens
@@ -93,7 +91,7 @@ class MessageDeltaStream:
         return MessageDelta(content, message.reasoning, message.tool_calls), None
 
     def _release_offsets(self, stop: str | None, stops: StopStringMatcher, *, final: bool) -> Sequence[int]:
-        """Where the tokens begin that are given out now: none that begin in a stop string or behind it."""
+        """Tokens in or after a stop string are held back."""
         end = self._text_length if final else self._decided_length
         if stop is not None:
             place = self._raw_tail.rfind(stop)
@@ -109,7 +107,7 @@ class MessageDeltaStream:
 
 
 def _split_into_tokens(output: EngineCoreOutput) -> list[EngineCoreOutput]:
-    """An output as one for each token; its end comes with the last. What is told of tokens otherwise is left out."""
+    """The last output has the finish reason; other fields are dropped."""
     if len(output.new_ids) < 2:
         return [output]
     *first, last = output.new_ids
@@ -119,7 +117,6 @@ def _split_into_tokens(output: EngineCoreOutput) -> list[EngineCoreOutput]:
 
 
 def _is_ended_by_model(output: EngineCoreOutput) -> bool:
-    """Whether the model ended the answer by itself."""
     return output.finish_reason == "stop" and output.stop_reason is None
 
 
@@ -128,5 +125,5 @@ def _join_deltas(one: MessageDelta, other: MessageDelta) -> MessageDelta:
 
 
 def _is_call_continuation(call: ToolCallDelta) -> bool:
-    """Whether it is more of a call that was begun before, and stands before the content."""
+    """A continuation precedes the content."""
     return call.name is None

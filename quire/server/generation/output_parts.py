@@ -1,5 +1,4 @@
-"""The parts of an answer (thinking, text and tool calls) in the order in which the model wrote them; and whole answers,
-which are collected from the deltas that a stream would have shown."""
+"""Parts of an answer (reasoning, text, tool calls) in order, and whole answers collected from deltas."""
 
 from __future__ import annotations
 
@@ -13,10 +12,8 @@ from quire.engine.common.types import TokenLogprob
 from quire.server.generation.choice_state import AnswerToken, ChoiceDelta
 
 MAX_LOGPROBS = 2**20
-"""Log probabilities that one answer may hold, if it is whole or a stream whose last events repeat them. This many
-take some 140 MB."""
+"""Per whole answer, or per stream that repeats them at its end; about 140 MB."""
 MAX_LOGPROBS_IN_ALL = 2**21
-"""Of all answers together."""
 
 
 PartKind = Literal["reasoning", "text", "call"]
@@ -24,37 +21,32 @@ PartKind = Literal["reasoning", "text", "call"]
 
 @dataclass(slots=True, eq=False)
 class OutputPart:
-    """What Anthropic calls a content block and OpenAI's Responses API an item."""
+    """A content block of Anthropic, an item of OpenAI's Responses API."""
 
     kind: PartKind
     call_id: str = ""
-    """Of a call."""
     function_name: str = ""
-    """Of the function that is called."""
     text_pieces: list[str] = field(default_factory=list)
     tokens: list[AnswerToken] = field(default_factory=list)
-    """Those of a text, if log probabilities were asked for."""
+    """Of text, if log probabilities were requested."""
 
     @property
     def text(self) -> str:
-        """The thinking, the text, or the arguments as JSON."""
+        """Reasoning, text, or arguments as JSON."""
         return "".join(self.text_pieces)
 
 
 class OutputParts:
-    """Collects the parts of one choice, delta by delta."""
-
     def __init__(self) -> None:
         self.parts: list[OutputPart] = []
         self._pending_tokens: list[AnswerToken] = []
-        """Tokens whose text is still to come."""
 
     def add_delta_and_iter_pieces(self, delta: ChoiceDelta) -> Iterator[tuple[OutputPart, str]]:
-        """The pieces that a delta has, each with its part, to which it was added. A new part is over the last one."""
+        """Yield the delta's pieces with their parts. A new part ends the one before."""
         continued = 0
         while (
             continued < len(delta.tool_calls) and delta.tool_calls[continued].name is None
-        ):  # of a call that text ends
+        ):  # rest of a call that text follows
             yield self._append_piece(self.parts[-1], delta.tool_calls[continued].arguments)
             continued += 1
         if delta.reasoning:
@@ -71,7 +63,6 @@ class OutputParts:
             yield self._append_piece(self.parts[-1], call.arguments)
 
     def _get_or_add_part(self, kind: PartKind) -> OutputPart:
-        """The last part if it is of this kind, else a new one behind it."""
         if not self.parts or self.parts[-1].kind != kind:
             self.parts.append(OutputPart(kind))
         return self.parts[-1]
@@ -82,14 +73,11 @@ class OutputParts:
         return part, piece
 
     def joined_text(self, kind: PartKind) -> str:
-        """All of one kind, joined."""
         return "".join(piece for part in self.parts if part.kind == kind for piece in part.text_pieces)
 
 
 @dataclass(slots=True)
 class CollectedChoice:
-    """A whole choice. `collect_choices` fills it in delta by delta."""
-
     index: int
     parts: OutputParts = field(default_factory=OutputParts)
     tokens: list[AnswerToken] = field(default_factory=list)
@@ -109,8 +97,7 @@ class CollectedChoice:
 
 
 class LogprobBudget:
-    """Counts the log probabilities that answers hold in this process until they are sent: whole answers, and streams
-    whose last events repeat them."""
+    """Counts log probabilities held in this process by whole answers and by streams whose last events repeat them."""
 
     def __init__(self) -> None:
         self._logprobs_by_call: dict[object, int] = {}
@@ -118,8 +105,9 @@ class LogprobBudget:
 
     @contextmanager
     def track_call(self) -> Iterator[Callable[[Sequence[ChoiceDelta]], None]]:
-        """Gives a function that counts a step of one call. It raises InvalidRequest for a call that holds too many,
-        and Overloaded for the one that holds most when all together do."""
+        """Yield a function that counts one call's steps. It raises InvalidRequest if the call holds too many,
+        Overloaded if all calls do and this one holds the most.
+        """
         call_key = object()
         self._logprobs_by_call[call_key] = 0
 
@@ -147,7 +135,7 @@ class LogprobBudget:
 async def collect_choices(
     steps: AsyncIterator[list[ChoiceDelta]], count_step: Callable[[Sequence[ChoiceDelta]], None]
 ) -> list[CollectedChoice]:
-    """The whole answers, by index. `count_step` is called with each step, and may raise."""
+    """Sorted by index. `count_step` may raise."""
     answers: dict[int, CollectedChoice] = {}
     async for step in steps:
         count_step(step)

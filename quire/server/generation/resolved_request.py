@@ -1,4 +1,4 @@
-"""The resolved form of a request: all endpoints translate their bodies to it."""
+"""All endpoints translate their bodies to a ResolvedRequest."""
 
 from __future__ import annotations
 
@@ -15,143 +15,131 @@ from quire.server.protocol.request_bodies import IGNORED_PARAMS_HEADER
 from quire.server.store.response_store import StoredItem
 
 QuestionType = Literal["predicate", "choice", "score", "labels", "shares"]
-"""labels: how likely each token is among all; shares: among these."""
+"""labels: probability of each label among all tokens; shares: among the labels."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptionQuestion:
-    """A question that one token answers: one of /v1/decisions, or the labels of a score."""
+    """Answered by one token; from /v1/decisions or a score's labels."""
 
     type: QuestionType
     name: str | None
     options: Sequence[str | bool]
-    """The possible answers: yes and no of a predicate, values of a choice, the levels' labels of a score."""
+    """Booleans of a predicate, values of a choice, or labels of a score's levels."""
     option_token_ids: Sequence[int]
-    """The token that stands for each option."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResponsesApiFields:
-    """The fields of a call of the Responses API that do not concern its generation."""
+    """Responses API fields that do not affect generation."""
 
     echoed_fields: bytes
-    """The request's fields that the answer repeats: a JSON object, written once."""
+    """A JSON object."""
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """The namespace and the name in it, of the tools that have one."""
+    """Tool name to namespace and name in it."""
     encrypts_reasoning: bool = False
-    """Whether reasoning items carry their text as encrypted_content too."""
+    """Reasoning items carry encrypted_content too."""
     store: bool = False
     background: bool = False
     input_items: Sequence[StoredItem] = ()
-    """The items to store: those of this request alone."""
+    """Items to store; only this request's."""
     previous_id: str | None = None
-    """The id of the response before it."""
     conversation_id: str | None = None
-    """The id of the conversation that it is part of."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     ids: list[int]
     text: str | None = None
-    """What `echo` repeats; None where the prompt is known by its ids alone."""
+    """For `echo`; None if only ids are known."""
     offsets: Sequence[int] = ()
-    """Where each of the ids begins in that text, in characters; empty where nobody asks."""
+    """Start of each id in `text`, in characters; empty if not needed."""
     spans: tuple[MediaSpan, ...] = ()
-    """Ids that stand for images."""
+    """Placeholder ids of images."""
     images: tuple[Image, ...] = ()
-    """The content of each span, once."""
+    """Content of the spans; each image once."""
     adaptations: str = ""
-    """How a conversation was adapted to what its template takes; "": not at all."""
+    """How the conversation was adapted to its template."""
 
 
 @dataclass(frozen=True, slots=True)
 class RepetitionRule:
-    """An answer ends when its last tokens are min_count times the same pattern: vLLM's repetition_detection."""
+    """vLLM's repetition_detection: an answer ends when its last tokens repeat one pattern `min_count` times."""
 
     max_pattern_size: int
-    """In tokens; 0 detects nothing."""
+    """In tokens; 0 disables."""
     min_pattern_size: int
     min_count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who sent a request, and what its headers ask for. The station `authorize` makes it."""
+    """Made by the station `authorize`."""
 
     tenant: str = ""
-    """The tenant charged."""
     weight: float = 1.0
-    """The tenant's share."""
+    """Share in scheduling."""
     priority: int = 0
-    """The body's, or the one that a trusted gateway sets."""
+    """From the body, or from a trusted gateway."""
     cache_salt: str = ""
-    """The body's, made the tenant's own."""
+    """Made specific to the tenant."""
     adapter: Adapter | None = None
-    """The adapter that the request's model name stands for, if it is an adapter's."""
     chosen_id: str = ""
-    """The answer's id by the header X-Request-Id."""
+    """From the header X-Request-Id."""
     include_receipt: bool = False
-    """The answer gives a receipt."""
     record_receipt: bool = False
-    """What a receipt needs is recorded, for the answer or for the receipt log."""
+    """For the answer or for the receipt log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerIdentity:
-    """What makes this answer the one that it is, and the same one when it is computed again. The station `identify`
-    makes it: of fresh values, or of those in the journal."""
+    """Makes a recomputed answer the same one. The station `identify` sets it, from the journal if resumed."""
 
     id: str
-    """No other answer has it. The ids of its sequences begin with it."""
+    """Unique; engine request ids begin with it."""
     requested_id: str = ""
-    """The answer's id, if the caller chose one; another answer may have the same."""
+    """Chosen by the caller; need not be unique."""
     created: int = 0
-    """In seconds of the Unix clock."""
+    """Unix time in seconds."""
     seed: int | None = None
-    """The body's, or one that was drawn so that the answer can be computed again."""
+    """From the body, or drawn so that the answer can be recomputed."""
     resumable: bool = False
-    """Its events are numbered, and always the same: each token is a step of its own."""
+    """Events are numbered and reproducible: each token is one step."""
     num_earlier_attempts: int = 0
-    """How often the answer was made before."""
     ignored_headers: str = ""
-    """Headers of the request that have no effect, as the answer's header names them."""
+    """Request headers without effect, comma-separated."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedGrammar:
-    """The grammar that the answers match, which compiles."""
-
     field: str
-    """The request's field that it comes from."""
+    """The request field that it came from."""
     grammar: Grammar
     headers: Mapping[str, str]
-    """What the answer's headers say of its schemas."""
+    """Answer headers about its schemas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedRequest:
-    """A request as it passes through the stations of server/pipeline. Each station completes the field that is its own,
-    once; nothing that one station set is changed by another. This class has what generations and vectors share."""
+    """Each station of server/pipeline sets its own field, once."""
 
     id_prefix: str = ""
-    """The beginning of the ids of all answers of this endpoint."""
     body_id: str = ""
-    """The answer's id by the body's field request_id."""
+    """The body's request_id."""
     model: str
-    """The name that the answer gives the model."""
+    """As the answer names it."""
     body_priority: int = 0
     body_cache_salt: str = ""
     timeout: float | None = None
-    """Seconds in which the answer must be complete."""
+    """Seconds until the answer must be complete."""
     queue_timeout: float | None = None
-    """Seconds in which the first token, or the first vector, must come."""
+    """Seconds until the first token or vector must arrive."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Headers of the response, as far as the body decides them."""
+    """Response headers that the body determines."""
     caller: Caller | None = None
-    """Completed by `authorize`."""
+    """Set by `authorize`."""
     identity: AnswerIdentity | None = None
-    """Completed by `identify`."""
+    """Set by `identify`."""
 
     def with_caller(self, caller: Caller) -> Self:
         assert self.caller is None, "authorized once"
@@ -177,7 +165,6 @@ class ResolvedRequest:
 
     @property
     def answer_id(self) -> str:
-        """The id that the caller sees."""
         return self.answer_identity.requested_id or self.answer_identity.id
 
     @property
@@ -197,55 +184,49 @@ class ResolvedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest(ResolvedRequest):
-    """What to generate and how to answer it: n choices for each prompt. Choice i of prompt p has index p * n + i."""
+    """Choice i of prompt p has index p * n + i."""
 
     prompts: Sequence[Prompt]
     params: SamplingParams
-    """Those of the body: without the grammar, and with the seed that the caller gave. `sampling_params` has all."""
+    """Without the grammar and drawn seed that `sampling_params` adds."""
     num_returned: int
-    """The number of choices for each prompt that a whole answer shows, the most likely ones; n at most."""
+    """Choices per prompt in a whole answer, the most likely; at most n."""
     session_id: str = ""
-    """The conversation that it is a turn of, by the caller's name for it."""
+    """The caller's name of the conversation."""
     keep_seconds: float = 0.0
-    """How long the conversation is to be kept; 0: it is not."""
+    """How long to pin the conversation's KV blocks; 0: not."""
     checked_grammar: CheckedGrammar | None = None
-    """Completed by `check_grammars`; None: the answers are any text."""
+    """Set by `check_grammars`."""
 
     beam_search: bool = False
-    """Search for the n most likely hypotheses instead of sampling."""
     length_penalty: float = 1.0
-    """Of beam search."""
+    """For beam search."""
     repetition_rule: RepetitionRule | None = None
     message_format: RequestMessageFormat | None = None
-    """How to read reasoning and tool calls out of the answers; None: all of their text is content."""
+    """None if all text is content."""
 
     stream: bool = False
     include_usage: bool = False
-    """The last event of a stream gives the usage."""
     continuous_usage: bool = False
-    """Every event of a stream gives the usage so far."""
+    """In every event of a stream, so far."""
     echo: bool = False
-    """Answers begin with their prompt's text."""
     echo_only: bool = False
-    """Answers are their prompt alone: the one token that the engine must generate is dropped."""
+    """Drop the one token that the engine must generate."""
     logprobs: bool = False
-    """Answers give log probabilities."""
     prompt_logprobs: int | None = None
-    """Alternatives to give for each token of the prompt; None: its log probabilities are not given."""
+    """Alternatives per prompt token; None omits the field."""
     return_token_ids: bool = False
-    """Answers give the token ids of prompt and answer."""
+    """Of prompt and answer."""
     return_tokens_as_token_ids: bool = False
     """Log probabilities name tokens `token_id:123`."""
     include_metrics: bool = False
-    """Whether its usage tells when what came: of one answer."""
+    """Timings in the usage; only with one choice."""
     body_receipt: bool = False
-    """The body asks for a receipt."""
     allows_receipt: bool = True
-    """Whether the answer can have a receipt: not if nothing is generated that anybody reads."""
+    """False if no caller reads what is generated."""
     responses_fields: ResponsesApiFields | None = None
-    """Of a call of the Responses API."""
     questions: Sequence[OptionQuestion] = ()
-    """Of a call of the Decisions API, one for each prompt."""
+    """Decisions API: one per prompt."""
 
     def with_checked_grammar(self, checked_grammar: CheckedGrammar) -> GenerationRequest:
         assert self.checked_grammar is None, "checked once"
@@ -253,7 +234,6 @@ class GenerationRequest(ResolvedRequest):
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """The body's parameters with the checked grammar and the answer's seed."""
         grammar = None if self.checked_grammar is None else self.checked_grammar.grammar
         return msgspec.structs.replace(self.params, grammar=grammar, seed=self.answer_identity.seed)
 
@@ -276,16 +256,16 @@ class GenerationRequest(ResolvedRequest):
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all prompts together. A prompt counts once, however many choices continue it."""
+        """A prompt counts once, regardless of `n`."""
         return sum(len(prompt.ids) for prompt in self.prompts)
 
     def system_fingerprint(self, model_fingerprint: str) -> str:
-        """ServedModel.fingerprint, with the content of the adapter, which decides the tokens too."""
+        """ServedModel.fingerprint plus the adapter's digest, which determines tokens too."""
         known, _, promise = model_fingerprint.rpartition("_")
         return model_fingerprint if self.adapter is None else f"{known}-{self.adapter.digest[:12]}_{promise}"
 
     def engine_requests(self) -> list[EngineCoreRequest]:
-        """One for each choice, in order of their indices."""
+        """One per choice, in index order."""
         params = self.sampling_params
         single_params = msgspec.structs.replace(params, n=1)
         num_attempts = self.answer_identity.num_earlier_attempts
@@ -308,7 +288,7 @@ class GenerationRequest(ResolvedRequest):
         seed: int,
         generated_ids: Sequence[int] = (),
     ) -> EngineCoreRequest:
-        """The engine's request for one sequence; `generated_ids`: tokens behind the prompt."""
+        """`generated_ids`: tokens after the prompt."""
         caller = self.authorized_caller
         return EngineCoreRequest(
             id=id,

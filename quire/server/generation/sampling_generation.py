@@ -1,5 +1,3 @@
-"""Generation by sampling: engine outputs in, text deltas out."""
-
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
@@ -21,8 +19,6 @@ if TYPE_CHECKING:
 
 
 class SamplingGeneration(Generation):
-    """Each choice is one request to the engine."""
-
     def __init__(
         self,
         request: GenerationRequest,
@@ -33,7 +29,7 @@ class SamplingGeneration(Generation):
         loop_work_pacer: EventLoopWorkPacer,
         timeline: Timeline | None,
     ) -> None:
-        """`outputs`: of the `engine_requests`, one for each choice. `timeline`: see `Generation.timeline`."""
+        """`engine_requests`: one per choice, in index order."""
         super().__init__(request, tokenizer, metrics)
         self._choices_by_id = {each.id: choice for each, choice in zip(engine_requests, self._choices, strict=True)}
         self._outputs = outputs
@@ -82,7 +78,7 @@ class SamplingGeneration(Generation):
         return step
 
     async def _process_prompt_logprobs(self, outputs: list[EngineCoreOutput]) -> list[ChoiceDelta]:
-        """As `_process_outputs`, output by output: one may hold the log probabilities of a whole prompt."""
+        """One output per turn of the event loop: it may hold a whole prompt's log probabilities."""
         step = []
         for output in outputs:
             async with self._loop_work_pacer:
@@ -90,9 +86,8 @@ class SamplingGeneration(Generation):
         return step
 
     def _process_output(self, output: EngineCoreOutput, now: float) -> ChoiceDelta | None:
-        """Add an output to its choice. Returns the delta, or None when there is nothing to show yet."""
         choice = self._choices_by_id[output.id]
-        if choice.is_finished:  # The call was closed while this output waited to be read.
+        if choice.is_finished:  # closed while this output waited to be read
             return None
         if output.finish_reason == "error":
             self._record_choice_end(choice, "error")
@@ -105,7 +100,7 @@ class SamplingGeneration(Generation):
                 self._metrics.observe_first_token(now - self._start_time)
             choice.last_token_time = now
         if delta is not None and delta.finish_reason is not None:
-            self._outputs.abort(output.id, delta.finish_reason)  # Does nothing when the engine has ended it.
+            self._outputs.abort(output.id, delta.finish_reason)  # does nothing if the engine has ended it
             self._record_choice_end(choice, delta.finish_reason)
         return delta
 
@@ -119,7 +114,7 @@ class SamplingGeneration(Generation):
 
     def close(self) -> None:
         self._outputs.close()
-        # No circle: the request goes with its last reference, not at a collection.
+        # Break the reference cycle, so that the request is freed without the garbage collector.
         self._outputs.sink = self._sink = None
         self._record_open_choices_as_cut("abort")
 

@@ -1,5 +1,3 @@
-"""A call whose answer is made of vectors: its resolved form, and its way through the engine."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -24,14 +22,12 @@ class VectorInput:
     ids: list[int]
     params: PoolingParams
     spans: tuple[MediaSpan, ...] = ()
-    """Ids that stand for images."""
+    """Placeholder ids of images."""
     images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VectorRequest(ResolvedRequest):
-    """The texts to make vectors of, and how to answer them."""
-
     inputs: Sequence[VectorInput]
     write_body: VectorBodyWriter
 
@@ -44,7 +40,7 @@ class VectorRequest(ResolvedRequest):
         return sum(len(each.ids) for each in self.inputs)
 
     def engine_requests(self) -> list[EngineCoreRequest]:
-        """One for each input, in their order."""
+        """One per input, in order."""
         caller = self.authorized_caller
         return [
             EngineCoreRequest(
@@ -65,27 +61,23 @@ class VectorRequest(ResolvedRequest):
 
 
 VectorBodyWriter = Callable[[VectorRequest, str, Sequence[np.ndarray]], bytes]
-"""Writes an answer as JSON. It is given the request, the version of the weights that computed the last vector, and the
-vectors in float32, one for each of the request's inputs."""
+"""Writes JSON from the request, the weights version of the last vector, and one float32 vector per input."""
 
 
 class VectorGeneration:
-    """Each input is one request to the engine. Call `collect_vectors` once; `close` ends it at any time."""
+    """Call `collect_vectors` once; call `close` at any time."""
 
     def __init__(self, request: VectorRequest, outputs: OutputSource, metrics: Metrics) -> None:
         """`outputs`: of `request.engine_requests()`."""
         self._metrics = metrics
         self._start_time = clock.monotonic()
         self._open_prompt_tokens = {f"{request.id}-{index}": len(each.ids) for index, each in enumerate(request.inputs)}
-        """Prompt tokens of the requests that have not ended."""
+        """Of requests that have not ended."""
         self._request_ids = list(self._open_prompt_tokens)
         self._outputs = outputs
 
     async def collect_vectors(self) -> list[np.ndarray] | None:
-        """The vectors in the order of the inputs; None where some were cut short.
-
-        Raises EngineError when the engine failed one of them, Timeout or QueueTimeout when a deadline passed.
-        """
+        """In input order; None if some were cut short. Raises EngineError, Timeout or QueueTimeout."""
         vectors_by_id: dict[str, np.ndarray] = {}
         try:
             async for outputs in self._outputs:
@@ -112,7 +104,7 @@ class VectorGeneration:
         self._record_end_of_open_requests("abort")
 
     def _record_end_or_raise(self, output: EngineCoreOutput) -> None:
-        """Raises EngineError for what the engine failed."""
+        """Raises EngineError."""
         if output.finish_reason is not None and output.id in self._open_prompt_tokens:
             self._record_ended_request(output.id, output.finish_reason)
         if output.finish_reason == "error":

@@ -1,5 +1,4 @@
-"""The stations that a request passes, a file each: read, parse, resolve, authorize, admit, generate, write.
+"""A request's stations, called by `answer.py` in order: read, parse, resolve, authorize, admit, generate, write.
 
-`answer.py` calls them in this order for every endpoint that generates or computes. A `ResolvedRequest` is immutable;
-each station completes the field that it owns, once.
+A `ResolvedRequest` is immutable; each station sets its own field, once.
 """

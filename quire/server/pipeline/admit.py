@@ -1,7 +1,7 @@
-"""Fifth station: whether there is room for a request, in the queue and within its key's limits.
+"""Fifth station: room in the queue and in the key's limits.
 
-What the longest possible answer takes is reserved of the key's tokens (server/access/rate_limits.py). When the answer
-has ended, `generate.py` settles the ticket with what it really took.
+Reserves tokens for the longest possible answer (server/access/rate_limits.py); `generate.py` settles the ticket with
+the actual number.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from quire.server.served_model import get_model
 
 
 def admit(request: Request, resolved: GenerationRequest | VectorRequest) -> AdmissionTicket:
-    """A ticket, which whoever ends the work settles. From here on the request log knows the request by its answer's id.
-    Raises what Admission.admit_generation raises."""
+    """The caller must settle the ticket. Raises what Admission.admit_generation raises."""
     n, max_tokens = 1, None
     if isinstance(resolved, GenerationRequest):
         n, max_tokens = resolved.params.n, resolved.params.max_tokens

@@ -1,5 +1,3 @@
-"""The way of a request: each station once, in this order, for every endpoint that generates or computes."""
-
 from __future__ import annotations
 
 from starlette.requests import Request
@@ -22,11 +20,11 @@ from quire.server.runtime.model_runtime import get_runtime
 from quire.server.served_model import get_model
 
 Resolution = ResolvedGeneration | VectorRequest | JsonReply
-"""What a resolver makes of a body: what is to be computed, or the answer itself."""
+"""A JsonReply is the answer itself."""
 
 
 async def answer(request: Request, resolve: Resolver[Resolution]) -> Response:
-    """Raises what the stations raise; server/routes/error_handlers.py turns it into the API's form of an error."""
+    """Raises what the stations raise; server/routes/error_handlers.py formats it."""
     durable = open_durable_request(request)
     resolution = await resolve_body(request, resolve, durable.keep_body if durable.keeps_body else None)
     if isinstance(resolution, JsonReply):
@@ -67,7 +65,7 @@ async def generate_and_write(
 async def prepare_generation(
     request: Request, resolution: ResolvedGeneration, durable: DurableRequest
 ) -> GenerationRequest:
-    """From resolved to identified: all that is decided before the engine has work."""
+    """Everything decided before the engine has work."""
     resolved = authorize(request, await check_grammars(request, resolution))
     return resolved.with_identity(await durable.identify(resolved, identify(resolved)))
 
@@ -75,8 +73,7 @@ async def prepare_generation(
 async def begin_generation(
     request: Request, resolved: GenerationRequest, durable: DurableRequest
 ) -> RunningGeneration[Generation]:
-    """A generation that is admitted, submitted and then journaled, before its first event is sent. The caller must
-    close it."""
+    """Journals after submitting and before the first event is sent. The caller must close the result."""
     running = generate(request, resolved, admit(request, resolved), durable)
     await durable.journal(resolved, running)
     return running

@@ -1,6 +1,6 @@
-"""Fourth station: who asks, under which terms, and what the answer will be called.
+"""Fourth station: the caller, its terms and the answer's id.
 
-API keys are checked before a body is read (server/access/authentication.py); here is what needs the resolved request.
+API keys are checked before the body is read (server/access/authentication.py).
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from quire.server.served_model import get_model
 AnyRequest = TypeVar("AnyRequest", bound=ResolvedRequest)
 
 RECEIPT_HEADER = "X-Receipt"
-"""The header of a request that asks for a receipt, as the field `receipt` of its body does."""
+"""Requests a receipt, like the body's `receipt`."""
 
 
 def authorize(request: Request, resolved: AnyRequest) -> AnyRequest:
-    """The request with its caller. Raises ModelNotFound if its adapter has been unloaded since it was resolved, and
-    InvalidRequest for a receipt that it cannot have."""
+    """Raises ModelNotFound if the adapter was unloaded meanwhile, InvalidRequest for an unavailable receipt."""
     tenant = tenant_of(request.scope)
     gateway_priority = get_server_context(request).gateways.resolve_priority(request.scope)
     header_id = request.headers.get(REQUEST_ID_HEADER)
@@ -53,14 +52,13 @@ def authorize(request: Request, resolved: AnyRequest) -> AnyRequest:
 
 
 def identify(resolved: ResolvedRequest) -> AnswerIdentity:
-    """A fresh identity. The answer's id is ours, or the one that the caller chose: the body's request_id, or the header
-    X-Request-Id."""
+    """The caller may choose the answer's id: the body's request_id or X-Request-Id."""
     chosen_id = resolved.body_id or resolved.authorized_caller.chosen_id
     seed = None
     if isinstance(resolved, GenerationRequest):
         seed = resolved.params.seed
         if resolved.responses_fields is not None and resolved.responses_fields.store:
-            chosen_id = ""  # the id that a caller chooses may name several answers
+            chosen_id = ""  # a caller may give several answers the same id
     return AnswerIdentity(
         id=f"{resolved.id_prefix}{random_source.token_hex(16)}",
         requested_id=chosen_id,
@@ -93,7 +91,7 @@ def _includes_receipt(request: Request, resolved: GenerationRequest) -> bool:
 
 
 def _find_adapter(request: Request, model_name: str) -> Adapter | None:
-    """The adapter that a resolved model name stands for; None: the model itself. Raises ModelNotFound."""
+    """None for the model itself. Raises ModelNotFound."""
     adapters, model = get_runtime(request).adapter_registry, get_model(request)
     if adapters is None or model_name in model.names:
         return None

@@ -1,7 +1,5 @@
-"""Sixth station: the engine computes what the request asks for.
-
-A generation reads engine outputs and nothing else. What more happens to these outputs wraps them, in this order: an
-earlier attempt's tokens and the journal (`DurableRequest.submit`), deadlines, the recorder of receipts.
+"""Sixth station. A generation only reads engine outputs; wrappers add the rest, in this order: an earlier attempt's
+tokens and the journal (`DurableRequest.submit`), deadlines, the receipt recorder.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ from quire.server.runtime.model_runtime import ModelRuntime, get_runtime
 def submit_generation(
     resolved: GenerationRequest, runtime: ModelRuntime, durable: DurableRequest
 ) -> RunningGeneration[Generation]:
-    """Submit a request to the engine. The caller must close what it returns. Raises EngineError if the engine is
-    gone."""
+    """The caller must close the result. Raises EngineError if the engine is gone."""
     if resolved.beam_search:
         search = BeamSearchGeneration(
             resolved,
@@ -63,8 +60,7 @@ def submit_generation(
 def generate(
     request: Request, resolved: GenerationRequest, ticket: AdmissionTicket, durable: DurableRequest
 ) -> RunningGeneration[Generation]:
-    """Start a generation, which the caller must close. Settles the ticket at its end. Raises EngineError if the engine
-    is gone."""
+    """The caller must close the result, which settles the ticket. Raises EngineError if the engine is gone."""
     runtime = get_runtime(request)
     try:
         running = submit_generation(resolved, runtime, durable)
@@ -79,7 +75,6 @@ def generate(
 def compute_vectors(
     request: Request, resolved: VectorRequest, ticket: AdmissionTicket
 ) -> RunningGeneration[VectorGeneration]:
-    """The same for vectors."""
     runtime = get_runtime(request)
     try:
         outputs = with_deadlines(runtime.client.submit(resolved.engine_requests(), resolved.answer_id), resolved)

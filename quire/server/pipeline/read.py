@@ -1,4 +1,4 @@
-"""First station: the body of a request, received within limits and decompressed."""
+"""First station."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from quire.server.runtime.server_context import get_server_context
 
 @asynccontextmanager
 async def read_body(request: Request) -> AsyncIterator[BodyBuffer]:
-    """The body, whose bytes count as received until the block ends. Raises what BodyReader.hold_request_body raises,
-    and HTTPException, which nobody will see, if the client has left."""
+    """Received within limits and decompressed; counts until the block ends. Raises what BodyReader.hold_request_body
+    raises, and HTTPException if the client has left.
+    """
     try:
         async with get_server_context(request).body_reader.hold_request_body(request) as body:
             yield body

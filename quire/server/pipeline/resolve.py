@@ -1,8 +1,7 @@
-"""Third station: what a body asks for, in the engine's words, within limits of time and memory.
+"""Third station: resolve the body within limits of time and memory.
 
-A resolver (server/resolve has them all) is a pure function of the body's bytes, the model and the configuration; its
-first line parses the body. Small bodies are resolved in the event loop, all others in a worker process, which can be
-killed.
+A resolver (server/resolve) is a pure function that parses the body first. Small bodies are resolved in the event loop,
+others in a worker process, which can be killed.
 """
 
 from __future__ import annotations
@@ -36,20 +35,20 @@ Resolver = Callable[[bytes, ServedModel, ServerConfig], Resolution]
 """Raises ModelNotFound, InvalidRequest naming the parameter, NeedsWorker and UnfetchedImagesError."""
 
 QUICK_BYTES, SMALL_BYTES = 1024, 4096
-"""Bodies up to these sizes are resolved in the event loop: up to the first many in one turn, up to the second, which
-takes about a millisecond, one in a turn."""
+"""Larger bodies go to a worker. Several quick ones share a turn of the event loop; a small one takes about a
+millisecond and has its own.
+"""
 BYTES_PER_TOKEN_ID = 32
-"""Memory of an entry of a list, beyond its bytes in a message."""
+"""Memory of a list entry beyond its bytes in a message."""
 
 
 async def resolve_body(
     request: Request, resolve: Resolver[Resolution], keep_body: Callable[[Sequence[bytes]], None] | None = None
 ) -> Resolution:
-    """What `resolve` makes of the request's body. `keep_body` is given the body itself, in
-    pieces.
+    """`keep_body` receives the body in pieces.
 
-    The memory of what was made counts until the request is answered: see server/access/memory_lease.py. Raises what
-    `resolve`, read_body, WorkerPool.run_job and MemoryLease.grow_lease raise.
+    The result's memory counts until the request is answered (server/access/memory_lease.py). Raises what `resolve`,
+    read_body, WorkerPool.run_job and MemoryLease.grow_lease raise.
     """
     async with read_body(request) as body:
         chunks = () if keep_body is None else tuple(body.chunks)
@@ -60,13 +59,12 @@ async def resolve_body(
 
 
 async def parse_request_body(request: Request, body_type: type[BodyType]) -> BodyType:
-    """The request's body as this model, for endpoints that compute nothing. Raises what `resolve_body` raises, and
-    InvalidRequest naming the field."""
+    """Raises what `resolve_body` raises, and InvalidRequest naming the field."""
     return await resolve_body(request, partial(parse_body_as, body=body_type))
 
 
 async def check_grammars(request: Request, resolved: ResolvedGeneration) -> GenerationRequest:
-    """The resolved request with a grammar that compiles. Raises what GrammarChecker.check_grammars raises."""
+    """Raises what GrammarChecker.check_grammars raises."""
     if not resolved.grammars:
         return resolved.request
     checker, tenant = get_runtime(request).grammar_checker, tenant_of(request.scope)
@@ -100,7 +98,7 @@ async def _resolve_here_or_in_worker(request: Request, body: BodyBuffer, resolve
     try:
         grow_request_lease(request.scope, size)
     except Exception:
-        del resolution  # else it stays as long as the error's traceback
+        del resolution  # otherwise the error's traceback keeps it alive
         raise
     return resolution
 
@@ -108,7 +106,7 @@ async def _resolve_here_or_in_worker(request: Request, body: BodyBuffer, resolve
 async def _fetch_images(
     runtime: ModelRuntime, tenant: Tenant, urls: Mapping[str, str], grow_lease: Callable[[int], None]
 ) -> dict[str, bytes]:
-    """The images of a request, when it is its turn. Raises what ImageFetcher.fetch_images raises."""
+    """Raises what ImageFetcher.fetch_images raises."""
     async with runtime.fetch_semaphore.hold_slot(tenant.name):
         return await runtime.image_fetcher.fetch_images(urls, grow_lease)
 
@@ -121,15 +119,14 @@ def resolve_with_images(
     resolve: Resolver[Resolution],
     images: dict[str, bytes],
 ) -> Resolution:
-    """Resolve a body of which some images had to be fetched. Runs in a worker."""
+    """Runs in a worker."""
     return resolve(body, replace(model, fetched_images=images), config)
 
 
 def resolve_and_measure(
     body: bytes, model: ServedModel, config: ServerConfig, *, resolve: Resolver[Resolution]
 ) -> tuple[Resolution, int]:
-    """The resolution, and its size in bytes without the prompts' token ids, which the queue bounds. Runs in a
-    worker."""
+    """Size in bytes, without the prompts' token ids, which the queue bounds. Runs in a worker."""
     resolution = resolve(body, model, config)
     measured: object = resolution
     num_ids = num_pixel_bytes = 0

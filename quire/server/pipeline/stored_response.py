@@ -1,4 +1,4 @@
-"""A response that is stored, and may go on in the background: its last station writes to the store, too."""
+"""The last station of stored and background responses also writes to the store."""
 
 from __future__ import annotations
 
@@ -25,16 +25,14 @@ from quire.server.store.write_retry import retry_until_written
 
 @dataclass(frozen=True, slots=True)
 class ResponseRecorder:
-    """Stores one response."""
-
     data: DataDir | None
-    """None where nothing is stored."""
+    """None if nothing is stored."""
     owner: str
     resolved: GenerationRequest
     writer: ResponsesWriter
 
     async def store_ended_response(self) -> None:
-        """Store the response, which has ended, and add its items to its conversation."""
+        """Also adds its items to its conversation."""
         fields, writer = self.resolved.responses_fields, self.writer
         assert fields is not None
         if self.data is None:
@@ -51,7 +49,6 @@ class ResponseRecorder:
             )
 
     async def store_queued_response(self, response: bytes) -> None:
-        """Store a response that goes on in the background."""
         self.writer.status = "queued"
         await self._put_response(response, unfinished=True)
 
@@ -76,7 +73,7 @@ class ResponseRecorder:
 
 
 async def answer_in_background(request: Request, recorder: ResponseRecorder, durable: DurableRequest) -> Response:
-    """Start an answer that goes on without its reader. Returns its events, or the response as it is now."""
+    """Returns the answer's events, or the queued response."""
     runtime = get_runtime(request)
     server = get_server_context(request)
     resolved = recorder.resolved
@@ -87,7 +84,7 @@ async def answer_in_background(request: Request, recorder: ResponseRecorder, dur
     try:
         grow_request_lease(
             request.scope, 2 * len(resolved.responses_fields.echoed_fields)
-        )  # in what the caller is sent
+        )  # for the copies sent to the caller
         running = await begin_generation(request, resolved, durable)
         close = running.close
         queued = writer.current_response("queued")
@@ -109,7 +106,7 @@ async def answer_in_background(request: Request, recorder: ResponseRecorder, dur
         try:
             if answer.can_restart and server.persistence is not None:
                 server.persistence.schedule_response_restart(recorder.owner, resolved.answer_id)
-            elif not (writer.has_ended_unfinished and is_leaving()):  # else the next process goes on with it
+            elif not (writer.has_ended_unfinished and is_leaving()):  # otherwise the next process continues it
                 await retry_until_written(f"the end of {resolved.answer_id} waits", store_and_forget, is_leaving)
         finally:
             lease.release_lease()
@@ -129,4 +126,4 @@ async def answer_in_background(request: Request, recorder: ResponseRecorder, dur
 
 
 def ignore_disconnect() -> None:
-    """A follower that leaves ends nothing."""
+    """Followers that leave do not end the answer."""

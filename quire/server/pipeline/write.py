@@ -1,5 +1,3 @@
-"""Last station: the answer's bytes, streamed or whole."""
-
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -21,9 +19,9 @@ from quire.server.runtime.model_runtime import ModelRuntime, get_runtime
 
 EndCallback = Callable[[], Awaitable[None]]
 WEIGHTS_VERSION_HEADER = "X-Weights-Version"
-"""The header of an answer that names the weights: those of its last token, of a stream those that it began with."""
+"""Weights of the last token; for a stream, those at its start."""
 MAX_INLINE_NUMBERS = 2**14
-"""JSON of that many numbers takes a few milliseconds; a thread writes it for more."""
+"""Their JSON takes a few milliseconds; a thread writes longer ones."""
 
 
 async def do_nothing() -> None:
@@ -39,9 +37,9 @@ async def write_answer(
     *,
     reader_grace: float = 0.0,
 ) -> Response:
-    """The response. `on_written` is awaited when the writer has written a whole answer, before the answer's last part
-    is sent. `reader_grace`: seconds for which a stream goes on without its reader. Raises EngineError if the engine
-    failed an answer that is not streamed."""
+    """`on_written` is awaited before the answer's last part is sent. `reader_grace`: seconds that a stream continues
+    without its reader. Raises EngineError if the engine fails a whole answer.
+    """
     if running.generation.request.stream:
         return _write_stream(request, running, writer, durable, on_written, reader_grace)
     return await _write_whole(request, running, writer, durable, on_written)
@@ -148,8 +146,7 @@ async def stream_events(
     on_written: EndCallback,
     transport: BatchingTransport | None = None,
 ) -> AsyncGenerator[bytes]:
-    """The events of a stream, one chunk for each step. If `transport` is given, steps that arrive while the stream
-    waits are written to it directly, except the first and the last."""
+    """Steps that arrive while the stream waits go directly to `transport`, except the first and the last."""
     generation = running.generation
     resolved = generation.request
     if resolved.continuous_usage:
@@ -162,9 +159,9 @@ async def stream_events(
             writer.weights_version = generation.weights_version
             if resolved.continuous_usage:
                 writer.set_usage(generation.usage)
-            if resolved.echo and resolved.logprobs:  # all of the prompt's may come in one step
+            if resolved.echo and resolved.logprobs:  # one step may hold the whole prompt's log probabilities
                 yield opening + await runtime.loop_work_pacer.run_in_thread(writer.step_events, step)
-            elif events := opening + writer.step_events(step):  # else the reader of a stream that goes on has seen them
+            elif events := opening + writer.step_events(step):  # empty if the reader of a resumed stream has seen them
                 yield events
                 if is_first and transport is not None and not keeps_logprobs:
                     generation.attach_sink(TransportSink(generation, writer, transport))
@@ -185,8 +182,7 @@ def _count_nothing(step: Sequence[ChoiceDelta]) -> None:
 
 
 class TransportSink:
-    """Writes steps directly to a transport, as chunks of a body that has begun. It is kept small, because the memory
-    that it touches costs more for each token than what it does."""
+    """Kept small: per token, touching memory costs more than the work."""
 
     __slots__ = ("_generation", "_includes_usage", "_transport", "_writer")
 

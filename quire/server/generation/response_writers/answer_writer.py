@@ -1,5 +1,3 @@
-"""The base classes of all writers of answers."""
-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -16,7 +14,7 @@ from quire.server.generation.resolved_request import GenerationRequest
 
 
 class AnswerWriter(ABC):
-    """Writes one call's deltas as server-sent events, or its whole answers as one body."""
+    """Writes one call's answer as server-sent events or as one body."""
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
         """`fingerprint`: see ServedModel."""
@@ -25,65 +23,61 @@ class AnswerWriter(ABC):
         self._fingerprint = request.system_fingerprint(fingerprint)
 
     MEDIA_TYPE: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
-    """The type of a stream."""
+    """Of a stream."""
     _usage: Usage | None = None
     weights_version: str = ""
-    """Of the weights that computed the last token so far; told before each step and the end."""
+    """Weights of the last token; set before each step and the end."""
     receipt: bytes | None = None
-    """As JSON, told before the end where it was asked for."""
+    """JSON; set before the end."""
 
     @property
     def ping_event(self) -> bytes:
-        """What a silent stream sends to stay alive."""
+        """Keeps a silent stream alive."""
         return PING_EVENT
 
     @property
     def receipt_field(self) -> dict[str, bytes]:
-        """The field of the receipt, as `encode_with_raw_fields` takes it."""
+        """For `encode_with_raw_fields`."""
         return {} if self.receipt is None else {"receipt": self.receipt}
 
     def set_usage(self, usage: Usage) -> None:
-        """The usage so far, told before each step where the request has continuous_usage."""
+        """Called before each step with continuous_usage."""
         self._usage = usage
 
     @property
     def keeps_logprobs_until_end(self) -> bool:
-        """Whether it keeps the log probabilities of a stream's tokens until its last events, which repeat them."""
+        """The last events of a stream repeat its log probabilities."""
         return False
 
     def first_events(self) -> bytes:
-        """The events before the first step."""
         return b""
 
     @abstractmethod
     def step_events(self, deltas: Sequence[ChoiceDelta]) -> bytes:
-        """The events of a step."""
+        """Write one step."""
 
     def text_event_template(self, index: int) -> bytes | None:
-        """The only event of a step in which a choice gets some text and nothing else, as a form of the text's JSON;
-        None where there is no such form. It is the same for all steps."""
+        """Bytes format with one %b, the text's JSON, for steps that add only text; None if there is none. The same for
+        all steps.
+        """
         return None
 
     @abstractmethod
     def last_events(self, usage: Usage) -> bytes:
-        """The events after the last step."""
+        """Called after the last step."""
 
     def error_event(self, error: Exception) -> bytes:
-        """The last event of a stream that an error ends."""
         return encode_openai_stream_error(error)
 
     @abstractmethod
     def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
-        """The body of an answer that is not streamed."""
+        """Write a whole answer."""
 
 
 WriterFactory = Callable[[GenerationRequest, Tokenizer, str], AnswerWriter]
-"""Makes the writer of one call: most often its class."""
 
 
 class UnstreamableAnswerWriter(AnswerWriter):
-    """Writes answers that are never streamed."""
-
     def step_events(self, deltas: Sequence[ChoiceDelta]) -> bytes:
         raise NotImplementedError("answers of this kind are not streamed")
 
@@ -92,16 +86,13 @@ class UnstreamableAnswerWriter(AnswerWriter):
 
 
 class OutputPartWriter(AnswerWriter):
-    """Writes the only choice part by part: thinking, text and calls, in their order. A part ends where the next one
-    begins."""
+    """Writes a single choice part by part. A part ends where the next begins."""
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
         super().__init__(request, tokenizer, fingerprint)
         self._parts = OutputParts()
         self._open_part: OutputPart | None = None
-        """The part that has begun and has not ended."""
         self._final_delta: ChoiceDelta | None = None
-        """The choice's last delta."""
 
     @property
     def keeps_logprobs_until_end(self) -> bool:
@@ -124,12 +115,12 @@ class OutputPartWriter(AnswerWriter):
 
     @abstractmethod
     def part_start_events(self, part: OutputPart) -> bytes:
-        """The events with which the part begins that is open now."""
+        """`_open_part` is `part` already."""
 
     @abstractmethod
     def part_delta_events(self, part: OutputPart, piece: str) -> bytes:
-        """The events of a piece of the open part, which may be empty."""
+        """`piece` may be empty."""
 
     @abstractmethod
     def part_end_events(self) -> bytes:
-        """The events with which the open part ends, if there is one."""
+        """b"" if no part is open."""

@@ -21,40 +21,37 @@ from quire.server.generation.response_writers.logprob_fields import chat_logprob
 
 
 class ChunkWriter(AnswerWriter):
-    """Writes chunks of OpenAI's completions. Constant parts are encoded once."""
+    """Constant parts are encoded once."""
 
     OBJECT_TYPE: ClassVar[str]
-    """The `object` of a chunk."""
     BEFORE_TEXT: ClassVar[bytes]
-    """Opens the part of a choice that has the text; %d is the choice's index, and token ids are null."""
+    """Start of a choice with null token ids; %d is its index."""
     TEXT_KEY: ClassVar[bytes]
-    """Names the text, which follows, where a choice may have none."""
+    """Omitted if a choice has no text."""
     AFTER_TEXT: ClassVar[bytes]
-    """Closes the part of a choice that has the text."""
+    """Closes the object that holds the text."""
     UNFINISHED_FIELDS: ClassVar[bytes]
-    """Follows that part in a choice that has neither log probabilities nor an end."""
+    """Follows AFTER_TEXT without log probabilities and finish reason."""
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
         super().__init__(request, tokenizer, fingerprint)
         self._chunk_head = self._event_head()
         self._choice_heads: dict[int, bytes] = {}
-        """By choice: the begin of its chunks, up to the text."""
+        """Start of chunks up to the text, by choice."""
         self._set_chunk_end(b'}],"usage":null}' + EVENT_END if request.include_usage else b"}]}" + EVENT_END)
 
     def _common_fields(self, kind: str) -> dict[str, object]:
-        """The fields that all chunks of an answer, or the whole answer, begin with."""
         request = self._request
         about = {"id": request.answer_id, "object": kind, "created": request.created, "model": request.model}
         return {**about, "system_fingerprint": self._fingerprint}
 
     def _event_head(self, **extra_fields: object) -> bytes:
-        """An event up to the value of `choices`, which the caller adds; `extra_fields`: fields before it."""
+        """Ends before the value of `choices`."""
         return (
             EVENT_PREFIX + encode_json({**self._common_fields(self.OBJECT_TYPE), **extra_fields})[:-1] + b',"choices":'
         )
 
     def set_usage(self, usage: Usage) -> None:
-        """Chunks give this usage from now on."""
         self._set_chunk_end(b'}],"usage":%b}%b' % (encode_json(usage.to_openai_usage()), EVENT_END))
 
     def _set_chunk_end(self, close: bytes) -> None:
@@ -82,20 +79,20 @@ class ChunkWriter(AnswerWriter):
 
     @abstractmethod
     def choice_events(self, delta: ChoiceDelta) -> bytes:
-        """The events of one choice in a step."""
+        """Write one choice's part of a step."""
 
     @abstractmethod
     def logprobs_field(self, tokens: Sequence[AnswerToken]) -> dict[str, object]: ...
 
     def _choice_head(self, index: int) -> bytes:
-        """The begin of a choice's chunk without token ids, up to the text."""
+        """Up to the text, without token ids."""
         opening = self._choice_heads.get(index)
         if opening is None:
             opening = self._choice_heads[index] = self._chunk_head + self.BEFORE_TEXT % index
         return opening
 
     def _finish_choice_event(self, event: bytes, delta: ChoiceDelta) -> bytes:
-        """The whole of an event that is written up to its text."""
+        """`event` ends after its text."""
         if delta.finish_reason is None and not delta.tokens:
             return event + self._unfinished_chunk_end
         close = self._chunk_end if delta.finish_reason is None else self._add_weights_version(self._chunk_end)
@@ -109,7 +106,6 @@ class ChunkWriter(AnswerWriter):
         )
 
     def _add_weights_version(self, event: bytes) -> bytes:
-        """The end of an event, with the field weights_version at the end of its object."""
         return b'%b,"weights_version":%b}%b' % (
             event.removesuffix(b"}" + EVENT_END),
             encode_json(self.weights_version),
@@ -119,7 +115,6 @@ class ChunkWriter(AnswerWriter):
     def _collected_choice_fields(
         self, answer: CollectedChoice, content_fields: Mapping[str, object]
     ) -> dict[str, object]:
-        """A whole choice with the fields `content_fields`."""
         return {
             "index": answer.index,
             **content_fields,
@@ -130,16 +125,14 @@ class ChunkWriter(AnswerWriter):
         }
 
     def _response_fields(self, kind: str) -> dict[str, object]:
-        """Those of a whole answer that are not about its choices."""
         return {**self._common_fields(kind), "weights_version": self.weights_version}
 
     def _usage_and_metrics_fields(self, usage: Usage) -> dict[str, object]:
-        """Those about what a whole answer took."""
         counts: dict[str, object] = {"usage": usage.to_openai_usage()}
         return counts if usage.metrics is None else counts | {"metrics": usage.metrics}
 
     def _prompt_fields(self, answer: CollectedChoice) -> dict[str, object]:
-        """The fields about the prompt; null where they were not asked for, because vLLM's clients read them anyway."""
+        """Null unless requested: vLLM's clients read these fields anyway."""
         logprobs = answer.prompt_logprobs
         return {
             "prompt_token_ids": answer.prompt_ids,
@@ -183,10 +176,9 @@ class ChatWriter(ChunkWriter):
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
         super().__init__(request, tokenizer, fingerprint)
         self._custom_inputs: dict[int, tuple[int, CustomInputDecoder]] = {}
-        """By choice: the custom tool's call that it has open, by its index, and the reader of its input."""
+        """Index and input decoder of each choice's open custom tool call."""
 
     def first_events(self) -> bytes:
-        """The role of each choice, and the prompt's token ids, before the first step."""
         ids = self._request.prompts[0].ids if self._request.return_token_ids else None
         opening = self._event_head(prompt_token_ids=ids)
         delta = b'[{"index":%d,"token_ids":null,"delta":{"role":"assistant","content":""'
@@ -195,7 +187,7 @@ class ChatWriter(ChunkWriter):
         )
 
     def choice_events(self, delta: ChoiceDelta) -> bytes:
-        """Reasoning, content and each call are events of their own: some clients read only one of them in an event."""
+        """Reasoning, content and each call are separate events: some clients read only one per event."""
         calls = self._tool_call_deltas(delta) if delta.tool_calls or self._custom_inputs else []
         if delta.reasoning or delta.tool_calls or calls:
             rest = msgspec.structs.replace(delta, text="") if delta.tool_calls or calls else delta
@@ -204,7 +196,6 @@ class ChatWriter(ChunkWriter):
         return self._content_event(delta)
 
     def _tool_call_deltas(self, delta: ChoiceDelta) -> list[dict[str, object]]:
-        """The deltas of calls that a delta shows."""
         deltas = []
         for call in delta.tool_calls:
             if call.name is not None:
@@ -223,7 +214,7 @@ class ChatWriter(ChunkWriter):
         return deltas
 
     def _flush_custom_input(self, choice: int) -> list[dict[str, object]]:
-        """What is left of the input of a choice's open call, if it is a custom tool's. The call is over."""
+        """End a choice's open custom tool call with the rest of its input."""
         index, reader = self._custom_inputs.pop(choice, (0, None))
         rest = "" if reader is None else reader.decode_arguments("", final=True)
         return [_custom_call_delta(ToolCallDelta(index), rest)] if rest else []
@@ -287,7 +278,6 @@ class ChatWriter(ChunkWriter):
 
 
 def _function_call_delta(call: ToolCallDelta) -> dict[str, object]:
-    """A delta of a call; the first one gives its id and name."""
     if call.name is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}
@@ -295,7 +285,6 @@ def _function_call_delta(call: ToolCallDelta) -> dict[str, object]:
 
 
 def _custom_call_delta(call: ToolCallDelta, piece: str) -> dict[str, object]:
-    """The same of a custom tool's call, with a piece of its input."""
     if call.name is None:
         return {"index": call.index, "custom": {"input": piece}}
     return {"index": call.index, "id": call.id, "type": "custom", "custom": {"name": call.name, "input": piece}}

@@ -1,4 +1,4 @@
-"""A custom tool's input, extracted from the arguments of a call, {"input": "…"}, while they arrive."""
+"""Extracts a custom tool's input from a call's arguments, {"input": "…"}, as they arrive."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ _SHORT_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 
 
 class CustomInputDecoder:
-    """Takes the arguments piece by piece and returns the pieces of the input. Arguments of any other form are
-    themselves the input."""
+    """Arguments of any other form pass unchanged."""
 
     def __init__(self) -> None:
         self._unread = ""
-        """What was not read yet."""
         self._is_inside = self._has_ended = False
         self._high_surrogate = ""
-        """The first half of a surrogate pair."""
+        """First half of a surrogate pair."""
 
     def decode_arguments(self, piece: str, final: bool = False) -> str:
         self._unread += piece
@@ -52,14 +50,14 @@ class CustomInputDecoder:
                 at = escape.end()
             elif _PARTIAL_ESCAPE.match(text, at):
                 break
-            else:  # a backslash that begins nothing
+            else:  # a backslash that starts no escape
                 decoded.append(text[at])
                 at += 1
         self._unread = text[at:]
         return "".join(decoded)
 
     def _decode_code_unit(self, code: int) -> str:
-        """A code unit of UTF-16; the first half of a pair waits for the second."""
+        """UTF-16; the first half of a pair waits for the second."""
         if 0xD800 <= code < 0xDC00:
             self._high_surrogate = chr(code)
             return ""
@@ -70,5 +68,4 @@ class CustomInputDecoder:
 
 
 def decode_custom_input(arguments: str) -> str:
-    """The input that a call's arguments have."""
     return CustomInputDecoder().decode_arguments(arguments, final=True)

@@ -1,4 +1,4 @@
-"""Answers of /v1/decisions and /v1/systemone, and scores of labels: the probabilities of the model's next token."""
+"""Answers made of next-token probabilities: /v1/decisions, /v1/systemone and label scores."""
 
 from __future__ import annotations
 
@@ -59,8 +59,7 @@ def decision_fields(question: OptionQuestion, answer: CollectedChoice) -> dict[s
 
 
 def option_probabilities(question: OptionQuestion, answer: CollectedChoice) -> list[float]:
-    """The probability of each option on condition that one of them is the answer: a softmax over the options' tokens.
-    For labels: the probability among all tokens."""
+    """Softmax over the options' tokens; for labels, probabilities over the vocabulary."""
     logprob = answer.tokens[0].logprob
     assert logprob is not None, "asked for"
     logprobs_by_token = dict(logprob.top)
@@ -73,8 +72,7 @@ def option_probabilities(question: OptionQuestion, answer: CollectedChoice) -> l
 
 
 class SystemOneApiWriter(UnstreamableAnswerWriter):
-    """Writes decisions in the fields of the System One API. Fields that its specification does not have begin with
-    x_."""
+    """Fields outside the API's specification begin with x_."""
 
     def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
         pairs = zip(self._request.questions, answers, strict=True)
@@ -111,14 +109,15 @@ def systemone_api_fields(question: OptionQuestion, shares: Sequence[float]) -> d
 
 
 def choice_confidence(shares: Sequence[float]) -> float:
-    """How far the likeliest option is above an equal share: 0 if all are equally likely, 1 if it is certain."""
+    """0 if all options are equally likely, 1 if one is certain."""
     equal = 1 / len(shares)
     return clamp_probability((max(shares) - equal) / (1 - equal))
 
 
 def score_confidence(shares: Sequence[float]) -> float:
-    """1 minus the mean distance from the likeliest level, divided by the same distance for equal shares around the
-    middle level."""
+    """1 - d / u, where d is the mean distance from the likeliest level and u the mean distance from the middle level if
+    all are equally likely.
+    """
     count = len(shares)
     mode = max(range(count), key=lambda index: shares[index])
     spread = sum(share * abs(index - mode) for index, share in enumerate(shares))
@@ -127,13 +126,11 @@ def score_confidence(shares: Sequence[float]) -> float:
 
 
 def clamp_probability(value: float) -> float:
-    """From 0 to 1, whatever rounding does."""
+    """Removes rounding errors."""
     return min(max(value, 0.0), 1.0)
 
 
 class SessionWarmupWriter(UnstreamableAnswerWriter):
-    """Tells how much of the conversation was cached, and how much was computed."""
-
     def __init__(self, session: str, request: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
         super().__init__(request, tokenizer, fingerprint)
         self._session, self._start_time = session, clock.monotonic()

@@ -1,5 +1,3 @@
-"""Log probabilities in the two shapes of the OpenAI API."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -10,17 +8,16 @@ from quire.engine.text.tokenizer import Tokenizer
 from quire.server.generation.choice_state import AnswerToken
 
 MIN_LOGPROB = -9999.0
-"""Written instead of -inf, which JSON does not have, as vLLM does."""
+"""Replaces -inf, which JSON lacks, as in vLLM."""
 
 
 TokenNamer = Callable[[int], str]
-"""Gives the name of a token: its text, or `token_id:123`."""
 
 
 def completion_logprobs(
     tokens: Sequence[AnswerToken], tokenizer: Tokenizer, *, as_token_ids: bool = False
 ) -> dict[str, Any]:
-    """Four lists with one entry for each token. As in vLLM, top_logprobs begins with the token that was picked."""
+    """One entry per token in each list. As in vLLM, top_logprobs begins with the sampled token."""
     name = token_id_name if as_token_ids else tokenizer.token_display_text
     return {
         "tokens": [name(token.token_id) for token in tokens],
@@ -47,8 +44,7 @@ def chat_logprobs(tokens: Sequence[AnswerToken], tokenizer: Tokenizer, *, as_tok
 def prompt_logprobs(
     logprobs: Sequence[TokenLogprob | None], tokenizer: Tokenizer
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """In vLLM's form: for each prompt token except the first, the log probabilities of this token and of the most
-    likely ones, by token id."""
+    """vLLM's form: by token id, for each prompt token except the first."""
     return [None if each is None else _logprobs_by_token_id(each, tokenizer) for each in logprobs]
 
 

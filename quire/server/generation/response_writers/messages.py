@@ -1,5 +1,3 @@
-"""Answers of /v1/messages, in Anthropic's shapes."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -25,7 +23,7 @@ DELTA_TEMPLATES = {
 
 
 class MessagesWriter(OutputPartWriter):
-    """Each part of the answer is a content block. An answer without parts has one empty text block."""
+    """Each part is a content block; an answer without parts has one empty text block."""
 
     @property
     def ping_event(self) -> bytes:
@@ -35,7 +33,6 @@ class MessagesWriter(OutputPartWriter):
         super().__init__(request, tokenizer, fingerprint)
         self._has_started = False
         self._block_index = -1
-        """The number of the open block."""
 
     def step_events(self, deltas: Sequence[ChoiceDelta]) -> bytes:
         begin = b"" if self._has_started else self._message_start_event()
@@ -75,7 +72,7 @@ class MessagesWriter(OutputPartWriter):
         so_far = self._usage or Usage(self._request.prompt_tokens, 0, 0)
         message["usage"] = anthropic_usage(
             replace(so_far, prefix_reports=())
-        )  # told at the end: after a restart it is not known
+        )  # sent at the end: after a restart it is unknown
         return encode_event("message_start", {"type": "message_start", "message": message})
 
     def part_start_events(self, part: OutputPart) -> bytes:
@@ -112,8 +109,9 @@ def content_block(part: OutputPart) -> dict[str, Any]:
 
 
 def parse_tool_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call, which may be cut off: as much as clients make of the pieces of a stream. What is no
-    object stands in one, so that nothing that the model wrote is lost."""
+    """Parse arguments that may be cut off, as clients parse partial streams. Values other than objects are wrapped in
+    one, so that no output is lost.
+    """
     try:
         arguments = from_json(text or "{}", allow_partial=True)
     except ValueError:
@@ -124,8 +122,7 @@ def parse_tool_arguments(text: str) -> dict[str, Any]:
 def stop_reason_fields(
     finish_reason: str | None, stop_reason: int | str | None, request: GenerationRequest, usage: Usage
 ) -> dict[str, str | None]:
-    """Anthropic has no stop reason for an answer that was cancelled or that repeats itself: the first is reported as
-    cut off, the second as finished."""
+    """Anthropic lacks a reason for cancelled and repetitive answers: these become max_tokens and end_turn."""
     if finish_reason == "stop" and isinstance(stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
     reason = {"tool_calls": "tool_use", "length": "max_tokens", "abort": "max_tokens"}.get(finish_reason or "")
@@ -136,7 +133,7 @@ def stop_reason_fields(
 
 
 def anthropic_usage(usage: Usage) -> dict[str, object]:
-    """Anthropic's input_tokens are those that were not in the cache. Its schema requires all fields."""
+    """input_tokens exclude cached ones. The schema requires all fields."""
     thinking = usage.reasoning_tokens
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,

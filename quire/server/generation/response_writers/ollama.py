@@ -1,4 +1,4 @@
-"""Answers in Ollama's shapes: a line of JSON for each step, or one for the whole answer."""
+"""Answers in Ollama's form: JSON lines."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from quire.server.generation.response_writers.messages import parse_tool_argumen
 from quire.server.generation.vector_generation import VectorRequest
 
 OllamaShape = Literal["message", "response"]
-"""Where the text is: in the message of /api/chat, or the response of /api/generate."""
+"""Field with the text: of /api/chat, of /api/generate."""
 
 
 class OllamaWriter(OutputPartWriter):
-    """Sends text and thinking as they come, and each call when it is complete. Writes answers of /api/generate."""
+    """Answers /api/generate. Calls are sent when complete."""
 
     MEDIA_TYPE: ClassVar[bytes] = b"application/x-ndjson"
     SHAPE: ClassVar[OllamaShape] = "response"
@@ -35,7 +35,7 @@ class OllamaWriter(OutputPartWriter):
 
     @property
     def ping_event(self) -> bytes:
-        """A line without text: clients of Ollama read no comments."""
+        """Ollama clients do not read comments."""
         return self._encode_answer_line()
 
     def last_events(self, usage: Usage) -> bytes:
@@ -83,7 +83,7 @@ class OllamaWriter(OutputPartWriter):
         return encode_json({**about, **shaped_fields, "done": done is not None, **(done or {})}) + b"\n"
 
     def _done_fields(self, reason: str | None, usage: Usage) -> dict[str, object]:
-        """Ollama's reasons are stop and length. Times are in nanoseconds."""
+        """Durations are in nanoseconds."""
         ended = int(clock.monotonic() * 1e9)
         first = ended if usage.first_token_time is None else int(usage.first_token_time * 1e9)
         return {
@@ -99,24 +99,24 @@ class OllamaWriter(OutputPartWriter):
 
 
 class OllamaChatWriter(OllamaWriter):
-    """Answers of /api/chat."""
+    """Answers /api/chat."""
 
     SHAPE: ClassVar[OllamaShape] = "message"
 
 
 def ollama_embed_body(request: VectorRequest, weights_version: str, vectors: Sequence[np.ndarray]) -> bytes:
-    """The answer of /api/embed."""
+    """Answers /api/embed."""
     took = {"total_duration": 0, "load_duration": 0, "prompt_eval_count": request.prompt_tokens}
     return encode_json({"model": request.model, "embeddings": [normalize_vector(each) for each in vectors], **took})
 
 
 def ollama_embeddings_body(request: VectorRequest, weights_version: str, vectors: Sequence[np.ndarray]) -> bytes:
-    """The answer of /api/embeddings, of one prompt."""
+    """Answers /api/embeddings: one prompt."""
     return encode_json({"embedding": vectors[0].tolist()})
 
 
 def normalize_vector(vector: np.ndarray) -> list[float]:
-    """Scaled to length 1, as Ollama returns all vectors."""
+    """To length 1, as Ollama does."""
     length = float(np.linalg.norm(vector))
     normalized: list[float] = (vector / length if length else vector).tolist()
     return normalized
@@ -127,7 +127,7 @@ def ollama_tool_call(part: OutputPart) -> dict[str, Any]:
 
 
 def model_loaded_body(model: str, shape: OllamaShape) -> bytes:
-    """The answer to a request without a prompt."""
+    """Answers a request without a prompt."""
     empty: object = {"role": "assistant", "content": ""} if shape == "message" else ""
     return encode_json(
         {"model": model, "created_at": utc_timestamp(), shape: empty, "done": True, "done_reason": "load"}

@@ -1,5 +1,3 @@
-"""The output items of the Responses API, made from the parts of an answer."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -16,8 +14,6 @@ ID_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "c
 
 
 class OutputItemBuilder:
-    """Makes the items of one answer."""
-
     def __init__(self, request: GenerationRequest, fields: ResponsesApiFields, tokenizer: Tokenizer) -> None:
         self._request = request
         self._api_fields = fields
@@ -32,7 +28,6 @@ class OutputItemBuilder:
         return f"{ID_PREFIXES[self.item_type(part)]}{self._request.id.removeprefix(self._request.id_prefix)}{index:04x}"
 
     def empty_item(self, part: OutputPart, index: int) -> dict[str, Any]:
-        """An item without content so far."""
         item = self.output_item(OutputPart(part.kind, part.call_id, part.function_name), index, "in_progress")
         return item | {"content": []} if "content" in item else item
 
@@ -53,7 +48,6 @@ class OutputItemBuilder:
         return {**call_fields, "arguments": part.text}
 
     def content_part(self, part: OutputPart) -> dict[str, Any]:
-        """The one content part of a message or of reasoning."""
         if part.kind == "reasoning":
             return {"type": "reasoning_text", "text": part.text}
         return {

@@ -1,4 +1,4 @@
-"""Answers of /v1/responses: the response object, and the typed events that lead to it."""
+"""Answers of /v1/responses."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ TEXT_EVENTS = {
     "function_call": ("response.function_call_arguments", "arguments"),
     "custom_tool_call": ("response.custom_tool_call_input", "input"),
 }
-"""Of each type of item: what the events about its text begin with, and the field that has all of it when it is done."""
+"""Event prefix of each item type, and the done event's field with the full text."""
 
 
 class ResponsesWriter(OutputPartWriter):
-    """Each part of the answer is an item; an answer without any is an empty message."""
+    """Each part is an item; an answer without parts is one empty message."""
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer, fingerprint: str) -> None:
         super().__init__(request, tokenizer, fingerprint)
@@ -36,19 +36,15 @@ class ResponsesWriter(OutputPartWriter):
         self._items = OutputItemBuilder(request, request.responses_fields, tokenizer)
         self._created_at = request.created
         self.next_sequence_number = 0
-        """Of the next event."""
         self._first_final_number: int | None = None
-        """Of the first of the events with which it ends, once these are made."""
+        """Sequence number of the first final event."""
         self._custom_input = CustomInputDecoder()
-        """Reads the open custom call."""
         self._num_logprobs_sent = 0
-        """How many of the open message's log probabilities were sent."""
+        """In the open message."""
         self.output_items: list[StoredItem] = []
-        """The items that are done."""
         self.final_response: bytes | None = None
-        """The response object when it has ended."""
+        """None until the response has ended."""
         self.status = "in_progress"
-        """The response's."""
 
     def first_events(self) -> bytes:
         response = self.current_response("in_progress")
@@ -66,7 +62,7 @@ class ResponsesWriter(OutputPartWriter):
         return events + self._encode_next_event(kind, response=self.final_response)
 
     def error_event(self, error: Exception) -> bytes:
-        if self._first_final_number is not None:  # they are not sent: this comes in their place
+        if self._first_final_number is not None:  # the final events are not sent: this one replaces them
             self.next_sequence_number = self._first_final_number
         opening = b"" if self.next_sequence_number else self.first_events()
         error_fields = {"code": "server_error", "message": error_info(error).message}
@@ -85,11 +81,10 @@ class ResponsesWriter(OutputPartWriter):
 
     @property
     def has_ended_unfinished(self) -> bool:
-        """Whether the response ended before the model finished it."""
+        """The response ended before the model finished it."""
         return self.final_response is None or self.status == "failed"
 
     def current_response(self, status: str) -> bytes:
-        """The response object with the items that are done."""
         return self._encode_response(status)
 
     def _encode_response(
@@ -112,17 +107,15 @@ class ResponsesWriter(OutputPartWriter):
         return b"%b,%b" % (encoded[:-1], self._echoed_fields[1:])
 
     def _add_done_item(self, item: Mapping[str, Any]) -> bytes:
-        """Note an item that is done. Returns its JSON."""
         self.output_items.append(StoredItem(item["id"], encode_json(item)))
         return self.output_items[-1].data
 
     def _encode_next_event(self, kind: str, fields: Mapping[str, object] | None = None, **encoded: bytes) -> bytes:
-        """`encoded`: fields whose values are JSON already."""
+        """`encoded`: fields that are already JSON."""
         number, self.next_sequence_number = self.next_sequence_number, self.next_sequence_number + 1
         return encode_event(kind, {"type": kind, "sequence_number": number, **(fields or {})}, **encoded)
 
     def _item_position(self, part: OutputPart) -> dict[str, object]:
-        """The item that an event is about, the last one."""
         index = len(self.output_items)
         return {"item_id": self._items.item_id(part, index), "output_index": index}
 
@@ -179,12 +172,10 @@ class ResponsesWriter(OutputPartWriter):
 
 
 def response_status(finish_reason: str | None) -> str:
-    """The response's status."""
     return {"length": "incomplete", "abort": "cancelled"}.get(finish_reason or "", "completed")
 
 
 def last_item_status_from_response(status: str) -> str:
-    """Of the last item of a response with this status."""
     return "completed" if status == "completed" else "incomplete"
 
 

@@ -1,5 +1,4 @@
-"""Answers that are made of vectors: embeddings, scores, rankings and labels. Each function is a VectorBodyWriter once
-the arguments before the request are given."""
+"""Each function is a VectorBodyWriter once the arguments before `request` are bound."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from quire.server.generation.vector_generation import VectorRequest
 
 VectorList = Sequence[np.ndarray]
 ScorePairs = Sequence[tuple[int, int]] | None
-"""The two inputs of each score, their embeddings' cosine; None: each input is a pair, and its vector the score."""
+"""Two inputs per score, their embeddings' cosine; None: each input is a pair and its vector the score."""
 
 
 def _list_body(request: VectorRequest, weights_version: str, data: list[dict[str, Any]]) -> bytes:
@@ -35,8 +34,7 @@ def embeddings_body(
     weights_version: str,
     vectors: VectorList,
 ) -> bytes:
-    """/v1/embeddings, and /pooling with other names. `vector_size`: numbers of a vector, where each token of an input
-    has one."""
+    """/v1/embeddings, and /pooling with other names. `vector_size`: numbers per vector if each token has one."""
     key = "embedding" if kind == "embedding" else "data"
     encoded_vectors = [
         _encode_base64(each) if encoding == "base64" else _to_numbers(each, vector_size) for each in vectors
@@ -65,7 +63,6 @@ def cohere_embed_body(
 
 
 def _to_embedding_type(vector: np.ndarray, kind: str) -> object:
-    """A vector of float32 as Cohere's embedding_types have it."""
     if kind == "float":
         return vector.tolist()
     if kind == "base64":
@@ -113,8 +110,7 @@ def rerank_body(
     *,
     cohere: bool,
 ) -> bytes:
-    """/v1/rerank as Jina writes it, and /v2/rerank as Cohere does. `documents`: to be repeated beside their scores;
-    `top_n`: 0 is all."""
+    """/v1/rerank in Jina's form, /v2/rerank in Cohere's. `top_n`: 0 means all."""
     relevance_scores = pair_scores(pairs, vectors)
     ranked_indices = sorted(range(len(relevance_scores)), key=lambda index: (-relevance_scores[index], index))
     results: list[dict[str, Any]] = [
