@@ -178,7 +178,7 @@ def main(names: list[str]) -> int:
     for name in names:
         print(*COUNTS[name](), sep="\n")
     for name, count in COUNTS.items() if not names else ():
-        print(f"{sum(1 for _ in count()):7,}  {name.replace('_', ' ')}: {(count.__doc__ or '').splitlines()[0]}")
+        print(f"{sum(1 for _ in count()):7,}  {name.replace('_', ' ')}: {(count.__doc__ or '').partition(chr(10))[0]}")
     return 0
 
 

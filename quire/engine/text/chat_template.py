@@ -106,7 +106,9 @@ class ChatRenderer:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> RenderedConversation:
-        """See docs/guides/chat-and-agents.md. With continue_final_message the prompt ends where the last message's content ends.
+        """With continue_final_message the prompt ends where the last message's content ends. See
+        docs/guides/chat-and-agents.md.
+
         Raises InvalidRequest for an unknown role, a missing template, or messages that the template refuses.
         """
         variables = {**self._variables, **(variables or {})}
