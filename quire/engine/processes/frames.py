@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import BinaryIO
 
@@ -17,8 +17,12 @@ FRAME_HEADER = struct.Struct("<Q")
 
 
 def encode_frame(message: msgspec.Struct) -> bytes:
-    encoded = encode(message)
-    return FRAME_HEADER.pack(len(encoded)) + encoded
+    return b"".join(frame_pieces([encode(message)]))
+
+
+def frame_pieces(pieces: Sequence[bytes]) -> list[bytes]:
+    """A frame of these bytes, which are not copied."""
+    return [FRAME_HEADER.pack(sum(map(len, pieces))), *pieces]
 
 
 async def receive_frame(reader: asyncio.StreamReader) -> bytes:

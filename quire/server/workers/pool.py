@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
 import socket
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from quire.engine.common.errors import EngineError, InvalidRequest, Overloaded
 from quire.engine.processes.child import Child, module
 from quire.engine.processes.cpu_cores import usable_cpus
+from quire.engine.processes.frames import encode_frame, frame_pieces, receive_frame
 from quire.engine.processes.procfs import Standstill, WatchTimer
 from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
 from quire.server.served_model import ServedModel, ServedModelSpec
 from quire.server.shared_capacity import SharedCapacity
-from quire.server.workers.frames import encode_frame, receive_frame
 from quire.server.workers.job_queue import JobQueue, WorkerSlotClaim
-from quire.server.workers.worker import JobLimits, WorkerJob
+from quire.server.workers.worker import JobLimits, WorkerJob, decode_job_result, decode_worker_started
 
 Result = TypeVar("Result")
 
@@ -47,6 +49,7 @@ class _WorkerProcess:
 
 
 LaunchProcess = Callable[..., Child]
+_pickle = partial(pickle.dumps, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 class WorkerPool:
@@ -136,9 +139,10 @@ class WorkerPool:
         try:
             await self._wait_for_slot(claim)
             worker = self._take_idle_worker() or await self._fork_or_claim_worker()
-            return await self._run_on_worker(
-                worker, WorkerJob(work, limits, tuple(self._adapters)), pieces, limit_error
-            )
+            job = WorkerJob(limits, tuple(self._adapters))
+            message = [encode_frame(job), *frame_pieces([_pickle(work)]), *frame_pieces(pieces)]
+            result: Result = await self._run_on_worker(worker, message, limit_error)
+            return result
         finally:
             self._queue.end_job(claim)
 
@@ -170,18 +174,20 @@ class WorkerPool:
         if self._fork_socket is not None:
             self._fork_socket.close()
         if self._fork_server is not None:
-            await self._fork_server.kill()
+            await self._fork_server.stop(0.0)
 
     async def _run_on_worker(
-        self, worker: _WorkerProcess, job: WorkerJob, pieces: Sequence[bytes], limit_error: InvalidRequest
-    ) -> Result:
+        self, worker: _WorkerProcess, message: Sequence[bytes], limit_error: InvalidRequest
+    ) -> Any:
         self._busy_workers.add(worker)
         is_reusable = False
         try:
             with kill_on_stall(worker.pid) as watch:
-                worker.writer.writelines(encode_frame(job, pieces))
+                worker.writer.writelines(message)
                 await worker.writer.drain()
-                (succeeded, value, is_reusable), _ = await receive_frame(worker.reader)
+                result = decode_job_result(await receive_frame(worker.reader))
+                value = pickle.loads(await receive_frame(worker.reader))
+                is_reusable = result.is_reusable
         except (EOFError, ConnectionError):
             raise self._shutdown_error or (Overloaded(STALLED) if watch.has_killed else limit_error) from None
         finally:
@@ -190,9 +196,9 @@ class WorkerPool:
                 self._idle_workers.append(worker)
             else:
                 self._kill_worker(worker)
-        if succeeded is None:
+        if result.succeeded is None:
             raise RuntimeError(f"in a worker process:\n{value}")
-        if not succeeded:
+        if not result.succeeded:
             raise value
         return value
 
@@ -240,7 +246,7 @@ class WorkerPool:
                 if tries == 2:
                     raise EngineError(CANNOT_START) from error
             if process is not None:
-                await process.kill()  # it has died, cannot fork, or stood still: another one takes its place
+                await process.stop(0.0)  # it has died, cannot fork, or stood still: another one takes its place
         raise AssertionError("the second try returns or raises")
 
     async def _request_fork(self) -> _WorkerProcess:
@@ -255,11 +261,11 @@ class WorkerPool:
                 ours.close()
                 raise
         try:
-            pid, _ = await receive_frame(reader)
+            started = decode_worker_started(await receive_frame(reader))
         except BaseException:
             writer.close()
             raise
-        return _WorkerProcess(pid, reader, writer)
+        return _WorkerProcess(started.pid, reader, writer)
 
     @property
     def _is_fork_server_alive(self) -> bool:
@@ -277,12 +283,12 @@ class WorkerPool:
             self._fork_socket.close()
         self._fork_socket = ours
         source = replace(self._source, config=self._source.config.model_copy(update=CLEARED_API_KEYS))
-        message = b"".join(encode_frame(source))
+        message = b"".join(frame_pieces([_pickle(source)]))
         try:
             with kill_on_stall(process.pid):
-                await asyncio.to_thread(ours.sendall, message)  # it is read when the modules are imported
+                await asyncio.to_thread(process.send, message)  # it is read when the modules are imported
         except OSError:
-            await process.kill()
+            await process.stop(0.0)
             raise
 
 
