@@ -192,9 +192,8 @@ class EngineProcess:
     async def wait_until_ended(self, exited: asyncio.Task[ExitCause], seconds: float) -> None:
         """Wait until a process that is about to end has ended; kill it after so many seconds. `exited`:
         `wait_for_exit`."""
-        if not (await asyncio.wait([exited], timeout=seconds))[0]:
-            self._child.process.kill()
-            await asyncio.wait([exited])
+        await self._child.wait_for_exit(seconds)
+        await asyncio.wait([exited])
 
     async def stop(self) -> None:
         """End the process at once, whatever it is doing: it holds nothing that must be saved."""
@@ -252,7 +251,7 @@ class EngineProcess:
         elif stuck > self._config.engine_step_timeout:
             self._hang = ExitCause(f"hung in a step for {stuck:.0f} s", external=False)
         if self._hang is not None:
-            self._child.process.kill()
+            self._child.kill()
 
     def _copy_stderr(self, stream: IO[bytes]) -> None:
         with stream:

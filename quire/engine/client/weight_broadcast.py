@@ -184,7 +184,7 @@ class WeightsGroup:
             self._connection[1].close()
             self._connection = None
         if self._process is not None:
-            await self._process.kill()
+            await self._process.stop(0.0)
             self._process = None
 
 

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import math
 import os
 import select
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from typing import Protocol
+
+from quire.engine.common import clock
 
 _POLL_SECONDS = 0.02
 _PR_SET_PDEATHSIG = 1
@@ -60,7 +65,7 @@ class Child:
 
     def tell(self, configuration: bytes) -> None:
         """Give it the configuration that it did not get at its start."""
-        with suppress(BrokenPipeError):  # it has ended already, which `exited` will tell
+        with suppress(BrokenPipeError):  # it has ended already, which `wait_for_exit` will tell
             self.send(configuration + b"\n")
 
     def send(self, content: bytes) -> None:
@@ -72,39 +77,61 @@ class Child:
     def returncode(self) -> int | None:
         return self.process.poll()
 
-    async def wait_for_exit(self) -> int:
-        """Wait until it has ended. Returns its return code."""
-        while (code := self.returncode) is None:  # noqa: ASYNC110 - a poll is soon enough
-            await asyncio.sleep(_POLL_SECONDS)
-        self.end()
-        return code
-
     def end(self) -> None:
         """Let it end itself."""
         with suppress(BrokenPipeError):  # it has ended before it read its configuration
             self._lifeline.close()
 
-    def wait(self, timeout: float | None = None) -> int:
-        """As `exited`, where there is no event loop. Raises subprocess.TimeoutExpired."""
-        return self.process.wait(timeout)
-
-    def destroy(self) -> None:
-        """As `kill`, where there is no event loop."""
+    def kill(self) -> None:
         self.process.kill()
-        self.process.wait()
 
-    async def kill(self) -> int:
-        """End it at once, whatever it does. Returns its return code."""
-        self.process.kill()
-        return await self.wait_for_exit()
+    def wait(self) -> int:
+        """As `wait_for_exit`, where there is no event loop."""
+        return self.process.wait()
+
+    async def wait_for_exit(self, seconds: float = math.inf) -> int:
+        """Wait until it has ended; kill it after so many seconds. Returns its return code."""
+        for _ in _kill_after([self], seconds):
+            await asyncio.sleep(_POLL_SECONDS)
+        self.end()
+        code = self.returncode
+        assert code is not None
+        return code
 
     async def stop(self, seconds: float) -> None:
-        """End it; kill it if that takes longer."""
+        """As `end_processes`, in an event loop."""
         self.end()
-        try:
-            await asyncio.wait_for(self.wait_for_exit(), seconds)
-        except TimeoutError:
-            await self.kill()
+        await self.wait_for_exit(seconds)
+
+
+class RunningProcess(Protocol):
+    """A Child, or what stands for a process on another machine."""
+
+    @property
+    def returncode(self) -> int | None: ...
+    def end(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+def end_processes(
+    processes: Sequence[RunningProcess], seconds: float, sleep: Callable[[float], object] = time.sleep
+) -> None:
+    """Let them end themselves, and wait for all of them together; kill those that take longer."""
+    for process in processes:
+        process.end()
+    for _ in _kill_after(processes, seconds):
+        sleep(_POLL_SECONDS)
+
+
+def _kill_after(processes: Sequence[RunningProcess], seconds: float) -> Iterator[None]:
+    """Yields until all have ended."""
+    deadline = clock.monotonic() + seconds
+    while running := [process for process in processes if process.returncode is None]:
+        if clock.monotonic() >= deadline:
+            deadline = math.inf
+            for process in running:
+                process.kill()
+        yield
 
 
 def _directory() -> str | None:
