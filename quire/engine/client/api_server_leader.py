@@ -23,11 +23,11 @@ from quire.engine.client.messages import (
     ApiProcessMethods,
     FromLeader,
     LeaderMethods,
-    State,
+    SharedEngineState,
     Submit,
     ToLeader,
+    attach_images,
     decode_to_leader,
-    together,
 )
 from quire.engine.client.relay import ApiProcessChannel, RelayReader
 from quire.engine.client.weights import Mode, Weights
@@ -80,7 +80,7 @@ class ApiServerLeader:
         """By the identity of the API process."""
         self._info: EngineInfo | None = None
         self._flushing = False
-        self._state: State | None = None
+        self._state: SharedEngineState | None = None
         """The last one that was sent."""
         self._lasting: dict[int, bytes] = {}
         """By number of the API process: its last answer to LASTING."""
@@ -171,7 +171,7 @@ class ApiServerLeader:
         self.changed = asyncio.Event()
 
     def _submit(self, channel: ApiProcessChannel, message: Submit) -> None:
-        requests = together(message.requests, message.images)
+        requests = attach_images(message.requests, message.images)
         reader = RelayReader(requests, channel, self._stats)
         try:
             self.client.add(requests, reader)
@@ -243,11 +243,11 @@ class ApiServerLeader:
     async def ask(self, identity: bytes, topic: str, body: bytes, to: str | None) -> list[bytes]:
         """See LeaderMethods.ask, on behalf of an API process."""
         if to == LEADER:
-            said = await self.answering.answer(topic, body)
-            bodies = [] if said is None else [said]
+            own_answer = await self.answering.answer(topic, body)
+            bodies = [] if own_answer is None else [own_answer]
         elif to is not None:
-            asks = [(who, each) for who, each in self._others(identity) if who == to.encode()]
-            bodies = await self._answers(topic, body, asks, _LONG_ANSWER_SECONDS)
+            channels = [(who, each) for who, each in self._others(identity) if who == to.encode()]
+            bodies = await self._answers(topic, body, channels, _LONG_ANSWER_SECONDS)
         else:
             bodies = await self._answers(topic, body, self._others(identity))
         if topic == LASTING:  # those that are being replaced
@@ -263,21 +263,21 @@ class ApiServerLeader:
         self,
         topic: str,
         body: bytes,
-        asked: Sequence[tuple[bytes, ApiProcessChannel]],
+        channels: Sequence[tuple[bytes, ApiProcessChannel]],
         seconds: float = _ANSWER_SECONDS,
     ) -> list[bytes]:
         """The answers of these API processes that come in so many seconds."""
-        answers = {channel: channel.calls.begin(ApiProcessMethods.answer, topic, body) for _, channel in asked}
+        answers = {channel: channel.calls.begin(ApiProcessMethods.answer, topic, body) for _, channel in channels}
         if answers:
             await asyncio.wait(answers.values(), timeout=seconds)
-        found = []
+        bodies = []
         for channel, answer in answers.items():
             is_there = not answer.cancel() and answer.exception() is None
-            said = answer.result() if is_there else None
+            answer_body = answer.result() if is_there else None
             if topic == LASTING:
-                said = self._lasting[channel.number] = said or self._lasting.get(channel.number, b"")
-            found.append(said)
-        return [said for said in found if said]
+                answer_body = self._lasting[channel.number] = answer_body or self._lasting.get(channel.number, b"")
+            bodies.append(answer_body)
+        return [each for each in bodies if each]
 
     async def _remember(self) -> None:
         while True:
@@ -287,14 +287,14 @@ class ApiServerLeader:
     # How the engines are
 
     async def _tick(self) -> None:
-        told, timer = clock.monotonic(), WatchTimer(_TICK_SECONDS)
+        last_update, timer = clock.monotonic(), WatchTimer(_TICK_SECONDS)
         while True:
             await asyncio.sleep(_TICK_SECONDS)
             elapsed = timer.measure_elapsed()
             for channel in self._channels.values():
                 channel.silence += elapsed
-            if clock.monotonic() - told > self._tell_seconds:
-                self._state, told = None, clock.monotonic()
+            if clock.monotonic() - last_update > self._tell_seconds:
+                self._state, last_update = None, clock.monotonic()
             self._tell_state()
 
     def _tell_state(self) -> None:
@@ -303,9 +303,9 @@ class ApiServerLeader:
             self._state = state
             self._tell(make_notification(ApiProcessMethods.update_state, state))
 
-    def _now(self) -> State:
+    def _now(self) -> SharedEngineState:
         client, engine_core = self.client, self.client.engine_core
-        return State(
+        return SharedEngineState(
             engines=[*engine_core.engines],
             responsive=client.responsive,
             healthy=client.healthy,

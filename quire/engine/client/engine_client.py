@@ -223,13 +223,13 @@ class EngineClient:
         calls = [call for call in self._calls if call.id == request_id and tenant in (None, call.tenant)]
         for call in calls:
             call.cancelled = True
-        found = [
+        request_ids = [
             each
             for each, entry in self._open.items()
             if request_id in (each, entry.reader.call) and tenant in (None, entry.reader.tenant)
         ]
-        self._end(found)
-        return len(found) or len(calls)
+        self._end(request_ids)
+        return len(request_ids) or len(calls)
 
     def abort_all(self) -> None:
         """End all open requests; their readers see finish_reason "abort"."""
@@ -247,10 +247,10 @@ class EngineClient:
 
     def drop(self, reader_is: Callable[[Reader], bool]) -> int:
         """Abort the requests of some readers. Returns how many these were."""
-        found = [each for each, entry in self._open.items() if reader_is(entry.reader)]
-        for request_id in found:
+        request_ids = [each for each, entry in self._open.items() if reader_is(entry.reader)]
+        for request_id in request_ids:
             self.abort(request_id)
-        return len(found)
+        return len(request_ids)
 
     def hold(self) -> None:
         """Keep new requests from the engine, until `release`."""

@@ -45,7 +45,7 @@ class Stepped(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """None where no step was learnt from."""
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class SharedStep(msgspec.Struct, frozen=True, array_like=True):
     """What one step gave to the requests of one API process, or what adds and aborts did."""
 
     outputs: list[EngineCoreOutput]
@@ -60,7 +60,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 class SharedSteps(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """One or several steps, in their order: all that came in one turn of the leader's event loop."""
 
-    parts: list[Part]
+    steps: list[SharedStep]
     stats: list[EngineStats]
     """Of each engine, after the last of them."""
 
@@ -73,7 +73,7 @@ class EngineStarted(msgspec.Struct, frozen=True, array_like=True):
     """Why it is one of the configuration before, if it is not of the one that was to be loaded."""
 
 
-class State(msgspec.Struct, frozen=True, array_like=True):
+class SharedEngineState(msgspec.Struct, frozen=True, array_like=True):
     """How the engines are."""
 
     engines: list[EngineState]
@@ -157,11 +157,11 @@ class ApiProcessMethods(ABC):
     too."""
 
     @abstractmethod
-    def welcome(self, info: EngineInfo, state: State, inherited: bytes | None) -> None:
+    def welcome(self, info: EngineInfo, state: SharedEngineState, inherited: bytes | None) -> None:
         """The engine is ready. `inherited`: the last LASTING answer of the API process that this one replaces."""
 
     @abstractmethod
-    def update_state(self, state: State) -> None:
+    def update_state(self, state: SharedEngineState) -> None:
         """The state of the engines has changed."""
 
     @abstractmethod
@@ -189,7 +189,7 @@ decode_from_leader = msgspec.msgpack.Decoder(FromLeader).decode
 decode_started = msgspec.msgpack.Decoder(EngineStarted).decode
 
 
-def apart(requests: Sequence[EngineCoreRequest]) -> tuple[list[EngineCoreRequest], list[Image]]:
+def detach_images(requests: Sequence[EngineCoreRequest]) -> tuple[list[EngineCoreRequest], list[Image]]:
     """Requests without their images, and these: one that several of them have, as the choices of a call do, goes
     once."""
     images = {image.digest: image for request in requests for image in request.images}
@@ -197,13 +197,13 @@ def apart(requests: Sequence[EngineCoreRequest]) -> tuple[list[EngineCoreRequest
     return bare, list(images.values())
 
 
-def together(requests: list[EngineCoreRequest], images: list[Image]) -> list[EngineCoreRequest]:
-    """The requests as they were before `apart`."""
+def attach_images(requests: list[EngineCoreRequest], images: list[Image]) -> list[EngineCoreRequest]:
+    """The requests as they were before `detach_images`."""
     if not images:
         return requests
     known = {image.digest: image for image in images}
-    found = []
+    requests_with_images = []
     for each in requests:
-        own = tuple(known[digest] for digest in dict.fromkeys(span.digest for span in each.spans))
-        found.append(msgspec.structs.replace(each, images=own) if own else each)
-    return found
+        request_images = tuple(known[digest] for digest in dict.fromkeys(span.digest for span in each.spans))
+        requests_with_images.append(msgspec.structs.replace(each, images=request_images) if request_images else each)
+    return requests_with_images

@@ -234,7 +234,7 @@ class ProcessClient(ExclusiveClient):
         if not self.ready or self._process is None:
             return
         if ready := self._replay.take_ready():
-            self._process.send(messages.Submit(*messages.apart([self.owner.request(each) for each in ready])))
+            self._process.send(messages.Submit(*messages.detach_images([self.owner.request(each) for each in ready])))
         self.owner.handle_engine_change(self.number)
 
     async def _start_engine(self, tries: int) -> EngineInfo:

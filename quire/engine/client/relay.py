@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from quire.engine.client.messages import ApiProcessMethods, FromLeader, Part, SharedSteps
+from quire.engine.client.messages import ApiProcessMethods, FromLeader, SharedStep, SharedSteps
 from quire.engine.common import clock
 from quire.engine.common.errors import QuireError
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest
@@ -30,8 +30,8 @@ class ApiProcessChannel:
         self.silence = 0.0
         """Seconds since it was last heard of, without those in which the leader could not listen."""
         self.outputs: list[EngineCoreOutput] = []
-        """Those of the part that is being filled."""
-        self._parts: list[Part] = []
+        """Those of the step that is being filled."""
+        self._steps: list[SharedStep] = []
         self._write = send
 
     def begin(self, record: StepRecord | None, replica: int, version: str, *, counts: bool) -> None:
@@ -39,14 +39,14 @@ class ApiProcessChannel:
         if not self.welcomed:
             return
         self.outputs = []
-        self._parts.append(Part(self.outputs, record, replica, version, counts))
+        self._steps.append(SharedStep(self.outputs, record, replica, version, counts))
 
     def flush(self, stats: Sequence[EngineStats]) -> None:
         """Send what has gathered."""
-        parts = [part for part in self._parts if part.outputs or part.record is not None]
-        self._parts.clear()
-        if parts:
-            self._write(SharedSteps(parts, list(stats)))
+        steps = [step for step in self._steps if step.outputs or step.record is not None]
+        self._steps.clear()
+        if steps:
+            self._write(SharedSteps(steps, list(stats)))
 
     def send(self, message: FromLeader, stats: Sequence[EngineStats]) -> None:
         """Send a message, after what has gathered."""

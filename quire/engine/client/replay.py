@@ -60,10 +60,10 @@ class Replay:
         """The request got this many more tokens, its last ones where it has `ended`."""
         if ended:
             return self.end(request_id)
-        given = self._submitted.get(request_id, TOKENS_TO_CLEAR)
-        if given < TOKENS_TO_CLEAR:
-            self._submitted[request_id] = given + tokens
-            if given + tokens >= TOKENS_TO_CLEAR:
+        num_tokens = self._submitted.get(request_id, TOKENS_TO_CLEAR)
+        if num_tokens < TOKENS_TO_CLEAR:
+            self._submitted[request_id] = num_tokens + tokens
+            if num_tokens + tokens >= TOKENS_TO_CLEAR:
                 self._isolated.discard(request_id)
                 self._lone_crashes.pop(request_id, None)
 

@@ -28,12 +28,12 @@ def prefix_pieces(request: EngineCoreRequest) -> list[bytes]:
     """The hashes of a prompt's full pieces, each of all tokens before its end. Prompts of different salts, or for
     different adapters, have none in common."""
     ids = request.prompt_ids
-    parent, found = root_hash(request.cache_salt, "" if request.adapter is None else request.adapter.digest), []
+    parent, hashes = root_hash(request.cache_salt, "" if request.adapter is None else request.adapter.digest), []
     for end in range(PIECE, len(ids) + 1, PIECE):
         contents = media_extra_keys(request.spans, end - PIECE, end)
         parent = block_hash(parent, ids[end - PIECE : end], contents)
-        found.append(parent)
-    return found
+        hashes.append(parent)
+    return hashes
 
 
 class Router:
@@ -55,9 +55,9 @@ class Router:
         replica has more requests above the least loaded one's than it has cached pieces above that one's, or more than
         MOST_AHEAD.
         """
-        found = [(self.cached(each, pieces), self.open[each], len(self._sent[each]), each) for each in among]
-        longest = min(found, key=lambda one: (-one[0], *one[1:]))
-        idlest = min(found, key=lambda one: (one[1], -one[0], *one[2:]))
+        loads = [(self.cached(each, pieces), self.open[each], len(self._sent[each]), each) for each in among]
+        longest = min(loads, key=lambda one: (-one[0], *one[1:]))
+        idlest = min(loads, key=lambda one: (one[1], -one[0], *one[2:]))
         saved, ahead = longest[0] - idlest[0], longest[1] - idlest[1]
         chosen = (longest if ahead <= min(saved, MOST_AHEAD) else idlest)[-1]
         self.open[chosen] += 1

@@ -24,15 +24,15 @@ def replica_config(config: EngineConfig, index: int, cores: Sequence[Set[int]], 
     """
     count, update = config.data_parallel_size, dict[str, object]()
     for name in ("kv_cache_memory", "kv_offload_memory"):
-        if (given := getattr(config, name)) is not None:
-            update[name] = given / count
+        if (total := getattr(config, name)) is not None:
+            update[name] = total / count
     if config.kv_offload_dir is not None:
         update["kv_offload_dir"] = str(Path(config.kv_offload_dir) / f"replica-{index}")
         update["kv_offload_disk"] = config.kv_disk_gib / count
     if config.threads is not None:
         update["threads"] = max(config.threads // count, 1)
     elif _THREADS not in os.environ:
-        own = cores[index] or allowed_cores() or {*range(os.cpu_count() or 1)}
-        threads, quota = threads_on(own) // cores.count(cores[index]), cpu_quota(root)
+        bound_cores = cores[index] or allowed_cores() or {*range(os.cpu_count() or 1)}
+        threads, quota = threads_on(bound_cores) // cores.count(cores[index]), cpu_quota(root)
         update["threads"] = max(threads if quota is None else min(threads, int(quota) // count), 1)
     return config.model_copy(update=update)

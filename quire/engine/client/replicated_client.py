@@ -115,11 +115,11 @@ class ReplicatedClient(ExclusiveClient):
             raise self.failure
         if not all(each.ready or each.asleep for each in living):
             raise Overloaded("an engine is being replaced; please try again")
-        found = await asyncio.gather(*(change(each) for each in living), return_exceptions=True)
-        errors = [error for error in found if error is not None]
+        results = await asyncio.gather(*(change(each) for each in living), return_exceptions=True)
+        errors = [error for error in results if error is not None]
         if len(errors) == len(living):
             raise next((error for error in errors if isinstance(error, ConfigError)), errors[0])
-        for each, error in zip(living, found, strict=True):
+        for each, error in zip(living, results, strict=True):
             if error is not None:
                 await self._change_too(each, change)
 
@@ -158,14 +158,14 @@ class ReplicatedClient(ExclusiveClient):
             merge_views,  # NumPy: a server starts its engine before it imports that
         )
 
-        found = await asyncio.gather(*(each.snapshot() for each in self._replicas if each.responsive))
-        there = [each for each in found if each is not None]
-        return merge_views(there) if there else None
+        snapshots = await asyncio.gather(*(each.snapshot() for each in self._replicas if each.responsive))
+        views = [each for each in snapshots if each is not None]
+        return merge_views(views) if views else None
 
     async def call(self, content: bytes) -> list[bytes] | None:
-        found = await asyncio.gather(*(each.call(content) for each in self._replicas))
-        there = [each for each in found if each is not None]
-        return [result for each in there for result in each] if len(there) == len(found) else None
+        replies = await asyncio.gather(*(each.call(content) for each in self._replicas))
+        results = [each for each in replies if each is not None]
+        return [result for each in results for result in each] if len(results) == len(replies) else None
 
     def _place(self) -> None:
         """Give the requests that nobody computes to replicas that can, if one can."""

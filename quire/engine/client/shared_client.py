@@ -20,12 +20,12 @@ from quire.engine.client.messages import (
     ApiProcessMethods,
     FromLeader,
     LeaderMethods,
+    SharedEngineState,
     SharedSteps,
-    State,
     Submit,
     ToLeader,
-    apart,
     decode_from_leader,
+    detach_images,
 )
 from quire.engine.client.weight_broadcast import Group, WeightsGroup
 from quire.engine.client.weights import Mode
@@ -79,7 +79,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         """How this process answers the questions of others."""
         self.on_version: list[Callable[[str], None]] = []
         """Called with the version of weights that have changed."""
-        self._told_version = self.weights_version
+        self._last_version = self.weights_version
         """What `on_version` was last called with."""
         self.inherited: bytes | None = None
         """The last answer to LASTING (messages.py) of the process that this one replaces."""
@@ -158,7 +158,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         return await self._calls.begin(LeaderMethods.update, path, mode, version)
 
     def send(self, requests: Sequence[EngineCoreRequest]) -> None:
-        self._write(Submit(*apart(requests)))
+        self._write(Submit(*detach_images(requests)))
 
     def abort(self, request_id: str) -> None:
         if not self._unsent_aborts:
@@ -225,10 +225,10 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         states = zip(self._states, message.stats, strict=True)
         self._states = [EngineState(stats, each.responsive, each.asleep) for each, stats in states]
         self.stats = self._total()
-        for part in message.parts:
-            self.weights_version = part.weights_version
-            self.owner.history.counts_steps = part.counts
-            self.owner.deliver(part.outputs, part.record, part.replica)
+        for step in message.steps:
+            self.weights_version = step.weights_version
+            self.owner.history.counts_steps = step.counts
+            self.owner.deliver(step.outputs, step.record, step.replica)
 
     async def _answer(self, call: UtilityCall) -> None:
         self._write(await run_call_in_task(ApiProcessMethods, self, call))
@@ -238,7 +238,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
     async def answer(self, topic: str, body: bytes) -> bytes | None:
         return await self.answering.answer(topic, body)
 
-    def welcome(self, info: EngineInfo, state: State, inherited: bytes | None) -> None:
+    def welcome(self, info: EngineInfo, state: SharedEngineState, inherited: bytes | None) -> None:
         assert self._welcome is not None
         self.update_state(state)
         if not self._welcome.done():
@@ -252,7 +252,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         for request_id in ids:
             self.owner.give_up(request_id, fault.error())
 
-    def update_state(self, state: State) -> None:
+    def update_state(self, state: SharedEngineState) -> None:
         self._states = state.engines
         self.stats = self._total()
         self._responsive, self._healthy = state.responsive, state.healthy
@@ -263,10 +263,10 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         self.weights_version = state.weights_version
         if state.weights_path is not None:
             self.weights_paths[state.weights_version] = state.weights_path
-        if self._told_version != state.weights_version:
-            self._told_version = state.weights_version
-            for told in self.on_version:
-                told(state.weights_version)
+        if self._last_version != state.weights_version:
+            self._last_version = state.weights_version
+            for on_version in self.on_version:
+                on_version(state.weights_version)
         self.owner.share(state.open, state.queued_tokens)
         if state.failure is not None:
             self.die(state.failure.message)

@@ -100,9 +100,9 @@ class Weights:
         version: what to call them; by default they are counted. Raises InvalidRequest for weights that are not of the
         model's shape, and ConfigError for those that cannot be loaded: then the old weights go on.
         """
-        found = absolute(path)
-        check = partial(self._engine_core.check, found)
-        return await self.change(partial(self._engine_core.load, found), mode, version, check, path=found)
+        weights_path = absolute(path)
+        check = partial(self._engine_core.check, weights_path)
+        return await self.change(partial(self._engine_core.load, weights_path), mode, version, check, path=weights_path)
 
     async def change(
         self,

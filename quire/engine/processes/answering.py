@@ -26,7 +26,7 @@ class Answering:
     async def answer(self, topic: str, body: bytes) -> bytes | None:
         """None also where the answer fails: that is no reason to end anything but what was asked for."""
         try:
-            return None if (found := self.find(topic)) is None else await found(body)
+            return None if (handler := self.find(topic)) is None else await handler(body)
         except Exception:
             log.exception("the question %r of another process could not be answered", topic)
             return None

@@ -51,13 +51,13 @@ def stay_on(cores: Set[int]) -> None:
 def _nodes(root: Path) -> list[Set[int]]:
     """The cores of each node, in the order of their numbers."""
     folders = root.glob("sys/devices/system/node/node[0-9]*")
-    found: list[Set[int]] = []
+    core_lists: list[Set[int]] = []
     for folder in sorted(folders, key=lambda each: int(each.name.removeprefix("node"))):
         try:
-            found.append(_parse_core_list((folder / "cpulist").read_text(encoding="ascii")))
+            core_lists.append(_parse_core_list((folder / "cpulist").read_text(encoding="ascii")))
         except (OSError, ValueError):
             continue
-    return found
+    return core_lists
 
 
 def _parse_core_list(text: str) -> Set[int]:

@@ -30,13 +30,13 @@ class SocketFolder:
             root = Path(tempfile.gettempdir())
             _remove_abandoned(root)
             # Under another name until it is locked, so that nobody takes it for abandoned meanwhile.
-            made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=root))
-            self._lock = os.open(made / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            new_folder = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=root))
+            self._lock = os.open(new_folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:  # a file system without locks: then nobody may take it for abandoned either
-                (made / _LOCK).unlink()
-            self._path = made.rename(root / made.name.removeprefix("."))
+                (new_folder / _LOCK).unlink()
+            self._path = new_folder.rename(root / new_folder.name.removeprefix("."))
         except OSError as error:
             raise EngineError(f"TMPDIR: no folder for sockets can be made: {error.strerror}") from None
         longest = max(len(os.fsencode(self._path / name)) for name in _SOCKETS)

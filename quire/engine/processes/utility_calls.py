@@ -45,9 +45,9 @@ class Fault(msgspec.Struct, frozen=True):
         kind = getattr(errors, self.kind)
         if issubclass(kind, ModelError):  # which is made otherwise, and says no more
             kind = ConfigError
-        made = kind(self.message, param=self.param)
-        assert isinstance(made, QuireError)
-        return made
+        error = kind(self.message, param=self.param)
+        assert isinstance(error, QuireError)
+        return error
 
 
 class UtilityCall(msgspec.Struct, frozen=True, tag=True, array_like=True):
