@@ -1,4 +1,4 @@
-"""What an engine has answered to one call, on its way to the call's reader."""
+"""An engine's outputs for one call, on their way to its reader."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from quire.engine.common.types import EngineCoreOutput
 log = logging.getLogger("quire.client")
 
 MAX_BACKLOG = 2**18
-"""How many tokens a stream keeps for its reader; each alternative that is reported beside a token counts as one more.
-This many take some 20 MB."""
+"""Tokens that a stream keeps for its reader, some 20 MB; each reported alternative to a token counts as another one."""
 
 Versions = list[tuple[str, int]]
-"""Of the weights that computed an answer's tokens: each version with the number of tokens, in their order."""
+"""Weights that computed an answer's tokens: each version with its number of tokens, in order."""
 
 
 class Reader(Protocol):
@@ -29,65 +28,65 @@ class Reader(Protocol):
     ids: Sequence[str]
     tenant: str
     call: str
-    """The id of the API call, as `EngineClient.cancel` takes it."""
+    """Id of the API call, for `EngineClient.cancel`."""
     submitted_at: float
 
     def push(self, output: EngineCoreOutput, version: str) -> Callable[[], None] | None:
-        """Take an output. version: of the weights that computed it. Returns what to call at the end of this turn of
-        the event loop, if anything. Raises SlowReader when the call is to be given up."""
+        """Take an output. version: of the weights that computed it. May return a function to call at the end of this
+        turn of the event loop. Raises SlowReader to give up the call.
+        """
 
     def fail(self, error: QuireError) -> None:
-        """No request of the call is open any more, and this is why."""
+        """All requests of the call have ended, with this error."""
 
 
 class OutputStream:
     """The outputs of a group of requests (the n choices of one call), in the order in which they arrive.
 
-    Each iteration gives a list with at most one RequestOutput per request: all that arrived since the last iteration,
-    merged, so a slow reader gets fewer and larger outputs. The iteration ends when every request of the group has
+    Each iteration gives a list with at most one EngineCoreOutput per request: everything since the last iteration,
+    merged, so a slow reader gets fewer and larger outputs. The iteration ends when all requests of the group have
     ended. It raises EngineError when the engine is gone for good, and SlowReader when more than MAX_BACKLOG tokens were
-    waiting to be read. Call `close()` when you stop reading: it aborts the requests that are still running.
-
-    A reader that waits here may be spared the wake-up: see `shortcut`.
+    unread. Call `close()` when you stop reading: it aborts the requests that still run. `shortcut` spares a waiting
+    reader the wake-up.
     """
 
     def __init__(
         self, abort: Callable[[str, str], None], ids: Sequence[str], tenant: str, call: str, weights_version: str
     ) -> None:
-        """abort: tells the book that a request is no longer read, and the reason for its history."""
+        """abort: takes the id of a request that is no longer read, and the reason for its history."""
         self.ids = ids
         self.tenant = tenant
         self.call = call
         self.submitted_at = clock.monotonic()
         self._abort = abort
         self._open = set(ids)
-        """Requests that have not ended."""
         self._unread: dict[str, EngineCoreOutput] = {}
-        """By request: its outputs since the last iteration, merged."""
+        """By request: outputs since the last iteration, merged."""
         self._backlog = 0
         """Tokens and alternatives in `_unread`."""
         self._error: Exception | None = None
         self._waiting_reader: asyncio.Future[None] | None = None
-        """What the reader awaits; the next output resolves it. Cheaper than an asyncio.Event."""
+        """The next output resolves it. Cheaper than an asyncio.Event."""
         self._due = False
-        """Whether `_hand_on` will be called at the end of this turn of the event loop."""
+        """True if `_hand_on` will run at the end of this turn of the event loop."""
         self.shortcut: Callable[[list[EngineCoreOutput]], bool] | None = None
-        """Does what the reader would do with the outputs of an iteration, at once and while the reader waits on, or
-        does nothing and returns False: then the reader gets them. What it raises is raised to the reader. It gets
-        nothing behind the end of the last request: that the reader must see."""
+        """Handles the outputs of an iteration at once, while the reader keeps waiting. Returns False if it does
+        nothing: then the reader gets them. The reader also gets what it raises, and everything from the end of the last
+        request on.
+        """
         self.ended: Callable[[EngineCoreOutput, bool], None] | None = None
-        """Is told the last output of each request, before the reader has it, and whether the reader will find tokens
-        beside the end."""
+        """Gets the last output of each request before the reader does, and whether the reader will find tokens with it.
+        """
         self.weights_version = weights_version
-        """Of the weights that computed the last token or vector, unread ones included."""
+        """Version that computed the last token or vector, unread ones included."""
         self.versions: dict[str, Versions] | None = None
-        """By request; None: they are not noted."""
+        """By request; None: not recorded."""
 
     def __aiter__(self) -> OutputStream:
         return self
 
     async def __anext__(self) -> list[EngineCoreOutput]:
-        # A loop, because an abort wakes the reader too, and other requests may still be running then.
+        # A loop, because an abort wakes the reader too while other requests may still run.
         while self._open and not self._unread and self._error is None:
             self._waiting_reader = asyncio.get_running_loop().create_future()
             try:
@@ -103,8 +102,9 @@ class OutputStream:
         raise StopAsyncIteration
 
     def push(self, output: EngineCoreOutput, version: str) -> Callable[[], None] | None:
-        """Add an output for the reader. A reader that has a shortcut waits until the turn of
-        the event loop ends, so that the outputs of several steps reach it together."""
+        """Add an output. With a shortcut the reader waits for the end of this turn of the event loop, so the outputs of
+        several steps reach it together.
+        """
         if output.id not in self._open:
             return None
         if output.new_ids or output.vector is not None:
@@ -131,7 +131,7 @@ class OutputStream:
 
     @property
     def unread(self) -> Sequence[EngineCoreOutput]:
-        """What has come since the last iteration, by request."""
+        """By request, merged."""
         return [*self._unread.values()]
 
     def fail(self, error: Exception) -> None:
@@ -141,16 +141,15 @@ class OutputStream:
         self._wake()
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
-        """End one request of the group now; it gives no more outputs. `reason` is recorded in its history."""
+        """End one request now; it gives no more outputs. `reason` goes to its history."""
         if request_id in self._open:
             self._open.discard(request_id)
             self._abort(request_id, reason)
             self._wake()
 
     def give_up(self, error: QuireError) -> bool:
-        """Abort the requests that are still running; the reader gets `error` after the outputs before it.
-
-        Returns False and does nothing when all requests have ended.
+        """Abort the requests that still run; the reader gets `error` after the outputs before it. Returns False, and
+        does nothing, if all requests have ended.
         """
         if not self._open:
             return False
@@ -159,7 +158,7 @@ class OutputStream:
         return True
 
     def close(self) -> None:
-        """Abort the requests that are still running."""
+        """Abort the requests that still run."""
         for request_id in list(self._open):
             self.abort(request_id)
 
@@ -168,7 +167,7 @@ class OutputStream:
             self._waiting_reader.set_result(None)
 
     def _hand_on(self) -> None:
-        """Give what has come to the shortcut or, where that is impossible, to the reader."""
+        """Give the unread outputs to the shortcut, or to the reader if that is impossible."""
         self._due = False
         if self._waiting_reader is None or self._waiting_reader.done():
             return
@@ -204,7 +203,7 @@ def merge(first: EngineCoreOutput, second: EngineCoreOutput) -> EngineCoreOutput
 
 
 def add_tokens(versions: Versions, version: str, count: int) -> None:
-    """So many tokens more were computed by the weights of a version."""
+    """Record `count` more tokens of a version."""
     if not count:
         return
     if versions and versions[-1][0] == version:

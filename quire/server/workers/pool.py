@@ -1,4 +1,4 @@
-"""The server's side of its workers: which job is next, which process does it, and when it is killed."""
+"""The server's side of body workers: which job is next, which process does it, and when it is killed."""
 
 from __future__ import annotations
 
@@ -31,18 +31,17 @@ MAX_WAITING_JOBS = 1024
 CANNOT_START = "the process that reads large requests cannot be started"
 STALLED = "The process that prepared the request stood still, and was ended. Please try again"
 CLEARED_API_KEYS: dict[str, object] = {"api_key": [], "api_key_file": None, "admin_api_key": []}
-"""Settings that workers, which run callers' templates, need not know."""
+"""Workers run callers' templates, and need not know these settings."""
 NO_BACKTRACE_ENV = {"RUST_BACKTRACE": "0"}
-"""Of workers' environment. Where an allocation fails, Rust ends the process, but with a backtrace it first allocates
-more for that, while it holds a lock, and waits for itself for ever."""
+"""For workers. When an allocation fails, Rust ends the process. With backtraces it first allocates more memory while it
+holds a lock, and deadlocks on itself.
+"""
 WORKER_MEMORY_BYTES = 256 << 20
-"""Bytes that a worker may take for one body."""
+"""Memory that a worker may take for one body."""
 
 
 @dataclass(eq=False, slots=True)
 class _WorkerProcess:
-    """A worker process and the socket to it."""
-
     pid: int
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -53,13 +52,14 @@ _pickle = partial(pickle.dumps, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 class WorkerPool:
-    """Runs functions of a body's bytes, the model and the configuration. The process that forks workers starts with
-    `start_fork_server`, or when it is first needed."""
+    """Runs functions of a body, the model and the configuration. `start_fork_server`, or the first job, starts the
+    process that forks workers.
+    """
 
     def __init__(
         self, source: ServedModelSpec, adapters: Collection[str] = (), launch_process: LaunchProcess = Child
     ) -> None:
-        """`adapters`: the model's, as they come and go. `launch_process`: starts the process that forks."""
+        """`adapters`: the model's, a live view. `launch_process`: starts the process that forks."""
         self._source = source
         self._launch_process = launch_process
         self._adapters = adapters
@@ -67,31 +67,29 @@ class WorkerPool:
         """Workers at the same time."""
         self._queue = JobQueue(self.max_workers)
         self._waiting_budget = SharedCapacity(MAX_WAITING_JOBS)
-        """Jobs that wait, by tenant: one that has many gets more only while as many are left to others."""
+        """Waiting jobs by tenant: a tenant with many gets more only while as many are left to others."""
         self._idle_workers: list[_WorkerProcess] = []
         self._busy_workers: set[_WorkerProcess] = set()
         self._unclaimed_forks: list[asyncio.Task[_WorkerProcess]] = []
-        """Workers on their way whose callers have left: the next ones take them, so few are ever asked for at once."""
+        """Workers on their way without a caller. The next callers take them, so few are ever requested at once."""
         self._shutdown_error: Exception | None = None
-        """What jobs raise whose workers are killed because the server ends."""
+        """The error of jobs whose workers are killed because the server ends."""
         self._start_task: asyncio.Task[None] | None = None
-        """Starts the process that forks. Who waits for it may leave, it goes on."""
+        """Starts the process that forks. It continues when a caller stops waiting."""
         self._fork_server: Child | None = None
         self._fork_socket: socket.socket | None = None
 
     @property
     def worker_pids(self) -> list[int]:
-        """Of the workers' processes."""
         return [worker.pid for worker in (*self._idle_workers, *self._busy_workers)]
 
     @property
     def num_jobs(self) -> int:
-        """How many jobs wait or run."""
+        """Jobs that wait or run."""
         return len(self._queue) + len(self._busy_workers)
 
     @property
     def num_busy(self) -> int:
-        """How many of them work."""
         return len(self._busy_workers)
 
     async def run_job(
@@ -103,11 +101,11 @@ class WorkerPool:
         is_slow: bool = False,
         extra_bytes: int = 0,
     ) -> Result:
-        """`work` of the joined pieces of a body, in a worker; `is_slow`: see Turn; `extra_bytes`: bytes that `work`
-        itself has.
+        """Run `work` on the joined pieces of a body in a worker. `is_slow`: see WorkerSlotClaim. `extra_bytes`: size of
+        the function's own arguments.
 
-        Raises what `work` raises, Overloaded when too much waits or the worker stands still, InvalidRequest when it
-        takes more time or memory than a worker may. Cancelling it kills the worker.
+        Raises what `work` raises, Overloaded if too many jobs wait or the worker stands still, and InvalidRequest if it
+        exceeds a worker's time or memory. Cancelling it kills the worker.
         """
         size = sum(map(len, pieces)) + extra_bytes
         limits = JobLimits(cpu_seconds=2.0 + size / 250_000, memory_bytes=WORKER_MEMORY_BYTES + 2 * size)
@@ -127,7 +125,7 @@ class WorkerPool:
         is_slow: bool,
         extra_bytes: int = 0,
     ) -> Result:
-        """As `run_job`. Raises `limit_error` where the limits end it."""
+        """Like `run_job`. Raises `limit_error` if a limit ends the job."""
         if self._shutdown_error is not None:
             raise self._shutdown_error
         if not self._waiting_budget.has_room(tenant.name, 1):
@@ -156,7 +154,7 @@ class WorkerPool:
         claim.grant_future.result()
 
     def start_fork_server(self) -> asyncio.Task[None]:
-        """Start the process that forks, unless it runs or is about to. Raises OSError when awaited."""
+        """Start the process that forks, unless it runs or is starting. Raises OSError when awaited."""
         if self._start_task is None or (self._start_task.done() and not self._is_fork_server_alive):
             self._start_task = asyncio.create_task(self._launch_fork_server())
             self._start_task.add_done_callback(lambda task: None if task.cancelled() else task.exception())
@@ -203,7 +201,7 @@ class WorkerPool:
         return value
 
     def fail_jobs(self, error: Exception) -> None:
-        """End all jobs, which raise `error`, as later ones do."""
+        """End all jobs with `error`; later ones raise it too."""
         self._shutdown_error = error
         self._queue.fail_waiting_jobs(error)
         for worker in list(self._busy_workers):
@@ -219,7 +217,7 @@ class WorkerPool:
             worker = self._idle_workers.pop()
             if not worker.reader.at_eof():
                 return worker
-            worker.writer.close()  # somebody else has killed it
+            worker.writer.close()  # another process has killed it
         return None
 
     async def _fork_or_claim_worker(self) -> _WorkerProcess:
@@ -233,7 +231,7 @@ class WorkerPool:
             raise
 
     async def _fork_with_retry(self) -> _WorkerProcess:
-        """Raises EngineError when the process that forks cannot be started, or dies again."""
+        """Raises EngineError if the process that forks cannot be started, or dies again."""
         for tries in (1, 2):
             process: Child | None = None
             try:
@@ -246,11 +244,11 @@ class WorkerPool:
                 if tries == 2:
                     raise EngineError(CANNOT_START) from error
             if process is not None:
-                await process.stop(0.0)  # it has died, cannot fork, or stood still: another one takes its place
+                await process.stop(0.0)  # it has died, cannot fork, or stood still; the next try starts another one
         raise AssertionError("the second try returns or raises")
 
     async def _request_fork(self) -> _WorkerProcess:
-        """Raises OSError or EOFError where none comes."""
+        """Raises OSError or EOFError if no worker comes."""
         assert self._fork_socket is not None
         ours, theirs = socket.socketpair()
         with theirs:
@@ -286,26 +284,24 @@ class WorkerPool:
         message = b"".join(frame_pieces([_pickle(source)]))
         try:
             with kill_on_stall(process.pid):
-                await asyncio.to_thread(process.send, message)  # it is read when the modules are imported
+                await asyncio.to_thread(process.send, message)  # the process reads it after its imports
         except OSError:
             await process.stop(0.0)
             raise
 
 
 STALL_SECONDS = 5.0
-"""A process is killed that does nothing for so long, though it was asked for something and could compute."""
+"""A process is killed if it does nothing for this long although it has work and could compute."""
 _POLL_SECONDS = 0.25
 
 
 class StallWatch:
-    """Watches one process."""
-
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self.has_killed = False
 
     async def kill_when_stalled(self) -> None:
-        await asyncio.sleep(_POLL_SECONDS)  # most jobs have ended by then
+        await asyncio.sleep(_POLL_SECONDS)  # most jobs end earlier
         standstill, timer = Standstill(self._pid), WatchTimer(_POLL_SECONDS)
         seconds = 0.0
         while seconds < STALL_SECONDS:
@@ -318,7 +314,7 @@ class StallWatch:
 
 @contextmanager
 def kill_on_stall(pid: int) -> Iterator[StallWatch]:
-    """Within the block, which waits for this process, it is killed when it stands still."""
+    """Kill this process when it stands still during the block, which waits for it."""
     watch = StallWatch(pid)
     task = asyncio.create_task(watch.kill_when_stalled())
     try:

@@ -1,11 +1,12 @@
-"""`python -m quire.server.workers.worker FD`: a process that loads what turns text into tokens once, and forks workers.
+"""`python -m quire.server.workers.worker FD`: loads everything that turns text into tokens once, and forks body
+workers.
 
-A forked worker shares that memory and starts within milliseconds, so one that takes too much time or memory, or whose
-caller has left, is simply killed. Standard input has a ServedModelSpec. FD is a socket: over it comes the end of a new
-worker's own socket for each worker to fork. The process ends with the server, and its workers with it.
+A forked worker shares that memory and starts within milliseconds, so a worker that takes too much time or memory, or
+has lost its caller, is simply killed. Standard input has a ServedModelSpec. FD is a socket that receives one end of a
+new worker's own socket for each worker to fork. The process ends with the server, and its workers with it.
 
-The ServedModelSpec, a job's function and its result are pickled, because no struct can declare them: the tokenizer is an
-object of a library, functions are bound to classes of bodies, and results are pydantic models or hold functions that
+The ServedModelSpec, a job's function and its result are pickled, because no struct can declare them: the tokenizer is
+an object of a library, functions are bound to classes of bodies, and results are pydantic models or hold functions that
 write answers. Both ends belong to one start of the server.
 """
 
@@ -30,15 +31,15 @@ from quire.engine.common.errors import QuireError
 from quire.engine.images.image_decoding import preload_decoders
 from quire.engine.processes.frames import encode_frame, frame_pieces, read_frame
 from quire.server.config import ServerConfig
-from quire.server.resolve import invocations  # noqa: F401 - what jobs need is there before workers are forked
+from quire.server.resolve import invocations  # noqa: F401 - jobs need it, so load it before forking
 from quire.server.served_model import ServedModel, ServedModelSpec
 
 JobFunction = Callable[[bytes, ServedModel, ServerConfig], Any]
 
 NICENESS = 5
-"""Below the server and its engine: streams come before requests that begin."""
+"""Lower priority than the server and its engine: running streams come before new requests."""
 _MAX_GROWTH_BYTES = 48 << 20
-"""A worker that has grown by more than this ends behind its answer; a new one is small again."""
+"""A worker that has grown by more ends after its answer; a new one is small again."""
 
 
 class WorkerStarted(msgspec.Struct, frozen=True):
@@ -52,20 +53,20 @@ class JobLimits(msgspec.Struct, frozen=True):
 
 
 class WorkerJob(msgspec.Struct, frozen=True):
-    """Two frames follow: a JobFunction, pickled, and the body."""
+    """Followed by two frames: a pickled JobFunction, and the body."""
 
     limits: JobLimits
     adapters: Sequence[str]
-    """ServedModel.adapters, as they are now."""
+    """Current ServedModel.adapters."""
 
 
 class JobResult(msgspec.Struct, frozen=True):
-    """A frame follows, pickled: the function's result, or its error."""
+    """Followed by a frame with the pickled result or error."""
 
     succeeded: bool | None
-    """False: the error is a QuireError. None: it is a traceback's text."""
+    """False: a QuireError follows. None: a traceback's text follows."""
     is_reusable: bool
-    """The worker stays for more."""
+    """The worker stays for more jobs."""
 
 
 decode_worker_started = msgspec.msgpack.Decoder(WorkerStarted).decode
@@ -75,7 +76,7 @@ decode_job_result = msgspec.msgpack.Decoder(JobResult).decode
 
 def run_fork_server(configuration: BinaryIO, control: socket.socket) -> None:
     os.nice(NICENESS)
-    for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # a terminal sends them to the whole group
+    for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # a terminal sends them to the whole process group
         signal.signal(ignored, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers' exit statuses
@@ -89,7 +90,7 @@ def run_fork_server(configuration: BinaryIO, control: socket.socket) -> None:
     gc.freeze()
     while True:
         _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-        if not descriptors:  # the server is gone
+        if not descriptors:
             return
         if os.fork() == 0:
             control.close()
@@ -99,8 +100,8 @@ def run_fork_server(configuration: BinaryIO, control: socket.socket) -> None:
 
 
 def run_worker(connection: socket.socket, model: ServedModel, adapters: list[str], config: ServerConfig) -> None:
-    """Answer jobs until the server hangs up. `adapters`: the model's."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # a native library says there that memory is short
+    """Answer jobs until the server hangs up. `adapters`: the model's list, updated by each job."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # native libraries report a lack of memory there
     frames = connection.makefile("rb")
     initial_bytes = private_memory_bytes()
     try:
@@ -122,7 +123,7 @@ def run_worker(connection: socket.socket, model: ServedModel, adapters: list[str
 
 
 def _read_frame(pipe: BinaryIO) -> bytes:
-    """Raises EOFError where the server is gone."""
+    """Raises EOFError if the server is gone."""
     if (content := read_frame(pipe)) is None:
         raise EOFError
     return content
@@ -149,7 +150,7 @@ def _run_job(
 
 
 def private_memory_bytes() -> int:
-    """Bytes of memory that this process alone can write to: what RLIMIT_DATA limits."""
+    """Bytes of memory that only this process can write to: RLIMIT_DATA limits these."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmData:")[2].split()[0]) * 1024
 
