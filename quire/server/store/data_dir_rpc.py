@@ -1,8 +1,11 @@
 """--data-dir of several API processes: one process has it (`serve_data_dir_call`), and each of them asks that one
 (`remote_data_dir`).
 
-What is asked is one of METHODS, with what it is given, as msgpack; both are decoded as the types that the method has.
-Files' contents do not pass: each process reads and writes them itself.
+What is asked is one of RPC_METHODS, with what it is given, as msgpack; both are decoded as the types that the method
+has. Files' contents do not pass: each process reads and writes them itself.
+
+The messages are older than UtilityCall and UtilityResult, and keep their form and tags: Ray replaces the replicas of
+an application one by one, and an old one could not read a new one's answers.
 """
 
 from __future__ import annotations
