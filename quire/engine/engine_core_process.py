@@ -15,8 +15,8 @@ from quire.engine.client.messages import (
     FromEngine,
     Stepped,
     Submit,
+    attach_images,
     decode_to_engine,
-    together,
 )
 from quire.engine.common.config import EngineConfig, capacity_settings_from_info
 from quire.engine.common.errors import QuireError
@@ -128,7 +128,7 @@ def _handle_messages_and_get_change(engine: EngineCore, socket: zmq.Socket[bytes
         match decode_to_engine(socket.recv()):
             case Submit(requests, images):
                 is_idle = False
-                for request in together(requests, images):
+                for request in attach_images(requests, images):
                     engine.add_request(request)
             case Abort(ids):
                 is_idle = False

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from quire.engine.common import clock, random_source
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, refuse_setting_if
-from quire.engine.processes.child import Child
+from quire.engine.processes.child import Child, end_processes
 from quire.engine.processes.cpu_cores import allowed_cores, node_cores
 from quire.engine.processes.heartbeat import Alive
 from quire.engine.processes.procfs import Stopped, WatchTimer, oom_kills
@@ -118,8 +118,7 @@ class WorkerNode:
             except ConnectionError:
                 pass
             finally:
-                child.destroy()
-                child.end()
+                end_processes([child], 0.0)  # it holds nothing that must be saved
 
     def _join_engine(self, local_rank: int, process: subprocess.Popen[bytes], copies: str) -> RankAssignment | None:
         """None if stopped or the process ended. Raises ConfigError if machine 0 refuses for good or does not answer in

@@ -123,6 +123,9 @@ class FakeProcess(EngineProcess):
     async def wait_for_exit(self) -> ExitCause:
         return await asyncio.shield(self._exit)
 
+    async def wait_until_ended(self, exited: asyncio.Task[ExitCause], seconds: float) -> None:
+        await asyncio.wait([exited])
+
     async def stop(self) -> None:
         self.exit(KILLED)
 

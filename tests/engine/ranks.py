@@ -4,7 +4,6 @@ takes to start."""
 from __future__ import annotations
 
 import os
-import subprocess
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -39,10 +38,12 @@ class ThreadProcess:
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
 
-    def wait(self, seconds: float | None = None) -> int:
-        self._thread.join(seconds)
-        if self._thread.is_alive():
-            raise subprocess.TimeoutExpired("a rank", seconds or 0)
+    @property
+    def returncode(self) -> int | None:
+        return None if self._thread.is_alive() else 0
+
+    def wait(self) -> int:
+        self._thread.join()
         return 0
 
     def send(self, content: bytes) -> None:
@@ -56,7 +57,7 @@ class ThreadProcess:
         with suppress(BrokenPipeError):
             self._orders.close()
 
-    def destroy(self) -> None:
+    def kill(self) -> None:
         raise AssertionError("a rank hangs")
 
 

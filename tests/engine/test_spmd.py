@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quire.engine.checkpoint.model_resolver import read_model_config
+from quire.engine.common import clock
 from quire.engine.common.config import DEMO_MODEL, EngineConfig
 from quire.engine.common.errors import ConfigError, EngineError
 from quire.engine.common.request_params import Grammar, PoolingParams, SamplingParams
@@ -29,6 +29,7 @@ from quire.engine.common.scheduler_output import BlockCopy, NewRequestData, Sche
 from quire.engine.common.types import EngineCoreRequest
 from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.layers.shard import ModelShard
+from quire.engine.processes.child import end_processes
 from quire.engine.processes.frames import encode_frame, read_frame
 from quire.engine.processes.utility_calls import UtilityResult
 from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter
@@ -40,7 +41,7 @@ from quire.engine.worker.loading import kv_allocation
 from quire.engine.worker.ranks import follower_rank, rank_processes, rank_startup, rendezvous
 from quire.engine.worker.ranks.follower import make_pipe_sender, run_follower
 from quire.engine.worker.ranks.rank_messages import RankStart, decode_reply
-from quire.engine.worker.ranks.rank_processes import STOP_SECONDS, end_processes, visible_gpus_for_rank
+from quire.engine.worker.ranks.rank_processes import STOP_SECONDS, visible_gpus_for_rank
 from quire.engine.worker.ranks.rendezvous import check_connection, needs_ordered_sums
 from quire.engine.worker.ranks.spmd import SpmdRunner, redact_for_followers
 from quire.engine.worker.startup_steps import decoder_startup
@@ -486,28 +487,26 @@ def test_ranks_end_with_their_engine(tmp_path: Path) -> None:
 class Stuck:
     """A process that waits in NCCL for another, and so never for its pipe's end."""
 
-    pid, destroyed = 7, False
-
-    def __init__(self, clock: list[float]) -> None:
-        self._clock = clock
+    returncode: int | None = None
 
     def end(self) -> None:
         pass
 
-    def wait(self, timeout: float) -> int:
-        self._clock[0] += timeout
-        raise subprocess.TimeoutExpired("a rank", timeout)
-
-    def destroy(self) -> None:
-        self.destroyed = True
+    def kill(self) -> None:
+        self.returncode = -signal.SIGKILL
 
 
-def test_ranks_that_do_not_end_are_waited_for_together() -> None:
-    clock = [100.0]
-    stuck = [Stuck(clock) for _ in range(7)]
-    end_processes(stuck, threading.Event(), set(), monotonic=lambda: clock[0])
-    assert all(each.destroyed for each in stuck)
-    assert clock[0] - 100 == STOP_SECONDS
+def test_ranks_that_do_not_end_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(clock, "monotonic", lambda: now[0])
+    stuck = [Stuck() for _ in range(7)]
+    end_processes(stuck, STOP_SECONDS, sleep)
+    assert all(each.returncode == -signal.SIGKILL for each in stuck)
+    assert now[0] - 100 == pytest.approx(STOP_SECONDS, abs=0.1)
 
 
 def test_heads_beside_several_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,9 @@ class ForkedChild:
     """The part of Child that WorkerPool uses."""
 
     def __init__(self, arguments: Sequence[str], *, descriptors: Sequence[int], environment: Mapping[str, str]) -> None:
-        with socket.socket(fileno=os.dup(descriptors[0])) as control:
-            self._process = _CONTEXT.Process(target=_run, args=(control, dict(environment)), daemon=True)
+        self._input, theirs = socket.socketpair()
+        with socket.socket(fileno=os.dup(descriptors[0])) as control, theirs:
+            self._process = _CONTEXT.Process(target=_run, args=(theirs, control, dict(environment)), daemon=True)
             self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -29,16 +30,20 @@ class ForkedChild:
     def returncode(self) -> int | None:
         return self._process.exitcode
 
-    async def kill(self) -> None:
+    def send(self, content: bytes) -> None:
+        self._input.sendall(content)
+
+    async def stop(self, seconds: float) -> None:
         self._process.kill()
         await asyncio.to_thread(self._process.join)
+        self._input.close()
 
 
 FORKED: Any = ForkedChild
 """`launch` of a WorkerPool."""
 
 
-def _run(control: socket.socket, environment: dict[str, str]) -> None:
+def _run(configuration: socket.socket, control: socket.socket, environment: dict[str, str]) -> None:
     os.setsid()
     os.environ.update(environment, TOKENIZERS_PARALLELISM="false")
-    run_fork_server(control)
+    run_fork_server(configuration.makefile("rb"), control)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from quire.engine.client.engine_process import EngineProcess
-from quire.engine.client.messages import Abort, FromEngine, Stepped, Submit, ToEngine, together
+from quire.engine.client.messages import Abort, FromEngine, Stepped, Submit, ToEngine, attach_images
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest
 from quire.engine.core.stats import EngineStats
 from quire.engine.processes.exit_cause import ExitCause
@@ -145,7 +145,7 @@ class SimulatedProcess(EngineProcess):
     def _take(self, message: ToEngine) -> None:
         match message:
             case Submit(requests, images):
-                for request in together(requests, images):
+                for request in attach_images(requests, images):
                     assert request.id not in self.running, "it was sent twice"
                     known = bytes(request.emitted_ids)
                     assert is_answer(known, request.seed, self._version), "what it has is not what it was given"

@@ -114,10 +114,12 @@ class _Child:
         assert number == signal.SIGTERM
         self._api.ask_to_stop()
 
-    def kill(self) -> Any:
-        """Of Popen, and of Child, who await it."""
+    def kill(self) -> None:
         self._api.die()
-        return self.wait_for_exit()
+
+    async def stop(self, seconds: float) -> None:
+        self.kill()
+        await self.wait_for_exit()
 
     async def wait_for_exit(self) -> int:
         await self._api.ended.wait()

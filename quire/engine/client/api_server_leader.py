@@ -1,8 +1,8 @@
-"""Lets several API processes share one engine: ApiServerLeader in the process that has the engine's client,
+"""Lets several API processes share one engine: ApiServerLeader runs in the process with the engine's client,
 SharedClient (shared_client.py) in each of the others.
 
 The leader keeps no text and no history. It knows which API process has which open request, sends it the engine's
-outputs, aborts the requests of an API process that has ended, and passes questions from one API process to the others.
+outputs, aborts the requests of an ended API process, and passes questions between API processes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from quire.engine.client.messages import (
     ApiProcessMethods,
     FromLeader,
     LeaderMethods,
-    State,
+    SharedEngineState,
     Submit,
     ToLeader,
+    attach_images,
     decode_to_leader,
-    together,
 )
 from quire.engine.client.relay import ApiProcessChannel, RelayReader
 from quire.engine.client.weights import Mode, Weights
@@ -53,13 +53,13 @@ from quire.engine.processes.wire import Wire
 log = logging.getLogger("quire.hub")
 
 _TICK_SECONDS = 0.1
-"""Time between two looks at how the engines are."""
+"""Interval of checks of the engines' state."""
 _ANSWER_SECONDS = 2.0
-"""How long an API process may take to answer a question to all."""
+"""Time that an API process gets to answer a question to all."""
 _LONG_ANSWER_SECONDS = 10.0
-"""The same of a question to it alone, which nobody else can answer."""
+"""Time for a question to one API process, which nobody else can answer."""
 _REMEMBER_SECONDS = 5.0
-"""Time between two questions to all API processes for the counts that would be lost with them."""
+"""Interval of questions to all API processes for the counts that would be lost with them."""
 
 
 class ApiServerLeader:
@@ -68,30 +68,31 @@ class ApiServerLeader:
     def __init__(
         self, client: EngineClient, address: str, wire: Callable[..., Wire] = Wire, *, tell_seconds: float = 1.0
     ) -> None:
-        """address: where API processes connect, as ZeroMQ writes it. tell_seconds: after so long the state is sent
-        again though nothing has changed: it is the leader's sign of life."""
+        """address: where API processes connect, in ZeroMQ's form. tell_seconds: the state is sent after this long even
+        if unchanged, as the leader's heartbeat.
+        """
         self.client, self._tell_seconds = client, tell_seconds
         self.weights = Weights(client)
-        client.recorder = self  # what happened to a request is kept by the API process that has it
-        client.turns = None  # so are turns
+        client.recorder = self  # API processes keep the history of their requests
+        client.turns = None  # and their turns
         self._wire = wire(zmq.ROUTER)
         self._address = address
         self._channels: dict[bytes, ApiProcessChannel] = {}
-        """By the identity of the API process."""
+        """By identity of the API process."""
         self._info: EngineInfo | None = None
         self._flushing = False
-        self._state: State | None = None
-        """The last one that was sent."""
+        self._state: SharedEngineState | None = None
+        """The last one sent."""
         self._lasting: dict[int, bytes] = {}
         """By number of the API process: its last answer to LASTING."""
         self._tasks = Tasks(self._handle_failure)
         self.answering = Answering()
-        """How this process answers what API processes ask it."""
+        """Answers to questions of API processes."""
         self.changed = asyncio.Event()
-        """Set when an API process has started, or cannot; then another event takes its place."""
+        """Set when an API process has started or has failed to, then replaced by another event."""
 
     def listen(self) -> None:
-        """Begin to hear API processes. Raises EngineError where there can be no socket."""
+        """Begin to receive. Raises EngineError if there can be no socket."""
         self._wire.bind(self._address)
         self._tasks.begin(self._receive())
         self._tasks.begin(self._tick())
@@ -99,7 +100,6 @@ class ApiServerLeader:
 
     @property
     def channels(self) -> list[ApiProcessChannel]:
-        """The API processes that there are."""
         return list(self._channels.values())
 
     def ready(self, info: EngineInfo) -> None:
@@ -115,7 +115,7 @@ class ApiServerLeader:
         return channel
 
     def remove(self, identity: bytes) -> int:
-        """An API process has ended: abort its requests. Returns how many these were."""
+        """An API process has ended: abort its requests, and return their number."""
         channel = self._channels.pop(identity)
         channel.calls.end(EngineError("the API process has ended"))
         return self.client.drop(lambda reader: isinstance(reader, RelayReader) and reader.channel is channel)
@@ -138,7 +138,7 @@ class ApiServerLeader:
         while True:
             identity, message = await self._wire.receive()
             channel = self._channels.get(identity)
-            if channel is not None:  # else it has ended
+            if channel is not None:  # None: it has ended
                 channel.silence = 0.0
                 self._take(identity, channel, decode_to_leader(message))
 
@@ -159,29 +159,29 @@ class ApiServerLeader:
                 pass
 
     def welcome(self, identity: bytes, channel: ApiProcessChannel) -> None:
-        """Tell an API process that the engine is ready, once both are there."""
+        """Report to an API process that the engine is ready, once both are there."""
         if self._info is not None:
             channel.welcomed = True
             about = self._info, self._now(), self._lasting.get(channel.number)
             self._write(identity, make_notification(ApiProcessMethods.welcome, *about))
 
     def report_start(self) -> None:
-        """An API process has started, or cannot."""
+        """An API process has started or has failed to."""
         self.changed.set()
         self.changed = asyncio.Event()
 
     def _submit(self, channel: ApiProcessChannel, message: Submit) -> None:
-        requests = together(message.requests, message.images)
+        requests = attach_images(message.requests, message.images)
         reader = RelayReader(requests, channel, self._stats)
         try:
             self.client.add(requests, reader)
         except QuireError as error:
             reader.fail(error)
 
-    # From the engine: what a Recorder is told
+    # RequestRecorder
 
     def record_submission(self, request: EngineCoreRequest) -> None:
-        """The API process has recorded it."""
+        """The API process records it."""
 
     def record_step(self, outputs: Sequence[EngineCoreOutput], record: StepRecord | None, replica: int = 0) -> None:
         version, first = self.client.engine_core.weights_version, True
@@ -200,7 +200,7 @@ class ApiServerLeader:
     def record_engine_death(
         self, replica: int = 0, ids: Iterable[str] | None = None, *, for_good: bool = False
     ) -> None:
-        if not for_good:  # then all readers fail, which each API process is told
+        if not for_good:  # otherwise all readers fail, and each API process learns of that
             self._tell(make_notification(ApiProcessMethods.lose_engine, replica, None if ids is None else list(ids)))
             asyncio.get_running_loop().call_soon(self._tell_state)
 
@@ -208,13 +208,13 @@ class ApiServerLeader:
         """The API process records it."""
 
     def _tell(self, message: FromLeader) -> None:
-        """Tell all API processes."""
+        """Send to all welcomed API processes."""
         stats = self._stats()
         for channel in self._channels.values():
             if channel.welcomed:
                 channel.send(message, stats)
 
-    # What API processes want
+    # Calls of API processes
 
     async def _answer(self, identity: bytes, channel: ApiProcessChannel, call: UtilityCall) -> None:
         assert call.id is not None
@@ -226,75 +226,75 @@ class ApiServerLeader:
         channel.send(result, self._stats())
 
     async def change_weights(self, change: Coroutine[Any, Any, object]) -> str:
-        """Have a change of Weights made. Returns their version."""
+        """Make a change of Weights. Returns their version."""
         fault: QuireError | None = None
         try:
             await change
         except QuireError as error:
             fault = error
         self._tell_state()
-        # Messages to an API process arrive in their order. When all have answered this question, all have been told of
-        # the change, and the one that asked for it can rely on that.
+        # Messages to an API process keep their order. Once all have answered this question, all know of the change, and
+        # the caller can rely on that.
         await self._answers("", b"", self._others())
         if fault is not None:
             raise fault
         return self.client.engine_core.weights_version
 
     async def ask(self, identity: bytes, topic: str, body: bytes, to: str | None) -> list[bytes]:
-        """See LeaderMethods.ask, on behalf of an API process."""
+        """See LeaderMethods.ask. `identity`: the API process that asks."""
         if to == LEADER:
-            said = await self.answering.answer(topic, body)
-            bodies = [] if said is None else [said]
+            own_answer = await self.answering.answer(topic, body)
+            bodies = [] if own_answer is None else [own_answer]
         elif to is not None:
-            asks = [(who, each) for who, each in self._others(identity) if who == to.encode()]
-            bodies = await self._answers(topic, body, asks, _LONG_ANSWER_SECONDS)
+            channels = [(who, each) for who, each in self._others(identity) if who == to.encode()]
+            bodies = await self._answers(topic, body, channels, _LONG_ANSWER_SECONDS)
         else:
             bodies = await self._answers(topic, body, self._others(identity))
-        if topic == LASTING:  # those that are being replaced
+        if topic == LASTING:  # also of those being replaced
             there = {each.number for each in self._channels.values() if each.welcomed}
             bodies += [body for number, body in self._lasting.items() if number not in there]
         return bodies
 
     def _others(self, but: bytes | None = None) -> list[tuple[bytes, ApiProcessChannel]]:
-        """All API processes that can be asked, or all but one."""
+        """All welcomed API processes, or all except one."""
         return [(who, each) for who, each in self._channels.items() if who != but and each.welcomed]
 
     async def _answers(
         self,
         topic: str,
         body: bytes,
-        asked: Sequence[tuple[bytes, ApiProcessChannel]],
+        channels: Sequence[tuple[bytes, ApiProcessChannel]],
         seconds: float = _ANSWER_SECONDS,
     ) -> list[bytes]:
-        """The answers of these API processes that come in so many seconds."""
-        answers = {channel: channel.calls.begin(ApiProcessMethods.answer, topic, body) for _, channel in asked}
+        """The answers of these API processes within `seconds`."""
+        answers = {channel: channel.calls.begin(ApiProcessMethods.answer, topic, body) for _, channel in channels}
         if answers:
             await asyncio.wait(answers.values(), timeout=seconds)
-        found = []
+        bodies = []
         for channel, answer in answers.items():
             is_there = not answer.cancel() and answer.exception() is None
-            said = answer.result() if is_there else None
+            answer_body = answer.result() if is_there else None
             if topic == LASTING:
-                said = self._lasting[channel.number] = said or self._lasting.get(channel.number, b"")
-            found.append(said)
-        return [said for said in found if said]
+                answer_body = self._lasting[channel.number] = answer_body or self._lasting.get(channel.number, b"")
+            bodies.append(answer_body)
+        return [each for each in bodies if each]
 
     async def _remember(self) -> None:
         while True:
             await asyncio.sleep(_REMEMBER_SECONDS)
             await self._answers(LASTING, b"", self._others())
 
-    # How the engines are
+    # State of the engines
 
     async def _tick(self) -> None:
-        told, timer = clock.monotonic(), WatchTimer(_TICK_SECONDS)
+        last_update, timer = clock.monotonic(), WatchTimer(_TICK_SECONDS)
         while True:
             await asyncio.sleep(_TICK_SECONDS)
             elapsed = timer.measure_elapsed()
             for channel in self._channels.values():
                 channel.silence += elapsed
-            if clock.monotonic() - told > self._tell_seconds:
-                self._state, told = None, clock.monotonic()
+            if clock.monotonic() - last_update > self._tell_seconds:
+                self._state, last_update = None, clock.monotonic()
             self._tell_state()
 
     def _tell_state(self) -> None:
@@ -303,9 +303,9 @@ class ApiServerLeader:
             self._state = state
             self._tell(make_notification(ApiProcessMethods.update_state, state))
 
-    def _now(self) -> State:
+    def _now(self) -> SharedEngineState:
         client, engine_core = self.client, self.client.engine_core
-        return State(
+        return SharedEngineState(
             engines=[*engine_core.engines],
             responsive=client.responsive,
             healthy=client.healthy,
@@ -323,7 +323,7 @@ class ApiServerLeader:
 
 
 class _ApiProcessCalls(LeaderMethods):
-    """What one API process has the leader do."""
+    """Carries out the calls of one API process."""
 
     def __init__(self, leader: ApiServerLeader, identity: bytes, channel: ApiProcessChannel) -> None:
         self._leader = leader

@@ -1,8 +1,7 @@
-"""The book of requests: who asked for what, what each got so far, and who reads it. An EngineCoreClient has the
-engine.
+"""EngineClient knows who submitted which request, what it got so far, and who reads it.
 
-That one replaces an engine that ends. The book has what the next one needs: each open request, with the tokens that it
-has already. As a token depends on nothing but its own request, the stream goes on as if nothing had happened.
+When an engine core ends, its client replaces it. EngineClient has what the next one needs: each open request with its
+tokens. A token depends only on its own request, so the stream continues as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -29,13 +28,14 @@ log = logging.getLogger("quire.client")
 
 
 Journal = Callable[[Sequence[int]], None]
-"""Keeps tokens before readers have them. It is given three numbers for each: its request's own in the journal, its
-place in the answer, and its id."""
+"""Keeps tokens before readers have them. It gets three numbers per token: the request's number in the journal, the
+token's place in the answer, and its id.
+"""
 
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """An API call that submits requests one after another, and has none open at times."""
+    """An API call that submits requests one after another, and sometimes has none open."""
 
     id: str
     tenant: str
@@ -44,17 +44,16 @@ class Call:
 
 @dataclass(slots=True)
 class _Entry:
-    """An open request."""
-
     request: EngineCoreRequest
     reader: Reader
     emitted: list[int]
-    """The tokens that were handed out for it, behind those that it had when it was submitted."""
+    """Tokens handed out, after those that the request had when it was submitted."""
     number: int = 0
-    """Its own in the journal; 0: it is not there."""
+    """Its number in the journal; 0: not journaled."""
     cached_tokens: int | None = None
-    """How many prompt tokens the first engine that computed it found cached; None before its first output. Clients are
-    told this number also after a replay, which finds a different one."""
+    """Cached prompt tokens on the first engine that computed it; None before the first output. Clients get this number
+    also after a replay that finds another one.
+    """
 
 
 class EngineClient:
@@ -66,34 +65,33 @@ class EngineClient:
         self.slow_readers = 0
         """Answers given up because nobody read them."""
         self.refusing = False
-        """Whether new requests should be refused while the engine sleeps."""
+        """Refuse new requests while the engine sleeps."""
         self.failure: QuireError | None = None
-        """What new requests are told; None while they can be submitted."""
+        """The error of new requests; None while they can be submitted."""
         self.history = RequestHistory(replicas=len(engine_core.engines))
         self.recorder: RequestRecorder = self.history
-        """Is told what happens to requests."""
         self.turns: LastSessionTurns | None = LastSessionTurns()
-        """The last ones of conversations with names; None where another process remembers them."""
+        """The last turns of named conversations; None if another process remembers them."""
         self._misses = None if engine_core.explains_prefixes else PrefixMissTracker(len(engine_core.engines))
         self._open: dict[str, _Entry] = {}
         self._open_by_tenant: Counter[str] = Counter()
         self._queued_tokens = 0
         self._elsewhere: Counter[str] = Counter()
-        """Open requests of other books of the same engine, by tenant."""
+        """By tenant: open requests of other API processes that share the engine."""
         self._queued_elsewhere = 0
         self._calls: set[Call] = set()
         self._due: list[Callable[[], None]] = []
-        """What is called at the end of this turn of the event loop."""
+        """Called at the end of this turn of the event loop."""
         self._held: dict[str, EngineCoreRequest] | None = None
-        """New requests that the engine is not told of, while there are to be none."""
+        """Requests withheld from the engine between `hold` and `release`; None otherwise."""
         self._snapshot: asyncio.Task[EngineView | None] | None = None
         self._journal: Journal = _nowhere
         self._rows: list[int] = []
-        """What it is to be given."""
+        """Numbers to give to the journal."""
 
     @property
     def alive(self) -> bool:
-        """Whether requests can be submitted; False once the engine is gone for good."""
+        """False once the engine is gone for good."""
         return self.failure is None
 
     @property
@@ -106,45 +104,44 @@ class EngineClient:
 
     @property
     def num_open(self) -> int:
-        """Number of requests that have not ended, of all books of the engine."""
+        """Includes the requests of all API processes."""
         return len(self._open) + self._elsewhere.total()
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens of those that have given no output yet."""
+        """Prompt tokens of open requests without output."""
         return self._queued_tokens + self._queued_elsewhere
 
     @property
     def open_by_tenant(self) -> Mapping[str, int]:
-        """The open requests of this book."""
+        """Open requests of this process."""
         return self._open_by_tenant
 
     @property
     def open_everywhere(self) -> Mapping[str, int]:
-        """The same with those of other API processes."""
+        """Open requests of all API processes."""
         return self._open_by_tenant + self._elsewhere if self._elsewhere else self._open_by_tenant
 
     def num_open_of(self, tenant: str) -> int:
-        """Number of a tenant's requests that have not ended."""
         return self._open_by_tenant[tenant] + self._elsewhere[tenant]
 
     def adapters(self, *, queued: bool) -> list[Adapter]:
-        """Those that the open requests need that have given an output, or, `queued`, that have given none yet."""
+        """Adapters of the open requests without output (`queued`), or with some."""
         return [
             each.request.adapter
             for each in self._open.values()
             if each.request.adapter is not None and (each.cached_tokens is None) == queued
         ]
 
-    # What readers ask
+    # For readers
 
     def submit(
         self, requests: Sequence[EngineCoreRequest], call: str = "", emitted: Sequence[list[int]] | None = None
     ) -> OutputStream:
-        """Submit a group of requests, all of one tenant and with new ids, of the API call `call`. A group of none has
-        ended. `emitted`: of each request a list of its emitted_ids, to which the book adds each token that comes.
+        """Submit requests of one tenant, with new ids, for the API call `call`. Without requests the stream has ended.
+        `emitted`: for each request, a list of its emitted_ids; each new token is appended.
 
-        Raises EngineError when the engine is gone for good.
+        Raises EngineError if the engine is gone for good.
         """
         ids = [request.id for request in requests]
         tenant = requests[0].tenant if requests else ""
@@ -156,7 +153,7 @@ class EngineClient:
     def add(
         self, requests: Sequence[EngineCoreRequest], reader: Reader, emitted: Sequence[list[int]] | None = None
     ) -> None:
-        """As `submit`, with a reader that is there already."""
+        """Like `submit`, with an existing reader."""
         if self.failure is not None:
             raise self.failure
         emitted = [[*request.emitted_ids] for request in requests] if emitted is None else emitted
@@ -174,19 +171,20 @@ class EngineClient:
             self._held |= {request.id: request for request in requests}
 
     def keep(self, request_id: str, number: int, journal: Journal) -> None:
-        """Give the journal the tokens that come for a request, if it is open, but for its last output. All requests
-        have the same journal."""
+        """Give the journal all tokens of an open request except those of its last output. All requests share one
+        journal.
+        """
         if (entry := self._open.get(request_id)) is not None:
             entry.number, self._journal = number, journal
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
-        """End a request whose reader wants no more outputs."""
+        """End a request that its reader gave up."""
         if self._close(request_id):
             self.recorder.end_request(request_id, reason)
             self._withdraw(request_id)
 
     def begin_call(self, id: str, tenant: str) -> Call:
-        """A call that `cancel` finds, until `end_call`, whether or not it has requests open."""
+        """Until `end_call`, `cancel` finds this call even if it has no open request."""
         call = Call(id, tenant)
         self._calls.add(call)
         return call
@@ -195,65 +193,63 @@ class EngineClient:
         self._calls.discard(call)
 
     def age(self, request_id: str) -> float:
-        """Seconds since an open request was submitted; 0 when it is not open."""
+        """Seconds since an open request was submitted; 0 if it is not open."""
         entry = self._open.get(request_id)
         return 0.0 if entry is None else clock.monotonic() - entry.reader.submitted_at
 
     def reset_prefix_cache(self) -> None:
-        """See EngineCoreClient.reset_prefix_cache."""
         self.engine_core.reset_prefix_cache()
         if self._misses is not None:
             for engine in range(len(self.engine_core.engines)):
                 self._misses.record_cache_reset(engine)
 
     def snapshot(self) -> asyncio.Task[EngineView | None]:
-        """See EngineCoreClient.snapshot. Those who ask before it is there share it."""
+        """See EngineCoreClient.snapshot. Callers share one that is under way."""
         if self._snapshot is None or self._snapshot.done():
             self._snapshot = asyncio.create_task(self.engine_core.snapshot())
         return self._snapshot
 
-    # What others than the readers ask
+    # For others
 
     def cancel(self, request_id: str, tenant: str | None = None) -> int:
-        """End a request, or all requests of a call, on behalf of someone who does not read their outputs.
+        """End a request, or all requests of a call, on behalf of someone other than the reader.
 
-        request_id: the id of a request or of a call. Their readers see finish_reason "abort". With a tenant, only that
-        tenant's requests are ended. Returns how many were, or 1 for a call that has none open just now.
+        request_id: the id of a request or of a call. With a tenant, only that tenant's requests end. The readers see
+        finish_reason "abort". Returns how many requests ended, or 1 for a call without an open request.
         """
         calls = [call for call in self._calls if call.id == request_id and tenant in (None, call.tenant)]
         for call in calls:
             call.cancelled = True
-        found = [
+        request_ids = [
             each
             for each, entry in self._open.items()
             if request_id in (each, entry.reader.call) and tenant in (None, entry.reader.tenant)
         ]
-        self._end(found)
-        return len(found) or len(calls)
+        self._end(request_ids)
+        return len(request_ids) or len(calls)
 
     def abort_all(self) -> None:
-        """End all open requests; their readers see finish_reason "abort"."""
         self._end(list(self._open))
 
     def end_all(self, error: QuireError) -> None:
-        """Abort all open requests; their readers get `error` after the outputs before it."""
+        """Abort all open requests. Their readers get `error` after the outputs before it."""
         for request_id in list(self._open):
             self.give_up(request_id, error)
 
     def retire(self, error: QuireError) -> None:
-        """The same, and later requests raise `error`: the engine is about to be stopped."""
+        """Like `end_all`, before the engine stops: later requests raise `error` too."""
         self.end_all(error)
         self.failure = self.failure or error
 
     def drop(self, reader_is: Callable[[Reader], bool]) -> int:
-        """Abort the requests of some readers. Returns how many these were."""
-        found = [each for each, entry in self._open.items() if reader_is(entry.reader)]
-        for request_id in found:
+        """Abort the requests of the chosen readers, and return their number."""
+        request_ids = [each for each, entry in self._open.items() if reader_is(entry.reader)]
+        for request_id in request_ids:
             self.abort(request_id)
-        return len(found)
+        return len(request_ids)
 
     def hold(self) -> None:
-        """Keep new requests from the engine, until `release`."""
+        """Withhold new requests from the engine until `release`."""
         self._held = {}
 
     def release(self) -> None:
@@ -263,10 +259,10 @@ class EngineClient:
 
     @property
     def has_unheld(self) -> bool:
-        """Whether requests are open that the engine was told of."""
+        """True if the engine has open requests."""
         return len(self._open) > len(self._held or ())
 
-    # What the engine core's client tells
+    # RequestOwner
 
     def request(self, request_id: str) -> EngineCoreRequest:
         entry = self._open[request_id]
@@ -301,7 +297,7 @@ class EngineClient:
                 self._due.append(later)
 
     def _with_first_cached_tokens(self, output: EngineCoreOutput) -> EngineCoreOutput:
-        """The output as the client is to see it, with the first engine's cached_tokens."""
+        """Return the output with the first engine's cached_tokens."""
         entry = self._open.get(output.id)
         if entry is None:
             return output
@@ -321,13 +317,13 @@ class EngineClient:
         return output
 
     def _end_turn(self) -> None:
-        """Hand on what has come in this turn: one callback for all streams, for a callback each costs more."""
+        """Run the callbacks of this turn. One loop callback serves all streams, because one for each costs more."""
         due, self._due = self._due, []
         for hand_on in due:
             try:
                 hand_on()
             except Exception:
-                log.exception("a stream failed")  # which is no reason to lose what is for the others
+                log.exception("a stream failed")  # the other streams still get their outputs
 
     def handle_engine_loss(self, engine: int = 0, ids: Iterable[str] | None = None) -> None:
         """ids: the requests that the engine had; None: all."""
@@ -337,10 +333,10 @@ class EngineClient:
         self.recorder.record_engine_death(engine, ids)
 
     def handle_engine_change(self, engine: int = 0) -> None:
-        """Requests that a lone engine cannot compute yet wait in its client."""
+        """Nothing to do: requests that a single engine cannot compute yet wait in its client."""
 
     def give_up(self, request_id: str, error: QuireError) -> None:
-        """End the call of a request, if it is open; its reader gets `error` after the outputs before it."""
+        """End the call of an open request. Its reader gets `error` after the outputs before it."""
         if (entry := self._open.get(request_id)) is not None:
             self._give_up(entry.reader, error)
 
@@ -356,8 +352,9 @@ class EngineClient:
                 reader.fail(error)
 
     def share(self, open_by_tenant: Mapping[str, int], queued_tokens: int) -> None:
-        """What all books of the engine have open, this one included. What is on its way makes it inexact for a
-        moment."""
+        """Take the open requests of all API processes, this one included. Messages on their way make the counts inexact
+        for a moment.
+        """
         self._elsewhere = Counter(open_by_tenant) - self._open_by_tenant
         self._queued_elsewhere = max(0, queued_tokens - self._queued_tokens)
 
@@ -372,12 +369,12 @@ class EngineClient:
             self._withdraw(each)
 
     def _withdraw(self, request_id: str) -> None:
-        """Tell the engine of a request's end, if it was told of the request."""
+        """Abort a request in the engine, if the engine has it."""
         if self.failure is None and (self._held is None or self._held.pop(request_id, None) is None):
             self.engine_core.abort(request_id)
 
     def _close(self, request_id: str) -> bool:
-        """Remove a request from the open ones; returns whether it was open."""
+        """Remove an open request. Returns False if it was not open."""
         entry = self._open.pop(request_id, None)
         if entry is None:
             return False
@@ -393,9 +390,9 @@ class EngineClient:
         tenant = entry.reader.tenant
         self._open_by_tenant[tenant] -= 1
         if not self._open_by_tenant[tenant]:
-            del self._open_by_tenant[tenant]  # gateways tell tenants' names, ever new ones
+            del self._open_by_tenant[tenant]  # gateways may send ever new tenant names
         return True
 
 
 def _nowhere(rows: Sequence[int]) -> None:
-    """The journal where no request has a number."""
+    """The journal while no request is journaled."""

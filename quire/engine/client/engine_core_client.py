@@ -1,8 +1,8 @@
-"""The boundary between a book of requests and an engine: what the book (EngineClient) asks, and what it is told.
+"""The interface between EngineClient and an engine core.
 
-There are four: InProcessClient (engine/offline/in_process_client.py) to an engine in this process, ProcessClient
-(process_client.py) to one in a process of its own, ReplicatedClient (replicated_client.py) to several of these, and
-SharedClient (shared_client.py) to one that other processes use, too.
+InProcessClient (engine/offline/in_process_client.py) has the engine core in this process, ProcessClient
+(process_client.py) in its own process, ReplicatedClient (replicated_client.py) has several of these, and SharedClient
+(shared_client.py) shares one with other processes.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ log = logging.getLogger("quire.engine.link.link")
 
 
 class RequestOwner(Protocol):
-    """Has the requests that a client passes on. `engine`: the number of its engine among those of one model."""
+    """Owns the requests that a client passes on. `engine`: the engine's number among those of one model."""
 
     def request(self, request_id: str) -> EngineCoreRequest:
-        """An open request, with the tokens that it already has."""
+        """Return an open request with the tokens that it already has."""
 
     def deliver(self, outputs: Sequence[EngineCoreOutput], step: StepRecord | None = None, engine: int = 0) -> None:
-        """Take outputs of the engine. step: the record of the step that they came from."""
+        """Take outputs of the engine. step: the step that made them."""
 
     def handle_engine_loss(self, engine: int = 0) -> None:
-        """The engine is gone, or is built anew; the next one will compute what is open."""
+        """The engine is gone or is rebuilt; the next one computes the open requests."""
 
     def handle_engine_change(self, engine: int = 0) -> None:
-        """The engine can be given requests, or its process has ended."""
+        """The engine can take requests, or its process has ended."""
 
     def give_up(self, request_id: str, error: QuireError) -> None:
         """End the call of a request that cannot be answered."""
@@ -44,44 +44,42 @@ class RequestOwner(Protocol):
 
 
 class EngineState(msgspec.Struct, frozen=True, array_like=True):
-    """One engine, as it is measured."""
-
     stats: EngineStats
     responsive: bool
     asleep: bool
 
 
 class EngineCoreClient(ABC):
-    """To an engine. All methods must be called from the same event loop."""
+    """All methods must be called from the same event loop."""
 
     owner: RequestOwner
     """Set by the owner itself."""
     number = 0
-    """Of the engine among those of its model."""
+    """The engine's number among those of its model."""
     explains_prefixes = False
-    """Whether outputs come with a PrefixMissReport already."""
+    """Outputs already have a PrefixMissReport."""
 
     def __init__(self) -> None:
         self.stats = EngineStats()
         self.deaths = 0
-        """Engine processes that ended without having been stopped."""
+        """Engine processes that ended unasked."""
         self.replays = 0
-        """Requests submitted again after an engine ended; one that is replayed twice counts twice."""
+        """Requests submitted again after an engine ended, counted once per replay."""
         self.quarantined = 0
-        """Requests given up because they ended each engine that they were tried on."""
+        """Requests given up because they ended every engine that computed them."""
         self.weights_version = "1"
-        """Of the weights that the next token is computed with."""
+        """Version of the weights that compute the next token."""
         self.weights_paths: dict[str, str | None] = {}
-        """Where the weights of each version but the first were read from; None: they were given as tensors."""
+        """Source of the weights by version, except the first; None: they came as tensors."""
         self.asleep = False
-        """Whether weights and KV cache were let go; requests wait until they are back."""
+        """Weights and KV cache are released; requests wait until they are back."""
         self.failure: EngineError | None = None
-        """Why the engine is gone for good; None while it is not."""
+        """Why the engine is gone for good."""
         self.failure_callbacks: list[Callable[[EngineError], None]] = []
-        """What a program has called when the engine is gone for good."""
+        """A program's callbacks for `failure`."""
 
     def launch(self) -> None:  # noqa: B027 - nothing, where no process has to be started
-        """Begin to start the engine and return at once. Raises EngineError when the system can start no process."""
+        """Begin to start the engine and return at once. Raises EngineError if the system can start no process."""
 
     def die(self, message: str) -> None:
         """The engine is gone for good. Only the first call counts."""
@@ -91,23 +89,22 @@ class EngineCoreClient(ABC):
             for callback in self.failure_callbacks:
                 try:
                     callback(self.failure)
-                except Exception:  # a program's own
+                except Exception:  # of a program
                     log.exception("a failure callback failed")
 
     @abstractmethod
     async def start(self) -> EngineInfo:
-        """Start the engine and wait until it is ready.
-
-        Raises ConfigError for a configuration that it cannot start with, EngineError when it ends while it starts.
+        """Start the engine and wait until it is ready. Raises ConfigError for a configuration it cannot start with,
+        EngineError if it ends while it starts.
         """
 
     @abstractmethod
     async def stop(self) -> None:
-        """End the engine; open streams fail with EngineError."""
+        """End the engine. Open streams fail with EngineError."""
 
     @abstractmethod
     def send(self, requests: Sequence[EngineCoreRequest]) -> None:
-        """Pass new requests on to the engine."""
+        """Submit new requests."""
 
     @abstractmethod
     def abort(self, request_id: str) -> None:
@@ -115,51 +112,54 @@ class EngineCoreClient(ABC):
 
     @abstractmethod
     async def snapshot(self) -> EngineView | None:
-        """The requests and pages that the engine has after its current step; None if it ends before it answers. Call
-        it only while the engine is responsive."""
+        """Requests and KV blocks after the current step; None if the engine ends first. Call it only while the engine
+        is responsive.
+        """
 
     @abstractmethod
     async def call(self, content: bytes) -> list[bytes] | None:
-        """Run something on every rank of every engine, as engine/common/executor.py writes it; None where an engine
-        sleeps, or ends before it answers. Raises InvalidRequest where none takes calls."""
+        """Run `content`, a call encoded by engine/common/executor.py, on every rank of every engine. None if an engine
+        sleeps or ends first. Raises InvalidRequest if calls are not supported.
+        """
 
     @abstractmethod
     def reset_prefix_cache(self) -> None:
-        """Let requests that are submitted from now on find no prefix of an earlier one."""
+        """Requests submitted from now on find no prefix of an earlier one."""
 
     @property
     @abstractmethod
     def responsive(self) -> bool:
-        """Whether the engine would answer now; False while an ended engine process is being replaced."""
+        """True if the engine would answer now; False while an ended process is replaced."""
 
     @property
     @abstractmethod
     def healthy(self) -> bool:
-        """As `responsive`, but true also of an engine that sleeps or changes its weights because it was told to."""
+        """Like `responsive`, but also true for an engine that sleeps or changes its weights on request."""
 
     @property
     def pid(self) -> int | None:
-        """Of the engine's process, the first one of several; None where there is none."""
+        """Process id of the first engine; None without processes."""
         return None
 
     @property
     def engines(self) -> Sequence[EngineState]:
-        """Those that work beside each other, by their number."""
+        """States of all engines, by number."""
         return [EngineState(self.stats, self.responsive, self.asleep)]
 
 
 class ExclusiveClient(EngineCoreClient):
-    """One whose engine is nobody else's, and which can have its weights changed: see Weights, which calls these."""
+    """The only client of its engine. Weights calls these methods to change the weights."""
 
     @abstractmethod
     async def rest(self, level: int) -> None:
-        """Let weights and KV cache go: `asleep`."""
+        """Release weights and KV cache, and set `asleep`."""
 
     @abstractmethod
     async def check(self, weights: str) -> None:
-        """Raise ConfigError where `load` would refuse the weights at this path by what their files' headers say. While
-        the engine sleeps, nothing is checked."""
+        """Raise ConfigError if `load` would refuse the weights at this path by their files' headers. A sleeping engine
+        checks nothing.
+        """
 
     @abstractmethod
     async def load(self, weights: str | None, version: str) -> None:
-        """Build the engine anew with the weights at this path, None: with those that it had."""
+        """Rebuild the engine with the weights at this path; None: the same weights."""

@@ -1,6 +1,5 @@
-"""One engine process, from its start to its end: messages to and from it, and a watch on whether it still works.
-
-What happens to the open requests when it ends is decided in process_client.py.
+"""One engine process from start to end: its messages, and a watchdog. process_client.py decides what happens to the
+open requests when it ends.
 """
 
 from __future__ import annotations
@@ -34,20 +33,19 @@ from quire.engine.processes.utility_calls import START, UtilityCall, UtilityResu
 from quire.engine.processes.wire import Wire
 
 STDERR_LINES = 20
-"""How many of the last lines of the engine's standard error are kept, to show them when it fails."""
+"""Last lines of the engine's standard error that are kept, to show them if it fails."""
 _REBUILDS = frozenset(
     each.__name__ for each in (EngineCoreMethods.sleep, EngineCoreMethods.load_weights, EngineCoreMethods.check_weights)
 )
-"""Calls during which an engine's threads may be kept from running."""
+"""Calls that may keep an engine's threads from running."""
 _KERNELS = Path(__file__).resolve().parents[2] / "kernels" / "cpu"
 _STOP_SECONDS = 5.0
-"""How long `stop` waits for the process to end by itself before it kills it."""
+"""Time that `stop` gives the process to end by itself."""
 _CHECK_SECONDS = 0.25
-"""Time between two checks of whether the engine still works."""
 _LAST_MESSAGE_SECONDS = 0.5
-"""How long the message may take with which a process says why it cannot start."""
+"""Time for the message with which a process explains why it cannot start."""
 _INSPECT_SECONDS = 1.0
-"""From so long without a heartbeat or progress on, the engine's threads are inspected too: see RunnableClock."""
+"""After this long without heartbeat or progress, the engine's threads are inspected too: see RunnableClock."""
 
 
 class KilledDuringStart(EngineError):
@@ -57,9 +55,9 @@ class KilledDuringStart(EngineError):
 class EngineProcess:
     """Starts an engine process when constructed. Call `connect()` before sending or receiving.
 
-    The process's standard error is copied to ours, and its last lines are kept. `on_begun` is called with the ids of
-    requests that the engine is about to compute for the first time. Raises OSError when no process can be started, and
-    EngineError when there is no place for its socket.
+    The process's standard error is copied to ours, and its last lines are kept. `on_begun` gets the ids of requests
+    that the engine is about to compute for the first time. Raises OSError if no process can be started, and EngineError
+    if there is no place for its socket.
     """
 
     PROGRAM: ClassVar[tuple[str, ...]] = module("quire.engine.main")
@@ -72,9 +70,9 @@ class EngineProcess:
         self._wire: Wire | None = None
         self._stderr_lines: deque[str] = deque(maxlen=STDERR_LINES)
         self._ready = False
-        """Whether no engine is being built in the process, which may keep its threads from running."""
+        """False while the process builds an engine, which may keep its threads from running."""
         self._rebuild: int | None = START
-        """The id of the last call that has to do with that."""
+        """Id of the last call that rebuilds the engine."""
         self._oom_kills_before = oom_kills()
         self._hang: ExitCause | None = None
         """Why we killed the engine, if we did."""
@@ -105,9 +103,9 @@ class EngineProcess:
         self._last_heartbeat = clock.monotonic()
         self._watch_timer = WatchTimer(_CHECK_SECONDS)
         self._heartbeat_clock = self._progress_clock = 0.0
-        """What `_clock` showed at the last heartbeat, and at the last one that reported progress."""
+        """Values of `_clock` at the last heartbeat, and at the last one that reported progress."""
         self._stuck_ms = 0
-        """From the last heartbeat: milliseconds without progress in the current step."""
+        """Milliseconds without progress in the current step, from the last heartbeat."""
 
     @property
     def pid(self) -> int:
@@ -115,7 +113,7 @@ class EngineProcess:
 
     @property
     def is_connected(self) -> bool:
-        """Whether messages may be sent; the process reads them once it has started."""
+        """True if messages may be sent; the process reads them once it has started."""
         return self._wire is not None
 
     @property
@@ -146,12 +144,13 @@ class EngineProcess:
         return message
 
     async def first_message(self, exited: asyncio.Task[ExitCause]) -> FromEngine:
-        """Of a process that starts. `exited`: `wait_for_exit`. Raises EngineError, with its last words, where it ends
-        before, and KilledDuringStart where somebody ended it."""
+        """Wait for the first message of a starting process. `exited`: its `wait_for_exit`. If it ends first, raises
+        EngineError with its last lines, or KilledDuringStart if it was killed from outside.
+        """
         received = asyncio.ensure_future(self.receive())
         try:
             await asyncio.wait((exited, received), return_when=asyncio.FIRST_COMPLETED)
-            if not received.done():  # what it sent before it ended may still be on its way
+            if not received.done():  # its last message may still be on its way
                 await asyncio.wait([received], timeout=_LAST_MESSAGE_SECONDS)
         finally:
             if not received.done():
@@ -174,7 +173,7 @@ class EngineProcess:
                 try:
                     await asyncio.wait_for(closed.wait(), _CHECK_SECONDS)
                 except TimeoutError:
-                    # If it was we who could not run, heartbeats are waiting in the pipe: read them before judging.
+                    # If this process could not run, heartbeats wait in the pipe: read them before judging.
                     self._read_heartbeats(closed)
                     self._kill_if_hung()
         finally:
@@ -186,19 +185,17 @@ class EngineProcess:
         return self._hang or exit_cause(code, sender=self._fault_signal_sender, oom_kills=killed)
 
     def end(self) -> None:
-        """Let the process end itself, which `wait_for_exit` will report."""
+        """Ask the process to end; `wait_for_exit` reports it."""
         self._child.end()
 
     async def wait_until_ended(self, exited: asyncio.Task[ExitCause], seconds: float) -> None:
-        """Wait until a process that is about to end has ended; kill it after so many seconds. `exited`:
-        `wait_for_exit`."""
-        if not (await asyncio.wait([exited], timeout=seconds))[0]:
-            self._child.process.kill()
-            await asyncio.wait([exited])
+        """Wait for a process that is about to end; kill it after `seconds`. `exited`: its `wait_for_exit`."""
+        await self._child.wait_for_exit(seconds)
+        await asyncio.wait([exited])
 
     async def stop(self) -> None:
-        """End the process at once, whatever it is doing: it holds nothing that must be saved."""
-        # While it imports, it may take seconds to notice anything.
+        """End the process, whatever it does: it holds nothing that must be saved."""
+        # While it imports, it may take seconds to notice.
         await self._child.stop(_STOP_SECONDS if self._ready else 0.0)
         self.close()
 
@@ -210,7 +207,7 @@ class EngineProcess:
         self._folder.close()
 
     def _read_heartbeats(self, closed: asyncio.Event) -> None:
-        """Handle what the pipe holds; set `closed` when the engine's end of it is closed."""
+        """Handle the pipe's content; set `closed` at its end."""
         try:
             read = os.read(self._heartbeats, 65536)
         except BlockingIOError:
@@ -236,9 +233,8 @@ class EngineProcess:
         self._stuck_ms = stuck_ms
 
     def _kill_if_hung(self) -> None:
-        """Kill the engine when it exceeds the configured time without a heartbeat or without progress.
-
-        Only time counts in which the engine was able to run and in which we were able to notice that it did.
+        """Kill the engine when it exceeds the configured time without heartbeat or progress. Only time counts in which
+        the engine could run and this process could notice it.
         """
         inspect = max(self.silence, self._stuck_ms / 1000) > _INSPECT_SECONDS
         self._clock.advance(self._watch_timer.measure_elapsed(), inspect=inspect)
@@ -246,44 +242,40 @@ class EngineProcess:
         stuck = min(self._stuck_ms / 1000, self._clock.seconds - self._progress_clock)
         if silent > self._config.engine_heartbeat_timeout and is_stopped(self.pid):
             self._hang = ExitCause(f"was stopped and gave no sign of life for {silent:.0f} s", external=True)
-        # An engine that starts gets the longer limit: imports and loading can keep its heartbeat thread from running.
+        # A starting engine gets the longer limit: imports and loading can block its heartbeat thread.
         elif silent > (self._config.engine_heartbeat_timeout if self._ready else self._config.engine_step_timeout):
             self._hang = ExitCause(f"gave no sign of life for {silent:.0f} s", external=False)
         elif stuck > self._config.engine_step_timeout:
             self._hang = ExitCause(f"hung in a step for {stuck:.0f} s", external=False)
         if self._hang is not None:
-            self._child.process.kill()
+            self._child.kill()
 
     def _copy_stderr(self, stream: IO[bytes]) -> None:
         with stream:
             for line in stream:
                 text = line.decode(errors="replace").rstrip()
                 self._stderr_lines.append(text)
-                # Our standard error may be closed. Read on even then, or the engine would block on a full pipe.
+                # Read on even if our standard error is closed, or the engine would block on a full pipe.
                 with suppress(OSError, ValueError):
                     print(text, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """Starts engine processes."""
-
     start: Callable[[EngineConfig, Callable[[Sequence[str]], None]], EngineProcess] = EngineProcess
-    """Of what an EngineProcess takes."""
     backoff: Sequence[float] = (0.0, 0.5, 1.0, 2.0, 5.0)
     """Seconds to wait before a start, by the number of failures in a row before it."""
 
 
 def engine_json(config: EngineConfig) -> str:
-    """The engine's settings, without a server's."""
+    """The engine's settings as JSON, without the server's."""
     return config.model_dump_json(include=set(EngineConfig.model_fields))
 
 
 @contextmanager
 def _fault_signals_blocked() -> Iterator[None]:
-    """A process inherits the signal mask, so one that is started here has FAULT_SIGNALS blocked from its first moment.
-
-    One that another process sends before the engine can report its sender waits until it can.
+    """A process started here has FAULT_SIGNALS blocked from its first moment, because it inherits the signal mask. A
+    signal that another process sends before the engine can report its sender waits until it can.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, FAULT_SIGNALS if hasattr(signal, "sigwaitinfo") else ())
     try:
@@ -293,7 +285,7 @@ def _fault_signals_blocked() -> Iterator[None]:
 
 
 def _environment() -> dict[str, str]:
-    """Our environment, with settings that the engine's libraries read when they are loaded; the user's values win."""
+    """Our environment plus settings that the engine's libraries read when they are loaded; the user's values win."""
     # These make malloc keep the memory of a step's large tensors in the process. To return it to the system and to get
     # it again in each step costs 1 % of a prompt's time.
     ours = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(512 * 2**20)}
@@ -305,7 +297,7 @@ def _environment() -> dict[str, str]:
 
 
 def reset_prefix_cache(process: EngineProcess | None, config: EngineConfig) -> None:
-    """Let an engine that is there, or that starts, forget all prefixes; where none is, those that outlive it."""
+    """Reset a running or starting engine's prefix cache. Without a process, delete the KV blocks on disk."""
     if process is not None and process.is_connected:
         process.send(make_notification(EngineCoreMethods.reset_prefix_cache))
     elif config.kv_offload_dir is not None:

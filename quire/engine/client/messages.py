@@ -1,8 +1,8 @@
-"""The messages between API processes, the process that has the engine's client (the leader) and the engine's own:
-msgpack over ZeroMQ on Unix sockets.
+"""Messages between API processes, the leader (which has the engine's client) and the engine process: msgpack over
+ZeroMQ on Unix sockets.
 
-Requests, their ends and their outputs flow, each kind in a message of its own. For all else there are utility calls
-(engine/processes/utility_calls.py): what each process answers is declared here.
+Requests, aborts and outputs have their own messages. Everything else is a utility call
+(engine/processes/utility_calls.py); the methods of each process are declared here.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from quire.engine.processes.heartbeat import Alive
 from quire.engine.processes.utility_calls import Fault, UtilityCall, UtilityResult
 
 LASTING = "metrics"
-"""The topic of questions whose answers still count after the end of the API process that gave them."""
+"""Topic of questions whose answers still count after their API process has ended."""
 LEADER = ""
-"""What stands for the leader, where one process is asked."""
+"""Name of the leader as the receiver of a question."""
 CANNOT_ANSWER = "the server's main process could not answer; see its log"
 
 
@@ -37,45 +37,43 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What the engine produced in one step, or of adds and aborts."""
+    """Outputs of one step, or of adds and aborts."""
 
     outputs: list[EngineCoreOutput]
     stats: EngineStats
     step: StepRecord | None = None
-    """None where no step was learnt from."""
+    """None if the step is not recorded."""
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
-    """What one step gave to the requests of one API process, or what adds and aborts did."""
+class SharedStep(msgspec.Struct, frozen=True, array_like=True):
+    """Outputs of one step, or of adds and aborts, for the requests of one API process."""
 
     outputs: list[EngineCoreOutput]
     record: StepRecord | None
-    """All API processes get it, those too that have no request in the step."""
+    """All API processes get it, even those without a request in the step."""
     replica: int
     weights_version: str
     counts: bool
-    """Whether this API process is the one that counts the step in its metrics."""
+    """True for the one API process that counts the step in its metrics."""
 
 
 class SharedSteps(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """One or several steps, in their order: all that came in one turn of the leader's event loop."""
+    """The steps of one turn of the leader's event loop, in order."""
 
-    parts: list[Part]
+    steps: list[SharedStep]
     stats: list[EngineStats]
-    """Of each engine, after the last of them."""
+    """By engine, after the last step."""
 
 
 class EngineStarted(msgspec.Struct, frozen=True, array_like=True):
-    """The result of START, and of `load_weights`: an engine has started, or was built anew; it has no requests."""
+    """The result of START and `load_weights`: an engine was started or rebuilt; it has no requests."""
 
     info: EngineInfo
     failure: str | None = None
-    """Why it is one of the configuration before, if it is not of the one that was to be loaded."""
+    """Why the engine has the previous configuration instead of the one to load."""
 
 
-class State(msgspec.Struct, frozen=True, array_like=True):
-    """How the engines are."""
-
+class SharedEngineState(msgspec.Struct, frozen=True, array_like=True):
     engines: list[EngineState]
     responsive: bool
     healthy: bool
@@ -88,85 +86,81 @@ class State(msgspec.Struct, frozen=True, array_like=True):
     replays: int
     quarantined: int
     failure: Fault | None
-    """Why they are gone for good."""
+    """Why the engines are gone for good."""
     open: dict[str, int]
-    """Requests that have not ended, of all API processes, by tenant."""
+    """Open requests of all API processes, by tenant."""
     queued_tokens: int
-    """Prompt tokens of those that have given no output."""
+    """Prompt tokens of open requests without output."""
 
 
 class EngineCoreMethods(ABC):
-    """What an engine process answers, between two steps. `config`: an EngineConfig as JSON."""
+    """Methods of an engine process, run between steps. `config`: an EngineConfig as JSON."""
 
     @abstractmethod
     def take_snapshot(self) -> EngineView: ...
 
     @abstractmethod
     def reset_prefix_cache(self) -> None:
-        """Let requests from now on find no prefix of an earlier one."""
+        """Requests from now on find no prefix of an earlier one."""
 
     @abstractmethod
     def run_collective_rpc(self, content: bytes) -> list[bytes]:
-        """Run something on every rank: see engine/common/executor.py. Returns what each gives; raises InvalidRequest
-        where none takes calls."""
+        """Run a call on every rank: see engine/common/executor.py. Raises InvalidRequest if calls are not supported."""
 
     @abstractmethod
     def check_weights(self, config: str) -> None:
-        """Raise a QuireError where `load_weights` would not find weights of the model's shape."""
+        """Raise a QuireError if `load_weights` would not find weights of the model's shape."""
 
     @abstractmethod
     def load_weights(self, config: str) -> EngineStarted:
-        """Let weights, KV cache and requests go, and build the engine anew. Raises a QuireError where all is as
-        before."""
+        """Release weights, KV cache and requests, and rebuild the engine. After a QuireError nothing has changed."""
 
     @abstractmethod
     def sleep(self) -> None:
-        """Let weights, KV cache and requests go."""
+        """Release weights, KV cache and requests."""
 
 
 class LeaderMethods(WeightChanges):
-    """What the leader answers an API process, and what it is told by it."""
+    """Methods of the leader for API processes."""
 
     @abstractmethod
     def join(self) -> None:
-        """An API process is there; it is welcomed when the engine is ready."""
+        """The API process is there; it is welcomed once the engine is ready."""
 
     @abstractmethod
     def announce(self, announcement: str) -> None:
-        """An API process listens. `announcement`: what the server prints when it is ready."""
+        """The API process listens. `announcement`: the text that the server prints when it is ready."""
 
     @abstractmethod
     def report_failed_start(self, fault: Fault) -> None:
-        """An API process cannot start, and ends."""
+        """The API process cannot start, and ends."""
 
     @abstractmethod
     def reset_prefix_cache(self) -> None: ...
 
     @abstractmethod
     async def take_snapshot(self) -> EngineView | None:
-        """None where no engine could be asked."""
+        """None if no engine answers."""
 
     @abstractmethod
     async def ask(self, topic: str, body: bytes, to: str | None) -> list[bytes]:
-        """The answers of all other API processes, or of one. `to`: who alone is asked: the identity of an API process,
-        or LEADER; None: all others."""
+        """Return the answers of other API processes. `to`: the identity of one, or LEADER; None: all others."""
 
 
 class ApiProcessMethods(ABC):
-    """What an API process answers the leader, and what it is told by it. It is told in the order in which steps come,
-    too."""
+    """Methods of an API process for the leader. Calls keep their order relative to steps."""
 
     @abstractmethod
-    def welcome(self, info: EngineInfo, state: State, inherited: bytes | None) -> None:
+    def welcome(self, info: EngineInfo, state: SharedEngineState, inherited: bytes | None) -> None:
         """The engine is ready. `inherited`: the last LASTING answer of the API process that this one replaces."""
 
     @abstractmethod
-    def update_state(self, state: State) -> None:
+    def update_state(self, state: SharedEngineState) -> None:
         """The state of the engines has changed."""
 
     @abstractmethod
     def lose_engine(self, replica: int, ids: list[str] | None) -> None:
-        """The requests that an engine had wait for another one. None: all that are open."""
+        """These requests of an engine wait for another one. None: all open requests."""
 
     @abstractmethod
     def fail_requests(self, ids: list[str], fault: Fault) -> None:
@@ -174,7 +168,7 @@ class ApiProcessMethods(ABC):
 
     @abstractmethod
     async def answer(self, topic: str, body: bytes) -> bytes | None:
-        """Another API process, or the leader, asks."""
+        """Answer a question of another API process or of the leader."""
 
 
 ToEngine = Submit | Abort | UtilityCall
@@ -189,21 +183,22 @@ decode_from_leader = msgspec.msgpack.Decoder(FromLeader).decode
 decode_started = msgspec.msgpack.Decoder(EngineStarted).decode
 
 
-def apart(requests: Sequence[EngineCoreRequest]) -> tuple[list[EngineCoreRequest], list[Image]]:
-    """Requests without their images, and these: one that several of them have, as the choices of a call do, goes
-    once."""
+def detach_images(requests: Sequence[EngineCoreRequest]) -> tuple[list[EngineCoreRequest], list[Image]]:
+    """Return the requests without images, and the images. An image of several requests, such as the choices of a call,
+    is sent once.
+    """
     images = {image.digest: image for request in requests for image in request.images}
     bare = [msgspec.structs.replace(each, images=()) if each.images else each for each in requests]
     return bare, list(images.values())
 
 
-def together(requests: list[EngineCoreRequest], images: list[Image]) -> list[EngineCoreRequest]:
-    """The requests as they were before `apart`."""
+def attach_images(requests: list[EngineCoreRequest], images: list[Image]) -> list[EngineCoreRequest]:
+    """Undo `detach_images`."""
     if not images:
         return requests
     known = {image.digest: image for image in images}
-    found = []
+    requests_with_images = []
     for each in requests:
-        own = tuple(known[digest] for digest in dict.fromkeys(span.digest for span in each.spans))
-        found.append(msgspec.structs.replace(each, images=own) if own else each)
-    return found
+        request_images = tuple(known[digest] for digest in dict.fromkeys(span.digest for span in each.spans))
+        requests_with_images.append(msgspec.structs.replace(each, images=request_images) if request_images else each)
+    return requests_with_images

@@ -1,4 +1,4 @@
-"""What an engine has answered to one call, on its way to the call's reader."""
+"""An engine's outputs for one call, on their way to its reader."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from quire.engine.common.types import EngineCoreOutput
 log = logging.getLogger("quire.client")
 
 MAX_BACKLOG = 2**18
-"""How many tokens a stream keeps for its reader; each alternative that is reported beside a token counts as one more.
-This many take some 20 MB."""
+"""Tokens that a stream keeps for its reader, some 20 MB; each reported alternative to a token counts as another one."""
 
 
 class Reader(Protocol):
@@ -27,22 +26,23 @@ class Reader(Protocol):
     ids: Sequence[str]
     tenant: str
     call: str
-    """The id of the API call, as `EngineClient.cancel` takes it."""
+    """Id of the API call, for `EngineClient.cancel`."""
     submitted_at: float
 
     def push(self, output: EngineCoreOutput, version: str) -> Callable[[], None] | None:
-        """Take an output. version: of the weights that computed it. Returns what to call at the end of this turn of
-        the event loop, if anything. Raises SlowReader when the call is to be given up."""
+        """Take an output. version: of the weights that computed it. May return a function to call at the end of this
+        turn of the event loop. Raises SlowReader to give up the call.
+        """
 
     def fail(self, error: QuireError) -> None:
-        """No request of the call is open any more, and this is why."""
+        """All requests of the call have ended, with this error."""
 
 
 class OutputStream(OutputSource):
     """The outputs of a group of requests (the n choices of one call), in the order in which they arrive.
 
-    Each iteration gives a list with at most one RequestOutput per request: all that arrived since the last iteration,
-    merged, so a slow reader gets fewer and larger outputs. The iteration ends when every request of the group has
+    Each iteration gives a list with at most one EngineCoreOutput per request: everything since the last iteration,
+    merged, so a slow reader gets fewer and larger outputs. The iteration ends when all requests of the group have
     ended. It raises EngineError when the engine is gone for good, and SlowReader when more than MAX_BACKLOG tokens were
     waiting to be read. Call `close()` when you stop reading: it aborts the requests that are still running.
 
@@ -52,21 +52,20 @@ class OutputStream(OutputSource):
     def __init__(
         self, abort: Callable[[str, str], None], ids: Sequence[str], tenant: str, call: str, weights_version: str
     ) -> None:
-        """abort: tells the book that a request is no longer read, and the reason for its history."""
+        """abort: takes the id of a request that is no longer read, and the reason for its history."""
         self.ids = ids
         self.tenant = tenant
         self.call = call
         self.submitted_at = clock.monotonic()
         self._abort = abort
         self._open = set(ids)
-        """Requests that have not ended."""
         self._unread: dict[str, EngineCoreOutput] = {}
-        """By request: its outputs since the last iteration, merged."""
+        """By request: outputs since the last iteration, merged."""
         self._backlog = 0
         """Tokens and alternatives in `_unread`."""
         self._error: Exception | None = None
         self._waiting_reader: asyncio.Future[None] | None = None
-        """What the reader awaits; the next output resolves it. Cheaper than an asyncio.Event."""
+        """The next output resolves it. Cheaper than an asyncio.Event."""
         self._due = False
         """Whether `_hand_on` will be called at the end of this turn of the event loop."""
         self._sink: OutputSink | None = None
@@ -94,7 +93,7 @@ class OutputStream(OutputSource):
         return self._versions
 
     async def __anext__(self) -> list[EngineCoreOutput]:
-        # A loop, because an abort wakes the reader too, and other requests may still be running then.
+        # A loop, because an abort wakes the reader too while other requests may still run.
         while self._open and not self._unread and self._error is None:
             self._waiting_reader = asyncio.get_running_loop().create_future()
             try:
@@ -138,7 +137,7 @@ class OutputStream(OutputSource):
 
     @property
     def unread(self) -> Sequence[EngineCoreOutput]:
-        """What has come since the last iteration, by request."""
+        """By request, merged."""
         return [*self._unread.values()]
 
     def fail(self, error: Exception) -> None:
@@ -148,16 +147,15 @@ class OutputStream(OutputSource):
         self._wake()
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
-        """End one request of the group now; it gives no more outputs. `reason` is recorded in its history."""
+        """End one request now; it gives no more outputs. `reason` goes to its history."""
         if request_id in self._open:
             self._open.discard(request_id)
             self._abort(request_id, reason)
             self._wake()
 
     def give_up(self, error: QuireError) -> bool:
-        """Abort the requests that are still running; the reader gets `error` after the outputs before it.
-
-        Returns False and does nothing when all requests have ended.
+        """Abort the requests that still run; the reader gets `error` after the outputs before it. Returns False, and
+        does nothing, if all requests have ended.
         """
         if not self._open:
             return False
@@ -166,7 +164,7 @@ class OutputStream(OutputSource):
         return True
 
     def close(self) -> None:
-        """Abort the requests that are still running."""
+        """Abort the requests that still run."""
         for request_id in list(self._open):
             self.abort(request_id)
 

@@ -1,6 +1,5 @@
-"""Runs the engine in a process of its own and replaces that process when it ends; open streams continue.
-
-When an engine process ends, each of its requests is submitted to the next one, with the tokens that it has already.
+"""Runs the engine in its own process and replaces that process when it ends. Open requests are submitted to the next
+one with the tokens they already have, so streams continue.
 """
 
 from __future__ import annotations
@@ -34,19 +33,18 @@ from quire.engine.processes.utility_calls import START, UtilityCall, UtilityCall
 log = logging.getLogger("quire.supervisor")
 
 _END_SECONDS = 60.0
-"""How long a process that has failed may take to end by itself."""
+"""Time that a failed process gets to end by itself."""
 
 
 class ProcessClient(ExclusiveClient):
-    """To an engine process, which is replaced when it ends.
-
-    `launch()` starts the process and returns at once; `start()` waits until it is ready and supervises it from then on.
+    """`launch()` starts the process and returns at once; `start()` waits until it is ready, and supervises it from then
+    on.
     """
 
     def __init__(
         self, config: EngineConfig, number: int = 0, cores: Set[int] = frozenset(), launcher: Launcher | None = None
     ) -> None:
-        """It stays on these cores; none: on any."""
+        """cores: the process stays on these; empty: on any."""
         super().__init__()
         self._launcher = launcher or Launcher(EngineProcess)
         self.number = number
@@ -54,25 +52,25 @@ class ProcessClient(ExclusiveClient):
         self._config = config
         self._process: EngineProcess | None = None
         self.ready = False
-        """Whether its engine can be sent requests."""
+        """The engine can take requests."""
         self._replay = Replay()
         self._earlier_stats = EngineStats()
-        """Counters added up over the engine processes before this one."""
+        """Sum of the counters of earlier engine processes."""
         self._exit: asyncio.Task[ExitCause] | None = None
         """Done when the process has ended."""
         self._supervisor: asyncio.Task[None] | None = None
         self._failures = 0
-        """Engine processes in a row that failed to start, or that crashed with nothing to compute."""
+        """Engine processes in a row that failed to start, or crashed without a request."""
         self._fitted: dict[str, int] = {}
-        """What the first engine found that the memory allows, by configuration key."""
+        """Settings by key that the first engine fitted to the memory."""
         self._content = ""
-        """What the model is that the engine has: see EngineInfo."""
+        """See EngineInfo.content."""
         self._change: Change | None = None
         """The change under way; `ready` is False meanwhile."""
         self._wakes = asyncio.Event()
-        """Set when a change needs a process, and it sleeps without one."""
+        """Set when a change needs a process while the client sleeps without one."""
         self._ending = False
-        """Whether the process was told to end, because it sleeps."""
+        """The process was asked to end, because it sleeps."""
         self._calls = UtilityCalls(self._send_call)
 
     def launch(self) -> None:
@@ -81,7 +79,7 @@ class ProcessClient(ExclusiveClient):
         except OSError as error:
             raise EngineError(f"no engine process could be started: {error.strerror}") from error
         if self._cores:
-            with suppress(OSError):  # it has ended already, or has other cores by now
+            with suppress(OSError):  # it has ended, or its cores were changed
                 os.sched_setaffinity(self._process.pid, self._cores)
 
     @property
@@ -90,7 +88,7 @@ class ProcessClient(ExclusiveClient):
 
     @property
     def responsive(self) -> bool:
-        """Whether the engine has started and its last heartbeat is recent enough."""
+        """True if the engine has started and its last heartbeat is recent."""
         process = self._process
         return self.ready and process is not None and process.silence < self._config.engine_heartbeat_timeout
 
@@ -102,12 +100,12 @@ class ProcessClient(ExclusiveClient):
 
     @property
     def changing(self) -> bool:
-        """Whether it sleeps, or is told to sleep or to take other weights."""
+        """True if it sleeps, or is about to sleep or to take other weights."""
         return self.asleep or self._change is not None
 
     @property
     def free(self) -> bool:
-        """Whether a request that it is given now is computed soon."""
+        """True if a new request is computed soon."""
         return self.ready and not self._replay.isolating
 
     async def rest(self, level: int) -> None:
@@ -126,7 +124,7 @@ class ProcessClient(ExclusiveClient):
             await self._exchange(call, self._config, self.weights_version, self._on_checked)
 
     async def shorten(self, max_model_len: int) -> None:
-        """Build the engine anew with a shorter context."""
+        """Rebuild the engine with a shorter context."""
         self._fitted["max_model_len"] = max_model_len
         await self.load(None, self.weights_version)
 
@@ -142,7 +140,7 @@ class ProcessClient(ExclusiveClient):
     async def _exchange(
         self, call: UtilityCall, config: EngineConfig, version: str, take_result: Callable[[UtilityResult], None]
     ) -> None:
-        """Tell the engine of a change and wait until it is made. Raises what went wrong."""
+        """Have the engine make a change, and wait for it. Raises the change's error."""
         if self.failure is not None:
             raise self.failure
         if not self.ready and not self.asleep:
@@ -166,7 +164,7 @@ class ProcessClient(ExclusiveClient):
         except BaseException:
             await self.stop()
             raise
-        # An engine that is built anew gets the same context and pages, whatever memory is free then.
+        # A rebuilt engine gets the same context and KV blocks, whatever memory is free then.
         self._fitted, self._content = capacity_settings_from_info(info), info.content
         self._supervisor = asyncio.create_task(self._supervise_or_fail())
         return info
@@ -196,8 +194,9 @@ class ProcessClient(ExclusiveClient):
         self._submit_ready()
 
     def leave(self) -> list[str]:
-        """Give the requests away that the engine does not have. Those that may have ended an engine stay until a new
-        one has cleared them, so that they end no other one."""
+        """Give away the requests that the engine does not have. Suspects stay until a new engine has cleared them, so
+        that they end no other one.
+        """
         return self._replay.take_unsuspected()
 
     def abort(self, request_id: str) -> None:
@@ -230,19 +229,18 @@ class ProcessClient(ExclusiveClient):
         self._process.send(call)
 
     def _submit_ready(self) -> None:
-        """Submit the requests that may go to the engine now, each with the tokens it already has."""
         if not self.ready or self._process is None:
             return
         if ready := self._replay.take_ready():
-            self._process.send(messages.Submit(*messages.apart([self.owner.request(each) for each in ready])))
+            self._process.send(messages.Submit(*messages.detach_images([self.owner.request(each) for each in ready])))
         self.owner.handle_engine_change(self.number)
 
     async def _start_engine(self, tries: int) -> EngineInfo:
         """Start engine processes until one is ready.
 
-        After `tries` failures in a row, raises the last one's error: ConfigError for a configuration that the engine
-        cannot start with, EngineError with its last lines of standard error. A start that was ended from outside does
-        not count as a failure.
+        After `tries` failures in a row, raises the last error: ConfigError for a configuration that the engine cannot
+        start with, EngineError with its last lines of standard error. A start that was ended from outside does not
+        count.
         """
         while True:
             await asyncio.sleep(self._launcher.backoff[min(self._failures, len(self._launcher.backoff) - 1)])
@@ -280,19 +278,19 @@ class ProcessClient(ExclusiveClient):
             process.close()
 
     async def _supervise_or_fail(self) -> None:
-        """Supervise; end all streams with an error if that fails, so that none waits for ever."""
+        """Supervise. If that fails, end all streams with an error, so none waits forever."""
         try:
             await self._supervise()
         except (ConfigError, EngineError) as error:
             log.error("the engine could not be brought back: %s", error)
-            # Clients see this message, so it must not contain the engine's standard error, which has paths in it.
+            # Clients see this message: it must not have the engine's standard error, which contains paths.
             self.die("the engine could not be brought back")
         except Exception as error:
             log.exception("the supervisor failed")
             self.die(f"the engine's supervisor failed: {type(error).__name__}")
 
     async def _supervise(self) -> None:
-        """Serve with one engine process after another. Raises an error when too many of them fail in a row."""
+        """Serve with one engine process after another. Raises an error when too many fail in a row."""
         while True:
             self._submit_ready()
             cause = await self._serve_until_exit()
@@ -306,14 +304,14 @@ class ProcessClient(ExclusiveClient):
                 await self._sleep_without_process()
                 continue
             began = clock.monotonic()
-            # Open streams wait for it: it captures its decode graphs when steps need them.
+            # Open streams wait, so decode graphs are captured only when steps need them.
             self._config = self._config.model_copy(update=self._fitted | {"warmup_seconds": 0.0})
             if (await self._start_engine(self._config.max_engine_starts)).content != self._content:
                 raise EngineError("the files of the model are not those that it had: start the server again")
             log.warning("a new engine is ready after %.1f s", clock.monotonic() - began)
 
     async def _sleep_without_process(self) -> None:
-        """Until an engine has been started because somebody asked for it."""
+        """Wait until a change has started an engine."""
         while self.asleep:
             await self._wakes.wait()
             self._wakes.clear()
@@ -331,7 +329,7 @@ class ProcessClient(ExclusiveClient):
                 self._finish_change()
 
     async def _serve_until_exit(self) -> ExitCause:
-        """Handle the engine's messages until its process has ended."""
+        """Handle the engine's messages until its process ends."""
         process, exited = self._process, self._exit
         assert process is not None
         assert exited is not None
@@ -387,7 +385,7 @@ class ProcessClient(ExclusiveClient):
         self.owner.deliver(message.outputs, message.step, self.number)
 
     def _on_rebuilt_engine(self, result: UtilityResult) -> None:
-        """The process has built its engine anew: with other weights, or with those before."""
+        """The process has rebuilt its engine, with the new weights or with the old ones."""
         started = messages.decode_started(result.value)
         self._on_engine_gone(external=True)
         self.ready, self._content = True, started.info.content
@@ -398,7 +396,6 @@ class ProcessClient(ExclusiveClient):
         self._submit_ready()
 
     def _finish_change(self) -> None:
-        """The change under way was made."""
         change = self._change
         assert change is not None
         if self.ready:
@@ -417,7 +414,7 @@ class ProcessClient(ExclusiveClient):
         self.ready = False
         self.deaths += 1
         if not cause.external and not self.changing and self._replay.idle:
-            self._failures += 1  # an engine that crashes with nothing to compute is as useless as one that cannot start
+            self._failures += 1  # an engine that crashes while idle is as useless as one that cannot start
         self._on_engine_gone(external=cause.external or self.changing)
         self.replays += len(self._replay)
         log.warning("the engine %s; %d open requests go on with another", cause.description, len(self._replay))
@@ -425,7 +422,7 @@ class ProcessClient(ExclusiveClient):
         self.owner.handle_engine_change(self.number)
 
     def _on_engine_gone(self, *, external: bool) -> None:
-        """All that the engine had must go to another one. external: no request can be the cause."""
+        """Another engine must compute everything this one had. external: no request can be the cause."""
         self._calls.end(EngineError("the engine ended before it answered"))
         self._earlier_stats = self.stats = self.stats.without_gauges()
         self.owner.handle_engine_loss(self.number)
@@ -433,4 +430,4 @@ class ProcessClient(ExclusiveClient):
             self.quarantined += 1
             error = RequestQuarantined("this request ended the engine each time it was tried alone, and was given up")
             log.error("request %s: %s", request_id, error)
-            self.owner.give_up(request_id, error)  # which aborts the other requests of its call, too
+            self.owner.give_up(request_id, error)  # this aborts the other requests of its call, too

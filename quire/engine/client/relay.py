@@ -1,11 +1,12 @@
-"""What the leader knows of one API process, and how the engine's outputs get there: in one message for all requests of
-the API process, because a message costs as much as the tokens of some ten streams."""
+"""The leader's view of one API process. The engine's outputs for all its requests go in one message, because a message
+costs as much as the tokens of some ten streams.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from quire.engine.client.messages import ApiProcessMethods, FromLeader, Part, SharedSteps
+from quire.engine.client.messages import ApiProcessMethods, FromLeader, SharedStep, SharedSteps
 from quire.engine.common import clock
 from quire.engine.common.errors import QuireError
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest
@@ -14,48 +15,45 @@ from quire.engine.processes.utility_calls import Fault, UtilityCalls, make_notif
 
 
 class ApiProcessChannel:
-    """One API process."""
-
     def __init__(self, number: int, send: Callable[[FromLeader], None]) -> None:
-        """`number`: of the API process among those of the server; the one that replaces it has the same."""
+        """`number`: the API process's number in the server; its replacement gets the same."""
         self.number = number
         self.welcomed = False
-        """Whether it knows that the engine is ready."""
+        """It knows that the engine is ready."""
         self.calls = UtilityCalls(send)
-        """What it is asked."""
         self.announcement: str | None = None
-        """What it said when it listened."""
+        """What it sent when it began to listen."""
         self.fault: Fault | None = None
         """Why it could not start."""
         self.silence = 0.0
-        """Seconds since it was last heard of, without those in which the leader could not listen."""
+        """Seconds since its last message, without those in which the leader could not receive."""
         self.outputs: list[EngineCoreOutput] = []
-        """Those of the part that is being filled."""
-        self._parts: list[Part] = []
+        """Those of the step that is being filled."""
+        self._steps: list[SharedStep] = []
         self._write = send
 
     def begin(self, record: StepRecord | None, replica: int, version: str, *, counts: bool) -> None:
-        """The outputs that follow are those of another step."""
+        """The outputs that follow belong to another step."""
         if not self.welcomed:
             return
         self.outputs = []
-        self._parts.append(Part(self.outputs, record, replica, version, counts))
+        self._steps.append(SharedStep(self.outputs, record, replica, version, counts))
 
     def flush(self, stats: Sequence[EngineStats]) -> None:
-        """Send what has gathered."""
-        parts = [part for part in self._parts if part.outputs or part.record is not None]
-        self._parts.clear()
-        if parts:
-            self._write(SharedSteps(parts, list(stats)))
+        """Send the gathered steps."""
+        steps = [step for step in self._steps if step.outputs or step.record is not None]
+        self._steps.clear()
+        if steps:
+            self._write(SharedSteps(steps, list(stats)))
 
     def send(self, message: FromLeader, stats: Sequence[EngineStats]) -> None:
-        """Send a message, after what has gathered."""
+        """Send a message after the gathered steps."""
         self.flush(stats)
         self._write(message)
 
 
 class RelayReader:
-    """Reads the requests of one call for an API process, which has the stream that is read there."""
+    """Reads the requests of one call for the API process that has their stream."""
 
     def __init__(
         self,
@@ -63,10 +61,10 @@ class RelayReader:
         channel: ApiProcessChannel,
         stats: Callable[[], Sequence[EngineStats]],
     ) -> None:
-        """stats: of each engine, as they are."""
+        """stats: returns the current ones, by engine."""
         self.ids: Sequence[str] = [request.id for request in requests]
         self.tenant = requests[0].tenant
-        self.call = ""  # which the API process knows
+        self.call = ""  # known to the API process
         self.submitted_at = clock.monotonic()
         self.channel = channel
         self._stats = stats

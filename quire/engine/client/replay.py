@@ -1,13 +1,12 @@
-"""Decides which open requests to submit to the engine, so that a request that crashes engines cannot do so for ever.
+"""Decides which open requests to submit to the engine, so that a request that crashes engines cannot do so forever.
 
 When an engine process ends, every open request is replayed: submitted again to the next engine. If the engine ended
-through its own doing, the requests that had begun but had not come far are suspects: any of them may have caused it.
-Suspects are isolated by bisection. They are replayed first and without other requests, at first one half of them, then
-half of that, at last a single one, until each group is cleared by getting some tokens or by ending. A request that
-repeatedly ends an engine that it has to itself is given up. If the engine was ended from outside, nobody becomes a
-suspect, and suspects stay suspects.
+through its own fault, the requests that had begun but had not come far are suspects. Suspects are isolated by
+bisection: they are replayed first and without other requests, one half, then half of that, at last a single one, until
+each group is cleared by getting some tokens or by ending. A request that repeatedly ends an engine it has to itself is
+given up. If the engine was ended from outside, nobody becomes a suspect, and suspects stay suspects.
 
-Only decisions about request ids are made here: there is no clock, no input and no output.
+This module only decides about request ids: no clock, no input, no output.
 """
 
 from __future__ import annotations
@@ -16,40 +15,40 @@ from collections import deque
 from collections.abc import Iterable
 
 TOKENS_TO_CLEAR = 4
-"""A request that gets this many tokens from one engine is no suspect: the first token shows that its prompt is harmless
-to compute, the others that decoding is harmless."""
+"""A request with this many tokens from one engine is cleared: the first token shows that its prompt is harmless, the
+others that decoding is.
+"""
 MAX_LONE_CRASHES = 2
 """Times that a request may end an engine it has to itself, without being cleared in between, before it is given up."""
 
 
 class Replay:
-    """Told of each request when it is added, begins, makes progress and ends, it knows what to submit and when."""
+    """Follows each request from its submission to its end, and decides what to submit when."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, None] = {}
         """Ordinary requests that the engine does not have, in order."""
         self._suspects: deque[list[str]] = deque()
-        """Groups of suspects that the engine does not have; each is replayed alone, and all before `_waiting`."""
+        """Groups of suspects that the engine does not have. Each is replayed alone, and all before `_waiting`."""
         self._submitted: dict[str, int] = {}
-        """Requests that the current engine has, with the number of tokens it has given each until that was enough."""
+        """Requests that the engine has, with the tokens it gave each, counted up to TOKENS_TO_CLEAR."""
         self._begun: set[str] = set()
-        """Those of `_submitted` that have been in a step of this engine."""
+        """Those of `_submitted` that were in a step of this engine."""
         self._isolated: set[str] = set()
-        """Suspects that the engine has and that are not cleared; nothing else is submitted until this set is empty."""
+        """Uncleared suspects that the engine has; nothing else is submitted until this set is empty."""
         self._lone_crashes: dict[str, int] = {}
-        """By request: engines in a row that it has ended while it had them to itself."""
+        """By request: engines in a row that it ended while it had them to itself."""
 
     def __len__(self) -> int:
-        """How many open requests there are."""
+        """Number of open requests."""
         return len(self._waiting) + len(self._submitted) + sum(map(len, self._suspects))
 
     @property
     def idle(self) -> bool:
-        """Whether the engine has no request."""
+        """True if the engine has no request."""
         return not self._submitted
 
     def add(self, request_id: str) -> None:
-        """A new request is to be computed."""
         self._waiting[request_id] = None
 
     def begin(self, request_ids: Iterable[str]) -> None:
@@ -57,13 +56,13 @@ class Replay:
         self._begun.update(request_id for request_id in request_ids if request_id in self._submitted)
 
     def progress(self, request_id: str, tokens: int, *, ended: bool = False) -> None:
-        """The request got this many more tokens, its last ones where it has `ended`."""
+        """The request got `tokens` more; the last ones if it has `ended`."""
         if ended:
             return self.end(request_id)
-        given = self._submitted.get(request_id, TOKENS_TO_CLEAR)
-        if given < TOKENS_TO_CLEAR:
-            self._submitted[request_id] = given + tokens
-            if given + tokens >= TOKENS_TO_CLEAR:
+        num_tokens = self._submitted.get(request_id, TOKENS_TO_CLEAR)
+        if num_tokens < TOKENS_TO_CLEAR:
+            self._submitted[request_id] = num_tokens + tokens
+            if num_tokens + tokens >= TOKENS_TO_CLEAR:
                 self._isolated.discard(request_id)
                 self._lone_crashes.pop(request_id, None)
 
@@ -79,7 +78,7 @@ class Replay:
                 group.remove(request_id)
 
     def take_ready(self) -> list[str]:
-        """Take the requests to submit to the engine now, in order."""
+        """Take the requests to submit now, in order."""
         ready: list[str] = []
         while not self._isolated and (self._suspects or self._waiting):
             if self._suspects:
@@ -93,11 +92,11 @@ class Replay:
 
     @property
     def isolating(self) -> bool:
-        """Whether the engine has suspects, and will get nothing else until they are cleared."""
+        """True if the engine has suspects, and gets nothing else until they are cleared."""
         return bool(self._isolated)
 
     def take_unsuspected(self) -> list[str]:
-        """Take the requests that the engine does not have and that are no suspects, for another engine to compute."""
+        """Take the requests that the engine does not have and that are no suspects, for another engine."""
         taken, self._waiting = list(self._waiting), {}
         return taken
 
@@ -125,9 +124,8 @@ class Replay:
         return given_up
 
     def _new_suspects(self) -> list[str]:
-        """The requests that may have ended the engine: those that had begun and were not cleared.
-
-        If there are none, then all that were not cleared: the engine may have ended while it accepted one of them.
+        """Requests that may have ended the engine: those that had begun and were not cleared. If there are none, all
+        uncleared ones, because the engine may have ended while it accepted one of them.
         """
         uncleared = [request_id for request_id, tokens in self._submitted.items() if tokens < TOKENS_TO_CLEAR]
         return [request_id for request_id in uncleared if request_id in self._begun] or uncleared

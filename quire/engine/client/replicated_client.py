@@ -1,9 +1,8 @@
-"""Several engines of one model behind one client: each request is computed by one of them, and goes on with another
-when that one ends.
+"""Several engines of one model behind one client. A request whose engine ends continues with another.
 
-The router (replica_router.py) says which. Requests that no replica can compute now, because all are being replaced or
-sleep, wait here for the first that can. A replica that cannot be brought back is left out; with the last one the client
-fails.
+The router (replica_router.py) chooses the engine. Requests that no replica can compute now, because all are being
+replaced or sleep, wait here for the first that can. A replica that cannot be brought back is left out; when the last
+one is gone, the client fails.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _POLL_SECONDS = 0.05
 
 
 class ReplicatedClient(ExclusiveClient):
-    """To engine processes of one model, each replaced when it ends; --data-parallel-size of them.
+    """Has --data-parallel-size engine processes, each replaced when it ends.
 
     `launch()` starts the processes and returns at once; `start()` waits until all are ready.
     """
@@ -50,9 +49,9 @@ class ReplicatedClient(ExclusiveClient):
         self._hashed = config.enable_prefix_caching
         self._router = Router(count)
         self._places: dict[str, ProcessClient] = {}
-        """By id of an open request: who computes it."""
+        """By id of an open request: its replica."""
         self._unplaced: dict[str, None] = {}
-        """Open requests that nobody computes, in their order."""
+        """Open requests without a replica, in order."""
         self._started = False
 
     @property
@@ -79,7 +78,7 @@ class ReplicatedClient(ExclusiveClient):
         starts = [asyncio.create_task(each.start()) for each in self._replicas]
         try:
             infos = await asyncio.gather(*starts)
-            # A request's tokens must not depend on who computes it: all have the context of the shortest.
+            # A request's tokens must not depend on its replica: all get the shortest context.
             context = min(info.max_model_len for info in infos)
             longer = [each for each, info in zip(self._replicas, infos, strict=True) if info.max_model_len > context]
             await asyncio.gather(*(each.shorten(context) for each in longer))
@@ -109,23 +108,24 @@ class ReplicatedClient(ExclusiveClient):
         await self._change(lambda each: each.check(weights))
 
     async def _change(self, change: Callable[[ProcessClient], Awaitable[None]]) -> None:
-        """Make a change of all replicas or, where none can make it, of none; then raise what one of them raised."""
+        """Change all replicas; if none can make the change, raise the error of one of them."""
         living = [each for each in self._replicas if each.failure is None]
         if self.failure is not None:
             raise self.failure
         if not all(each.ready or each.asleep for each in living):
             raise Overloaded("an engine is being replaced; please try again")
-        found = await asyncio.gather(*(change(each) for each in living), return_exceptions=True)
-        errors = [error for error in found if error is not None]
+        results = await asyncio.gather(*(change(each) for each in living), return_exceptions=True)
+        errors = [error for error in results if error is not None]
         if len(errors) == len(living):
             raise next((error for error in errors if isinstance(error, ConfigError)), errors[0])
-        for each, error in zip(living, found, strict=True):
+        for each, error in zip(living, results, strict=True):
             if error is not None:
                 await self._change_too(each, change)
 
     async def _change_too(self, replica: ProcessClient, change: Callable[[ProcessClient], Awaitable[None]]) -> None:
-        """Make a change that the other replicas have made once this one, which died meanwhile, is back. A replica that
-        cannot make it is given up."""
+        """Repeat a change of the other replicas on this one, which failed meanwhile, once it is back. A replica that
+        cannot make it is given up.
+        """
         while replica.failure is None:
             await asyncio.sleep(_POLL_SECONDS)
             if not replica.ready and not replica.asleep:
@@ -155,20 +155,20 @@ class ReplicatedClient(ExclusiveClient):
 
     async def snapshot(self) -> EngineView | None:
         from quire.engine.core.engine_view import (
-            merge_views,  # NumPy: a server starts its engine before it imports that
+            merge_views,  # imports NumPy, which a server does only after it has started its engine
         )
 
-        found = await asyncio.gather(*(each.snapshot() for each in self._replicas if each.responsive))
-        there = [each for each in found if each is not None]
-        return merge_views(there) if there else None
+        snapshots = await asyncio.gather(*(each.snapshot() for each in self._replicas if each.responsive))
+        views = [each for each in snapshots if each is not None]
+        return merge_views(views) if views else None
 
     async def call(self, content: bytes) -> list[bytes] | None:
-        found = await asyncio.gather(*(each.call(content) for each in self._replicas))
-        there = [each for each in found if each is not None]
-        return [result for each in there for result in each] if len(there) == len(found) else None
+        replies = await asyncio.gather(*(each.call(content) for each in self._replicas))
+        results = [each for each in replies if each is not None]
+        return [result for each in results for result in each] if len(results) == len(replies) else None
 
     def _place(self) -> None:
-        """Give the requests that nobody computes to replicas that can, if one can."""
+        """Give unplaced requests to replicas that can compute."""
         computing = [each for each in self._replicas if each.ready]
         able = [each.number for each in computing if each.free] or [each.number for each in computing]
         if not able:
@@ -187,14 +187,14 @@ class ReplicatedClient(ExclusiveClient):
             self._replicas[number].send(requests)
 
     def _forget_place(self, request_id: str) -> ProcessClient | None:
-        """Returns the replica that computed it until now."""
+        """Returns the replica that had the request."""
         replica = self._places.pop(request_id, None)
         if replica is not None:
             self._router.record_request_end(replica.number)
         return replica
 
     def _move(self, replica: ProcessClient) -> None:
-        """Let others compute its requests, but for those that may have ended it."""
+        """Let others compute the replica's requests, except suspects."""
         leaving = replica.leave()
         for request_id in leaving:
             self._forget_place(request_id)
@@ -202,7 +202,7 @@ class ReplicatedClient(ExclusiveClient):
         staying = sum(place is replica for place in self._places.values())
         log.warning("engine %d: %d requests leave it, %d wait for the next", replica.number, len(leaving), staying)
 
-    # What the replicas tell
+    # RequestOwner
 
     def request(self, request_id: str) -> EngineCoreRequest:
         return self.owner.request(request_id)
@@ -211,7 +211,7 @@ class ReplicatedClient(ExclusiveClient):
         for output in outputs:
             if output.finish_reason is not None:
                 self._forget_place(output.id)
-        if not self.asleep:  # under a change the versions differ, and streams tell which it was
+        if not self.asleep:  # during a change the versions differ, and streams report which one it was
             self.weights_version = self._replicas[engine].weights_version
         self.stats = sum_stats([each.stats for each in self._replicas])
         self.owner.deliver(outputs, step, engine)
@@ -250,7 +250,7 @@ class ReplicatedClient(ExclusiveClient):
 
 
 def _alike(one: EngineCoreRequest, other: EngineCoreRequest) -> bool:
-    """Whether they surely have the same pieces: those of one call do."""
+    """True if both surely have the same pieces, as requests of one call do."""
     return (one.prompt_ids, one.cache_salt, one.adapter, one.spans) == (
         other.prompt_ids,
         other.cache_salt,
@@ -260,7 +260,7 @@ def _alike(one: EngineCoreRequest, other: EngineCoreRequest) -> bool:
 
 
 def processes(config: EngineConfig, launcher: Launcher | None = None) -> EngineClient:
-    """A client whose engines are in processes of their own, as many as the configuration says."""
+    """A client whose engines run in processes, as many as the configuration says."""
     if config.data_parallel_size == 1:
         return EngineClient(ProcessClient(config, launcher=launcher))
     return EngineClient(ReplicatedClient(config, launcher))

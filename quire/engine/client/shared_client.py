@@ -1,5 +1,5 @@
-"""The client of an API process to an engine that it shares with others: it goes through the leader
-(api_server_leader.py), which tells how the engine is up to 0.1 s late.
+"""An API process's client to a shared engine, through the leader (api_server_leader.py). Its view of the engine's state
+is up to 0.1 s old.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from quire.engine.client.messages import (
     ApiProcessMethods,
     FromLeader,
     LeaderMethods,
+    SharedEngineState,
     SharedSteps,
-    State,
     Submit,
     ToLeader,
-    apart,
     decode_from_leader,
+    detach_images,
 )
 from quire.engine.client.weight_broadcast import Group, WeightsGroup
 from quire.engine.client.weights import Mode
@@ -51,14 +51,14 @@ from quire.engine.processes.wire import Wire
 
 log = logging.getLogger("quire.hub")
 _LINGER_MS = 1000
-"""How long the last message of a process may take when it ends."""
+"""Time for the last message of a process that ends."""
 
 
 class SharedClient(EngineCoreClient, ApiProcessMethods):
-    """`launch()` says hello to the leader and returns at once; `start()` waits until the engine is ready."""
+    """`launch()` greets the leader and returns at once; `start()` waits until the engine is ready."""
 
     owner: EngineClient
-    explains_prefixes = True  # the leader does, which sees all requests
+    explains_prefixes = True  # the leader does: it sees all requests
 
     def __init__(
         self,
@@ -70,21 +70,23 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         alive_seconds: float = 1.0,
         silence_seconds: float = 10.0,
     ) -> None:
-        """address, identity: where the leader listens, and how it knows this process. alive_seconds: between two signs
-        of life to the leader. silence_seconds: after so long without one from it, all that waits for it is given up."""
+        """address, identity: where the leader listens, and this process's name there. alive_seconds: interval of
+        heartbeats to the leader. silence_seconds: after this long without one from the leader, everything that waits
+        for it is given up.
+        """
         super().__init__()
         self._make_wire = wire
         self._alive_seconds, self._silence_seconds = alive_seconds, silence_seconds
         self.answering = Answering()
-        """How this process answers the questions of others."""
+        """Answers to questions of other processes."""
         self.on_version: list[Callable[[str], None]] = []
-        """Called with the version of weights that have changed."""
-        self._told_version = self.weights_version
-        """What `on_version` was last called with."""
+        """Called with the new version when weights change."""
+        self._last_version = self.weights_version
+        """The version of the last `on_version` calls."""
         self.inherited: bytes | None = None
         """The last answer to LASTING (messages.py) of the process that this one replaces."""
         self.on_failure: Callable[[], object] = partial(self.die, "the connection to the engine failed")
-        """Called when what the leader says can be followed no more, by a fault of ours."""
+        """Called when a fault of ours keeps this process from following the leader."""
         self.identity = identity
         self._address = address
         self._wire: Wire | None = None
@@ -92,7 +94,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         self._states = [EngineState(EngineStats(), responsive=False, asleep=False)] * config.data_parallel_size
         self._responsive = self._healthy = False
         self._silence = 0.0
-        """Seconds since the leader was last heard, without those in which we could not listen."""
+        """Seconds since the leader's last message, without those in which this process could not receive."""
         self._calls = UtilityCalls(self._write)
         self._unsent_aborts: list[str] = []
         self._tasks = Tasks(self._handle_failure)
@@ -118,7 +120,6 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
             self._wire = None
 
     def tell_serving(self, announcement: str) -> None:
-        """This process listens."""
         self._write(make_notification(LeaderMethods.announce, announcement))
 
     @property
@@ -131,34 +132,34 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
 
     @property
     def engines(self) -> Sequence[EngineState]:
-        """What is measured of each, and whether it works or sleeps."""
         return self._states
 
     def reset_prefix_cache(self) -> None:
         self._write(make_notification(LeaderMethods.reset_prefix_cache))
 
     async def ask(self, topic: str, body: bytes = b"", *, to: str | None = None) -> list[bytes]:
-        """The answers of the other API processes, or of the one that is named (LEADER: of the
-        process that has the engine), without those that have none or do not answer in time."""
+        """Return the answers of the other API processes, or of the one named (LEADER: the leader's), without those that
+        have none or do not answer in time.
+        """
         answers = await self._calls.begin(LeaderMethods.ask, topic, body, to)
         if to == LEADER and not answers:
             raise EngineError(CANNOT_ANSWER)
         return answers
 
     async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None:
-        """As Weights.sleep; the leader makes the changes of all API processes, one after another."""
+        """See Weights.sleep. The leader makes the changes of all API processes one after another."""
         await self._calls.begin(LeaderMethods.sleep, level, mode, refuse=refuse)
 
     async def wake_up(self) -> None:
-        """As Weights.wake_up."""
+        """See Weights.wake_up."""
         await self._calls.begin(LeaderMethods.wake_up)
 
     async def update(self, path: str, mode: Mode = "keep", version: str | None = None) -> str:
-        """As Weights.update."""
+        """See Weights.update."""
         return await self._calls.begin(LeaderMethods.update, path, mode, version)
 
     def send(self, requests: Sequence[EngineCoreRequest]) -> None:
-        self._write(Submit(*apart(requests)))
+        self._write(Submit(*detach_images(requests)))
 
     def abort(self, request_id: str) -> None:
         if not self._unsent_aborts:
@@ -198,7 +199,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
                 self._give_up(Overloaded("the server's main process gives no sign of life; please try again"))
 
     def _give_up(self, error: QuireError) -> None:
-        """End all that waits for the leader with this error."""
+        """End everything that waits for the leader with this error."""
         self.owner.end_all(error)
         self._calls.end(error)
 
@@ -225,20 +226,20 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         states = zip(self._states, message.stats, strict=True)
         self._states = [EngineState(stats, each.responsive, each.asleep) for each, stats in states]
         self.stats = self._total()
-        for part in message.parts:
-            self.weights_version = part.weights_version
-            self.owner.history.counts_steps = part.counts
-            self.owner.deliver(part.outputs, part.record, part.replica)
+        for step in message.steps:
+            self.weights_version = step.weights_version
+            self.owner.history.counts_steps = step.counts
+            self.owner.deliver(step.outputs, step.record, step.replica)
 
     async def _answer(self, call: UtilityCall) -> None:
         self._write(await run_call_in_task(ApiProcessMethods, self, call))
 
-    # What the leader tells and asks
+    # ApiProcessMethods
 
     async def answer(self, topic: str, body: bytes) -> bytes | None:
         return await self.answering.answer(topic, body)
 
-    def welcome(self, info: EngineInfo, state: State, inherited: bytes | None) -> None:
+    def welcome(self, info: EngineInfo, state: SharedEngineState, inherited: bytes | None) -> None:
         assert self._welcome is not None
         self.update_state(state)
         if not self._welcome.done():
@@ -252,7 +253,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         for request_id in ids:
             self.owner.give_up(request_id, fault.error())
 
-    def update_state(self, state: State) -> None:
+    def update_state(self, state: SharedEngineState) -> None:
         self._states = state.engines
         self.stats = self._total()
         self._responsive, self._healthy = state.responsive, state.healthy
@@ -263,10 +264,10 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         self.weights_version = state.weights_version
         if state.weights_path is not None:
             self.weights_paths[state.weights_version] = state.weights_path
-        if self._told_version != state.weights_version:
-            self._told_version = state.weights_version
-            for told in self.on_version:
-                told(state.weights_version)
+        if self._last_version != state.weights_version:
+            self._last_version = state.weights_version
+            for on_version in self.on_version:
+                on_version(state.weights_version)
         self.owner.share(state.open, state.queued_tokens)
         if state.failure is not None:
             self.die(state.failure.message)

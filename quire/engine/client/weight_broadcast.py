@@ -1,5 +1,6 @@
-"""Weights that a trainer sends over a torch.distributed group: received by a process of their own
-(worker/weight_receiver.py), into files in the machine's memory, which are then served as any others (weights.py)."""
+"""Weights broadcast in a torch.distributed group. A process (worker/weight_receiver.py) receives them into files in
+memory, which are then served like any others (weights.py).
+"""
 
 from __future__ import annotations
 
@@ -24,12 +25,12 @@ from quire.engine.processes.utility_calls import decode_result, decode_utility_r
 P = ParamSpec("P")
 _MEMORY = Path("/dev/shm")
 _LEEWAY_SECONDS = 30.0
-"""A receiver that takes so much longer than the group's own timeout hangs."""
+"""A receiver that takes this much longer than the group's own timeout hangs."""
 _NO_GROUP = "there is no group: /init_weights_group comes first"
 
 
 class Group(NamedTuple):
-    """Where a group meets, and this server's place in it. The sender is rank 0."""
+    """Where a group meets, and this server's rank. The sender is rank 0."""
 
     address: str
     port: int
@@ -49,8 +50,9 @@ class Tensor(NamedTuple):
 
 
 class WeightsGroup:
-    """One at a time for a server. All methods must be called from the client's event loop; one call follows another,
-    and each is made to its end, even if nobody waits for it any more."""
+    """One group at a time per server. All methods must be called from the client's event loop. Calls run one after
+    another, each to its end, even if nobody waits any more.
+    """
 
     def __init__(self, weights: WeightChanges) -> None:
         self.weights = weights
@@ -59,14 +61,14 @@ class WeightsGroup:
         self._group: Group | None = None
         self._turn = asyncio.Lock()
         self._root: Path | None = None
-        """Of all folders; the process removes it when we are gone."""
+        """Parent of all folders; the receiver removes it when this process is gone."""
         self._folders = 0
         self._partial: Path | None = None
-        """The folder of the model that is on its way."""
+        """Folder of the incomplete model."""
         self._served: Path | None = None
 
     async def join(self, group: Group) -> None:
-        """Returns when all members are there; leaves another group. Raises InvalidRequest where they do not come."""
+        """Return when all members are there; leaves the previous group. Raises InvalidRequest if they do not come."""
 
         async def join_group() -> None:
             await self._forget()
@@ -80,7 +82,7 @@ class WeightsGroup:
         await to_its_end(self._turn, join_group())
 
     async def leave(self) -> None:
-        """Weights that came over the group are served on; a model of which only a part came is dropped."""
+        """Weights that came over the group stay in use; an incomplete model is dropped."""
 
         async def leave_group() -> None:
             if self._group is not None:
@@ -91,8 +93,9 @@ class WeightsGroup:
         await to_its_end(self._turn, leave_group())
 
     async def receive(self, tensors: Sequence[Tensor]) -> None:
-        """Take part in one broadcast for each tensor. Raises InvalidRequest where the group breaks, which it then is;
-        the weights before are served on."""
+        """Take part in one broadcast per tensor. If the group breaks, raises InvalidRequest and drops the group; the
+        old weights stay in use.
+        """
 
         async def receive_tensors() -> None:
             if self._group is None:
@@ -111,7 +114,7 @@ class WeightsGroup:
         await to_its_end(self._turn, receive_tensors())
 
     async def serve(self, mode: Mode = "keep", version: str | None = None) -> str:
-        """Compute with what was received since the last call: see Weights.update, whose errors are these."""
+        """Use the weights received since the last call. Raises what Weights.update raises."""
 
         async def serve_weights() -> str:
             if self._partial is None:
@@ -132,13 +135,13 @@ class WeightsGroup:
         return await to_its_end(self._turn, serve_weights())
 
     async def close(self) -> None:
-        """After the client's end: the files go with the process."""
+        """Call it after the client's end: the files go with the process."""
         await self._end()
         if self._root is not None:
             await _remove(self._root)
 
     async def _forget(self) -> None:
-        """The model that is on its way."""
+        """Drop the incomplete model."""
         if self._partial is not None:
             folder, self._partial = self._partial, None
             await _remove(folder)
@@ -153,7 +156,7 @@ class WeightsGroup:
         return self._root
 
     async def _call(self, method: Callable[Concatenate[Any, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Have the process do it. Raises InvalidRequest with what it says, EngineError where it ends or hangs."""
+        """Raises InvalidRequest with the process's error, EngineError if the process ends or hangs."""
         if method is WeightReceiverMethods.join and (self._process is None or self._process.returncode is not None):
             await self._start()
         timeout = (self._group.timeout if self._group is not None else 0.0) + _LEEWAY_SECONDS
@@ -175,7 +178,7 @@ class WeightsGroup:
             self._process = Child(
                 [*module("quire.engine.worker.weight_receiver"), str(theirs.fileno()), str(self._folder())],
                 descriptors=[theirs.fileno()],
-                stdout=DEVNULL,  # gloo tells there who has come
+                stdout=DEVNULL,  # gloo prints there who has joined
             )
         self._connection = await asyncio.open_connection(sock=ours)
 
@@ -184,7 +187,7 @@ class WeightsGroup:
             self._connection[1].close()
             self._connection = None
         if self._process is not None:
-            await self._process.kill()
+            await self._process.stop(0.0)
             self._process = None
 
 

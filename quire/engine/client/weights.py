@@ -1,9 +1,8 @@
-"""The weights that an engine computes with, while requests are open: let go, taken back, replaced; one change at a
-time.
+"""Changes an engine's weights while requests are open: released, restored or replaced, one change at a time.
 
-The engine is built anew for each change, and every open request is submitted to it with the tokens that it already has,
-as after a crash (process_client.py). So a stream outlives a change, and nothing that the old weights computed, such as
-a cached prefix, is there for the new ones.
+Each change rebuilds the engine, and every open request is submitted to it with the tokens it already has, as after a
+crash (process_client.py). So streams survive a change, and nothing that the old weights computed, such as a cached
+prefix, reaches the new ones.
 """
 
 from __future__ import annotations
@@ -24,8 +23,9 @@ from quire.engine.common.errors import InvalidRequest
 from quire.engine.processes.utility_calls import UtilityResult
 
 Mode = Literal["keep", "wait", "abort"]
-"""What becomes of the requests that are open when weights change. keep: they go on after it, with the weights that are
-there then; wait: they end first, and newer ones wait; abort: they end at once, with what they have."""
+"""What happens to open requests when weights change. keep: they continue afterwards, with the new weights; wait: they
+end first, and newer ones wait; abort: they end at once, with what they have.
+"""
 MODES: tuple[str, ...] = get_args(Mode)
 LEVELS = (1, 2)
 _POLL_SECONDS = 0.01
@@ -35,18 +35,18 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One that was asked for: an engine is to be let go, or built anew."""
+    """A requested change: the engine is released or rebuilt."""
 
     config: EngineConfig
     version: str
     call_id: int
     take_result: Callable[[UtilityResult], None]
-    """What is done at once when the engine's process says that it is made."""
+    """Called at once with the engine process's result."""
     done: asyncio.Future[None]
 
 
 class WeightChanges(Protocol):
-    """Of the engine of a client, made here or by the leader."""
+    """Made in this process or by the leader."""
 
     async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None: ...
 
@@ -56,20 +56,20 @@ class WeightChanges(Protocol):
 
 
 class Weights:
-    """Changes the weights of a client's engine. All methods must be called from the client's event loop."""
+    """All methods must be called from the client's event loop."""
 
     def __init__(self, client: EngineClient) -> None:
         assert isinstance(client.engine_core, ExclusiveClient), "a hub changes the weights of its engine itself"
         self._client, self._engine_core = client, client.engine_core
         self._changing = asyncio.Lock()
         self._used = {self._engine_core.weights_version}
-        """Versions that were served so far."""
+        """Versions served so far."""
 
     async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None:
-        """Let weights and KV cache go, until `wake_up`. Asleep already: only `refuse` is taken over.
+        """Release weights and KV cache until `wake_up`. If already asleep, only set `refuse`.
 
-        level 1: the engine's process stays, and wakes soon; 2: it ends, which gives back all of its memory. refuse: new
-        requests are answered with an error; else they wait. Raises EngineError when the engine cannot be told.
+        level 1: the engine's process stays, and wakes soon; 2: it ends, which frees all its memory. refuse: new
+        requests get an error; otherwise they wait. Raises EngineError if the engine cannot be reached.
         """
         if level not in LEVELS:
             raise InvalidRequest(f"level must be 1 or 2, got {level}", param="level")
@@ -84,8 +84,9 @@ class Weights:
         await to_its_end(self._changing, rest())
 
     async def wake_up(self) -> None:
-        """Take the weights back. Awake: does nothing. Raises ConfigError where they or their memory are not to be had;
-        then it sleeps on."""
+        """Restore the weights; does nothing if awake. Raises ConfigError if they or their memory cannot be had; then it
+        sleeps on.
+        """
 
         async def wake() -> None:
             if self._engine_core.asleep:
@@ -95,14 +96,14 @@ class Weights:
         await to_its_end(self._changing, wake())
 
     async def update(self, path: str, mode: Mode = "keep", version: str | None = None) -> str:
-        """Compute with the weights in another folder, or GGUF file; wakes an engine that sleeps. Returns their version.
+        """Use the weights in another folder or GGUF file; wakes a sleeping engine. Returns their version.
 
-        version: what to call them; by default they are counted. Raises InvalidRequest for weights that are not of the
-        model's shape, and ConfigError for those that cannot be loaded: then the old weights go on.
+        version: their name; counted by default. Raises InvalidRequest for weights that do not have the model's shape,
+        and ConfigError for those that cannot be loaded: then the old weights stay.
         """
-        found = absolute(path)
-        check = partial(self._engine_core.check, found)
-        return await self.change(partial(self._engine_core.load, found), mode, version, check, path=found)
+        weights_path = absolute(path)
+        check = partial(self._engine_core.check, weights_path)
+        return await self.change(partial(self._engine_core.load, weights_path), mode, version, check, path=weights_path)
 
     async def change(
         self,
@@ -113,8 +114,9 @@ class Weights:
         *,
         path: str | None = None,
     ) -> str:
-        """As `update`, with a method of the client that takes the version and loads the weights; and one that refuses
-        some before any request has ended for them. `path`: where they are, if they are in files."""
+        """Like `update`. `load` loads the weights as the given version; `check` refuses some before any request has
+        ended for them. `path`: their source, if they come from files.
+        """
         check_mode(mode)
 
         async def change_weights() -> str:
@@ -132,7 +134,7 @@ class Weights:
 
     @asynccontextmanager
     async def _hold_requests(self, mode: Mode) -> AsyncIterator[None]:
-        """Requests that are open now are treated as `mode` says; those that come until the block ends wait for it."""
+        """Treat open requests by `mode`; requests that come during the block wait for its end."""
         client = self._client
         client.hold()
         try:
@@ -146,8 +148,9 @@ class Weights:
 
 
 async def to_its_end(turn: asyncio.Lock, call: Coroutine[Any, Any, Result]) -> Result:
-    """The result of a call that no other with this lock is beside. It is made to its end, even if nobody waits for it
-    any more: by then the engine may have let its weights go already."""
+    """Return the result of a call that runs alone under its lock. The call is completed even if nobody waits any more:
+    the engine may have released its weights already.
+    """
 
     async def run_in_turn() -> Result:
         async with turn:
@@ -159,13 +162,13 @@ async def to_its_end(turn: asyncio.Lock, call: Coroutine[Any, Any, Result]) -> R
 
 
 def check_mode(mode: str) -> None:
-    """Raises InvalidRequest for one that is none."""
+    """Raises InvalidRequest for an unknown mode."""
     if mode not in MODES:
         raise InvalidRequest(f"mode must be one of {', '.join(MODES)}, got {mode!r}", param="mode")
 
 
 def absolute(path: str) -> str:
-    """Of a folder or file that is there. Raises InvalidRequest for any other."""
+    """Absolute path of an existing folder or file. Raises InvalidRequest for any other."""
     if not path or "\0" in path or not os.path.exists(path):
         raise InvalidRequest(f"path: there is no folder or file {path[:200]!r}", param="path")
     return os.path.abspath(path)

@@ -1,2 +1,1 @@
-"""A process of ours: how it is started, watched and ended, the sockets between two of them, and the
-calls that go over these."""
+"""How one of our processes is started, watched and ended, the sockets between two of them, and the calls over these."""

@@ -1,4 +1,4 @@
-"""How a process answers what others ask it."""
+"""How a process answers questions of other processes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable
 
 log = logging.getLogger("quire.hub")
 Answer = Callable[[bytes], Awaitable[bytes | None]]
-"""From a question's body to the answer's; None: the process has nothing to say."""
+"""Maps a question's body to the answer's. None: there is no answer."""
 
 
 class Answering:
-    """By the topics of questions."""
+    """Handlers by topic."""
 
     def __init__(self) -> None:
         self._answers: dict[str, Answer] = {}
@@ -24,9 +24,9 @@ class Answering:
         return self._answers.get(topic)
 
     async def answer(self, topic: str, body: bytes) -> bytes | None:
-        """None also where the answer fails: that is no reason to end anything but what was asked for."""
+        """Returns None also if the handler fails: a failed question must end nothing but itself."""
         try:
-            return None if (found := self.find(topic)) is None else await found(body)
+            return None if (handler := self.find(topic)) is None else await handler(body)
         except Exception:
             log.exception("the question %r of another process could not be answered", topic)
             return None

@@ -1,20 +1,26 @@
-"""A process that we start: how it gets its configuration, how it is waited for, and how it ends, with us at the latest.
+"""A child process: how it gets its configuration, how its end is awaited, and how it ends, at the latest with its
+parent.
 
-`read_configuration`, `end_with_parent` and `die_with_parent` are for the process itself.
+`read_configuration`, `end_with_parent` and `die_with_parent` run in the child.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import math
 import os
 import select
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from typing import Protocol
+
+from quire.engine.common import clock
 
 _POLL_SECONDS = 0.02
 _PR_SET_PDEATHSIG = 1
@@ -22,14 +28,16 @@ _PR_SET_PDEATHSIG = 1
 
 
 def module(name: str) -> tuple[str, ...]:
-    """Arguments with which Python runs a module of ours. `-m` would search the current directory first, and a random.py
-    there would replace Python's: -P prevents it."""
+    """Arguments with which Python runs one of our modules. -P, because `-m` alone searches the current directory first,
+    where a random.py would replace Python's.
+    """
     return ("-P", "-m", name)
 
 
 class Child:
-    """Python with these arguments. Standard input begins with the configuration, one line, where there is one, and
-    stays open as long as we live. Raises OSError when no process can be started."""
+    """Runs Python with these arguments. Standard input begins with the configuration, if there is one: one line. It
+    stays open as long as the parent lives. Raises OSError if no process can be started.
+    """
 
     def __init__(
         self,
@@ -41,7 +49,7 @@ class Child:
         stdout: int | None = None,
         stderr: int | None = None,
     ) -> None:
-        # In a session of its own it does not get the terminal's Ctrl-C: we do, and decide what is to happen.
+        # In its own session it does not get the terminal's Ctrl-C: the parent does, and decides what happens.
         self.process = subprocess.Popen(
             [sys.executable, *arguments],
             stdin=subprocess.PIPE,
@@ -59,12 +67,12 @@ class Child:
             self.tell(configuration)
 
     def tell(self, configuration: bytes) -> None:
-        """Give it the configuration that it did not get at its start."""
-        with suppress(BrokenPipeError):  # it has ended already, which `exited` will tell
+        """Send the configuration, if the start did not."""
+        with suppress(BrokenPipeError):  # it has already ended, which `wait_for_exit` reports
             self.send(configuration + b"\n")
 
     def send(self, content: bytes) -> None:
-        """Write to its standard input. Raises BrokenPipeError where it has ended."""
+        """Write to its standard input. Raises BrokenPipeError if the process has ended."""
         self._lifeline.write(content)
         self._lifeline.flush()
 
@@ -72,43 +80,67 @@ class Child:
     def returncode(self) -> int | None:
         return self.process.poll()
 
-    async def wait_for_exit(self) -> int:
-        """Wait until it has ended. Returns its return code."""
-        while (code := self.returncode) is None:  # noqa: ASYNC110 - a poll is soon enough
-            await asyncio.sleep(_POLL_SECONDS)
-        self.end()
-        return code
-
     def end(self) -> None:
-        """Let it end itself."""
+        """Close its standard input, which asks it to end."""
         with suppress(BrokenPipeError):  # it has ended before it read its configuration
             self._lifeline.close()
 
-    def wait(self, timeout: float | None = None) -> int:
-        """As `exited`, where there is no event loop. Raises subprocess.TimeoutExpired."""
-        return self.process.wait(timeout)
-
-    def destroy(self) -> None:
-        """As `kill`, where there is no event loop."""
+    def kill(self) -> None:
         self.process.kill()
-        self.process.wait()
 
-    async def kill(self) -> int:
-        """End it at once, whatever it does. Returns its return code."""
-        self.process.kill()
-        return await self.wait_for_exit()
+    def wait(self) -> int:
+        """Blocking form of `wait_for_exit`."""
+        return self.process.wait()
+
+    async def wait_for_exit(self, seconds: float = math.inf) -> int:
+        """Wait until the process has ended, and return its return code. Kill it after `seconds`."""
+        for _ in _kill_after([self], seconds):
+            await asyncio.sleep(_POLL_SECONDS)
+        self.end()
+        code = self.returncode
+        assert code is not None
+        return code
 
     async def stop(self, seconds: float) -> None:
-        """End it; kill it if that takes longer."""
+        """Asynchronous form of `end_processes` for this process."""
         self.end()
-        try:
-            await asyncio.wait_for(self.wait_for_exit(), seconds)
-        except TimeoutError:
-            await self.kill()
+        await self.wait_for_exit(seconds)
+
+
+class RunningProcess(Protocol):
+    """A Child, or the stand-in for a process on another machine."""
+
+    @property
+    def returncode(self) -> int | None: ...
+    def end(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+def end_processes(
+    processes: Sequence[RunningProcess], seconds: float, sleep: Callable[[float], object] = time.sleep
+) -> None:
+    """Ask the processes to end, wait `seconds` for all of them together, then kill those that still run."""
+    for process in processes:
+        process.end()
+    for _ in _kill_after(processes, seconds):
+        sleep(_POLL_SECONDS)
+
+
+def _kill_after(processes: Sequence[RunningProcess], seconds: float) -> Iterator[None]:
+    """Yield until all processes have ended; kill those that still run after `seconds`."""
+    deadline = clock.monotonic() + seconds
+    while running := [process for process in processes if process.returncode is None]:
+        if clock.monotonic() >= deadline:
+            deadline = math.inf
+            for process in running:
+                process.kill()
+        yield
 
 
 def _directory() -> str | None:
-    """None for ours; if that was deleted another one, because PyTorch's libraries do not load without one."""
+    """Working directory of the child: None for ours. If ours was deleted, another one, because PyTorch's libraries need
+    one to load.
+    """
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -125,9 +157,8 @@ def read_configuration() -> bytes:
 
 
 def end_with_parent() -> None:
-    """End this process when its parent ends.
-
-    The parent holds the other end of our standard input, which closes with it.
+    """End this process when its parent ends. The parent holds the other end of our standard input, which closes with
+    it.
     """
 
     def wait() -> None:
@@ -140,12 +171,13 @@ def end_with_parent() -> None:
 
 
 def die_with_parent() -> None:
-    """On Linux the kernel kills this process when its parent ends, even where no thread of it can read its standard
-    input, because a step hangs or because it is stopped. It does not where the parent ended before: then this process
-    ends here, for nobody holds the other end of its standard input."""
+    """On Linux, let the kernel kill this process when its parent ends. That works even if no thread can read standard
+    input, because a step hangs or the process is stopped. If the parent ended before this call, standard input is
+    closed already, and this process exits here.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         parent = select.poll()
-        parent.register(0, 0)  # that the other end is closed is told always, also behind what it wrote
+        parent.register(0, 0)  # POLLHUP is always reported, even after unread data
         if any(event & select.POLLHUP for _, event in parent.poll(0)):
             os._exit(0)

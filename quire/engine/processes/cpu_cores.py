@@ -1,8 +1,8 @@
-"""Which cores each rank, or replica, gets on a machine of several NUMA nodes. Linux gives a thread memory of the node
-that it runs on, so one that stays on its cores reads its weights and pages from near memory.
+"""Distributes cores to ranks or replicas on a machine with several NUMA nodes. Linux gives a thread memory of the node
+it runs on, so a thread that stays on its cores reads its weights and KV blocks from near memory.
 
-And how many CPUs a process may use: `docker run --cpus 2` and a Kubernetes limit give a share of all CPUs' time: more
-threads than that would only wait for one another while the group is throttled.
+Also counts the CPUs that a process may use. `docker run --cpus 2` and Kubernetes limits give a share of all CPUs' time:
+more threads than that would only wait for each other while the group is throttled.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ _CGROUPS = "sys/fs/cgroup"
 
 
 def node_cores(count: int, allowed: Set[int], root: Path = Path("/")) -> list[Set[int]] | None:
-    """The cores of each of `count` processes, of those `allowed`: of one node or, where there are more nodes than
-    processes, of several. None where there is one node, or none is known."""
+    """Return the cores of each of `count` processes, out of `allowed`: those of one node or, with more nodes than
+    processes, of several. None if fewer than two nodes are known.
+    """
     nodes = [cores & allowed for cores in _nodes(root)]
     nodes = [cores for cores in nodes if cores]
     if len(nodes) < 2 or count < 2:
@@ -31,7 +32,7 @@ def allowed_cores() -> Set[int]:
 
 
 def threads_on(cores: Set[int], root: Path = Path("/")) -> int:
-    """How many threads should compute on these cores: one for each that is not another's hyper-thread."""
+    """Number of threads that should compute on these cores: one per physical core."""
     firsts = set()
     for core in cores:
         try:
@@ -43,44 +44,44 @@ def threads_on(cores: Set[int], root: Path = Path("/")) -> int:
 
 
 def stay_on(cores: Set[int]) -> None:
-    """Keep this thread, and those that it will start, on these cores; none: leave it as it is."""
+    """Keep this thread, and those that it will start, on these cores. An empty set changes nothing."""
     if cores:
         os.sched_setaffinity(0, cores)
 
 
 def _nodes(root: Path) -> list[Set[int]]:
-    """The cores of each node, in the order of their numbers."""
     folders = root.glob("sys/devices/system/node/node[0-9]*")
-    found: list[Set[int]] = []
+    core_lists: list[Set[int]] = []
     for folder in sorted(folders, key=lambda each: int(each.name.removeprefix("node"))):
         try:
-            found.append(_parse_core_list((folder / "cpulist").read_text(encoding="ascii")))
+            core_lists.append(_parse_core_list((folder / "cpulist").read_text(encoding="ascii")))
         except (OSError, ValueError):
             continue
-    return found
+    return core_lists
 
 
 def _parse_core_list(text: str) -> Set[int]:
-    """The numbers of a list such as 0-3,8."""
+    """Numbers of a list such as 0-3,8."""
     ranges = [part.partition("-") for part in text.strip().split(",") if part]
     return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
-    """At least 1. root: where sys and proc are looked for."""
+    """At least 1. root: the folder that has sys and proc."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota(root)
     return allowed if quota is None else max(min(allowed, int(quota)), 1)
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """CPUs' worth of time that this process's control groups (v2 or v1), and those around them, get; None: no limit."""
+    """CPUs' worth of time that this process's control groups (v2 or v1) and their parents allow; None: no limit."""
     return min((quota for folder in _groups(root) if (quota := _quota_of(folder)) is not None), default=None)
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """The folders of this process's groups that limit CPUs, each with all around it. A container may see its own group
-    as the root, or its path in the host's tree: a folder that is not there says nothing."""
+    """Folders of this process's groups that limit CPUs, each with all its parents. A container may see its own group as
+    the root, or its path in the host's tree, so a missing folder means nothing.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):

@@ -1,8 +1,7 @@
-"""Why an engine process ended: through its own doing, or through something outside of it.
+"""Decides whether an engine process ended through its own fault or through something outside of it.
 
-The answer decides whether its requests are suspected. A crash, an exit, a hang or running out of memory may have been
-caused by one of the requests that were being computed. A kill from outside never counts against a request, however
-often it happens. This module only decides; its callers gather the facts.
+The answer decides whether its requests are suspected. A request may have caused a crash, an exit, a hang or running out
+of memory. A kill from outside never counts against a request, however often it happens. The callers gather the facts.
 """
 
 from __future__ import annotations
@@ -13,31 +12,28 @@ from dataclasses import dataclass
 FAULT_SIGNALS = frozenset(
     {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS, signal.SIGTRAP}
 )
-"""Signals that normally mean that a process itself went wrong. Another process can send them too; engine/main.py tells
-the two cases apart."""
+"""Signals that normally report a fault of the process itself. Another process can send them too; engine/main.py
+distinguishes the two cases.
+"""
 _RESOURCE_LIMIT_SIGNALS = frozenset({signal.SIGXCPU, signal.SIGXFSZ})
-"""Signals that the kernel sends to a process that exceeds one of its resource limits."""
+"""The kernel sends these to a process that exceeds one of its resource limits."""
 
 _LESS = "--quantization int4, --kv-cache-memory and a smaller --max-model-len take less"
 
 
 @dataclass(frozen=True, slots=True)
 class ExitCause:
-    """Why an engine process ended."""
-
     description: str
     """Completes the sentence "the engine ...", for logs and error messages."""
     external: bool
-    """True only when the engine itself was certainly not the cause."""
+    """True only if the engine certainly was not the cause."""
 
 
 def exit_cause(code: int, *, sender: int | None, oom_kills: int | None) -> ExitCause:
-    """Find the cause from the process's return code and from what else is known.
-
-    code: as subprocess reports it: the exit code, or minus the number of the signal that ended the process.
-    sender: id of the process that sent the engine one of FAULT_SIGNALS; None when none did.
-    oom_kills: number of processes that the kernel killed for lack of memory while this engine ran; None when the system
-        does not report it. A SIGKILL then never counts as external.
+    """code: subprocess's return code: the exit code, or minus the number of the signal that ended the process. sender:
+    id of the process that sent the engine one of FAULT_SIGNALS; None if none did. oom_kills: number of processes that
+    the kernel killed for lack of memory while this engine ran; None if the system does
+        not report it. Then a SIGKILL never counts as external.
     """
     if code >= 0:
         return ExitCause(f"exited with code {code}", external=False)

@@ -1,11 +1,11 @@
-"""Messages in the pipes and sockets between a process and its child: each behind its length."""
+"""Messages in the pipes and sockets between a process and its child. Each follows its length."""
 
 from __future__ import annotations
 
 import asyncio
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import BinaryIO
 
@@ -17,18 +17,22 @@ FRAME_HEADER = struct.Struct("<Q")
 
 
 def encode_frame(message: msgspec.Struct) -> bytes:
-    encoded = encode(message)
-    return FRAME_HEADER.pack(len(encoded)) + encoded
+    return b"".join(frame_pieces([encode(message)]))
+
+
+def frame_pieces(pieces: Sequence[bytes]) -> list[bytes]:
+    """Return a frame of these bytes without copying them."""
+    return [FRAME_HEADER.pack(sum(map(len, pieces))), *pieces]
 
 
 async def receive_frame(reader: asyncio.StreamReader) -> bytes:
-    """As `read_frame`. Raises IncompleteReadError where there is none any more."""
+    """Like `read_frame`, but raises IncompleteReadError at the end of the stream."""
     (length,) = FRAME_HEADER.unpack(await reader.readexactly(FRAME_HEADER.size))
     return await reader.readexactly(length)
 
 
 def read_frame(pipe: BinaryIO) -> bytes | None:
-    """The next frame's content; None where the pipe has ended."""
+    """Return the next frame's content, or None at the end of the pipe."""
     head = pipe.read(FRAME_HEADER.size)
     if len(head) < FRAME_HEADER.size:
         return None
@@ -37,15 +41,15 @@ def read_frame(pipe: BinaryIO) -> bytes | None:
 
 
 class Inbox:
-    """Messages that a thread reads as they come, so that who sends them never waits for who takes them."""
+    """A thread reads messages as they arrive, so the sender never waits for the consumer."""
 
     def __init__(self, read: Callable[[], bytes | None]) -> None:
-        """`read`: the next message; None: there is none any more."""
+        """`read` returns the next message, or None after the last one."""
         self._messages: SimpleQueue[bytes | None] = SimpleQueue()
         threading.Thread(target=_pump_messages, args=(read, self._messages), name="inbox", daemon=True).start()
 
     def get_message(self, seconds: float | None = None) -> bytes | None:
-        """Wait for the next message; None where there is none any more. Raises TimeoutError after so many seconds."""
+        """Wait for the next message; return None after the last one. Raises TimeoutError after `seconds`."""
         try:
             content = self._messages.get(timeout=seconds)
         except Empty as error:

@@ -1,7 +1,7 @@
 """The pipe from the engine process to its parent: heartbeats and short notes, each a line of JSON.
 
-A note that is written before a crash reaches the parent even if the process dies immediately afterwards. The pipe
-closes when the process ends, however it ends, so the parent learns of that as well.
+A note written just before a crash still reaches the parent. The pipe closes when the process ends, however it ends, so
+the parent notices that too.
 """
 
 from __future__ import annotations
@@ -18,29 +18,28 @@ import msgspec
 from quire.engine.common import clock
 
 _DEATH_SECONDS = 1.0
-"""How long a signal gets to end this process."""
+"""Time that a signal gets to end this process."""
 HEARTBEAT_SECONDS = 0.25
-"""Time between two heartbeats."""
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The heartbeat itself, sent every HEARTBEAT_SECONDS."""
+    """Sent every HEARTBEAT_SECONDS."""
 
     stuck_ms: int
-    """Milliseconds since the current step began or last made progress; 0 when no step is running."""
+    """Milliseconds since the current step began or last made progress; 0 if no step is running."""
 
 
 class RequestsBegan(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """These requests are about to be computed for the first time by this engine process."""
+    """This engine process is about to compute these requests for the first time."""
 
     ids: list[str]
 
 
 class FaultSignal(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Another process has sent the engine one of exit_cause.FAULT_SIGNALS, which will end it."""
+    """Another process sent the engine one of exit_cause.FAULT_SIGNALS, which will end it."""
 
     sender: int
-    """Id of the process that sent the signal."""
+    """Process id of the sender."""
 
 
 HeartbeatMessage = Alive | RequestsBegan | FaultSignal
@@ -48,11 +47,11 @@ decode_heartbeat = msgspec.json.Decoder(HeartbeatMessage).decode
 
 
 class Heartbeat(ABC):
-    """Tells whoever watches the engine that its steps go on."""
+    """Reports to the watching process that the engine's steps make progress."""
 
     @abstractmethod
     def begin_step(self, new_ids: Sequence[str]) -> None:
-        """A step is about to run; the requests `new_ids` are in a step for the first time."""
+        """A step is about to run. The requests `new_ids` are in a step for the first time."""
 
     @abstractmethod
     def progress(self) -> None:
@@ -64,11 +63,11 @@ class Heartbeat(ABC):
 
     @abstractmethod
     def rank_ended(self, code: int) -> None:
-        """A process that computes with this one has ended with this return code, as subprocess says it."""
+        """A process that computes with this one has ended. `code`: its return code, as in subprocess."""
 
 
 class NullHeartbeat(Heartbeat):
-    """For an engine that runs in its client's process: nobody watches it."""
+    """For an engine in its client's process: nobody watches it."""
 
     def begin_step(self, new_ids: Sequence[str]) -> None:
         pass
@@ -84,13 +83,13 @@ class NullHeartbeat(Heartbeat):
 
 
 class PipeHeartbeat(Heartbeat):
-    """Writes to the pipe `descriptor`. A thread of its own sends heartbeats from construction on."""
+    """Writes to the pipe `descriptor`. A thread sends heartbeats from construction on."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._lock = threading.Lock()
         self._last_progress: float | None = None
-        """time.monotonic() of the current step's begin or of its last progress; None when no step is running."""
+        """time.monotonic() at the current step's begin or last progress; None if no step is running."""
         threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
 
     def begin_step(self, new_ids: Sequence[str]) -> None:
@@ -99,7 +98,7 @@ class PipeHeartbeat(Heartbeat):
         self._last_progress = clock.monotonic()
 
     def progress(self) -> None:
-        # The model is also run outside of steps, when its memory is measured at start-up. That is not a step.
+        # At startup the model runs outside of steps, to measure its memory.
         if self._last_progress is not None:
             self._last_progress = clock.monotonic()
 
@@ -107,7 +106,7 @@ class PipeHeartbeat(Heartbeat):
         self._last_progress = None
 
     def rank_ended(self, code: int) -> None:
-        """End this process in the same way, so that the parent judges it as if it were this one."""
+        """End this process in the same way, so the parent judges it as if it were the rank."""
         if code < 0:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
             os.kill(os.getpid(), -code)

@@ -1,6 +1,6 @@
 """What Linux's /proc and control groups report about a process: run state, waiting time and memory.
 
-On other systems these files do not exist. A process then counts as never stopped and as never waiting.
+Other systems have no such files. There a process never counts as stopped or as waiting.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from quire.engine.common import clock
 
 
 class WatchTimer:
-    """Measures the time between two looks at another process, but not that in which this one could not look: if it was
-    stopped, the other one may have been stopped with it."""
+    """Measures the time between two looks at another process, without the time in which this process could not look. If
+    this process was stopped, the other one may have been stopped with it.
+    """
 
     def __init__(self, period: float) -> None:
-        """`period`: the seconds between two looks; twice as many count at most."""
+        """`period`: seconds between two looks; at most twice as many count."""
         self._period = period
         self._last_look = clock.monotonic()
 
     def measure_elapsed(self) -> float:
-        """The seconds since the last look."""
         last, self._last_look = self._last_look, clock.monotonic()
         return min(self._last_look - last, 2 * self._period)
 
@@ -29,34 +29,34 @@ class WatchTimer:
 class RunnableClock:
     """Counts the seconds in which a process could have computed.
 
-    Time does not count in which one of its threads waited for a processor or for a disk. On an overloaded machine this
+    Time in which one of its threads waited for a processor or a disk does not count. On an overloaded machine this
     clock is therefore slower than wall-clock time, so a slow engine is not mistaken for one that hangs.
     """
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
         self._tasks = proc / str(pid) / "task"
         self._before_inspection = 0.0
-        """Seconds of this clock until the first of the current run of inspections."""
+        """This clock's seconds until the first of the current run of inspections."""
         self._inspected = 0.0
         """Wall-clock seconds since then."""
         self._initial_cpu_wait: dict[str, float] = {}
-        """By thread: the seconds it had ever waited for a processor when it was first inspected."""
+        """By thread: seconds it had ever waited for a processor when it was first inspected."""
         self._waited: dict[str, float] = {}
-        """By thread: the seconds since then that it waited for a processor or a disk."""
+        """By thread: seconds since then that it waited for a processor or a disk."""
         self._disk_wait: dict[str, float] = {}
-        """By thread: the part of `_waited` that was spent waiting for a disk."""
+        """By thread: the part of `_waited` spent on a disk."""
 
     @property
     def seconds(self) -> float:
-        # The longest wait of any thread, not the sum: a hundred threads that wait a little each do not stop a process.
+        # The longest wait of any thread, not the sum: a hundred short waits do not stop a process.
         return self._before_inspection + self._inspected - max(self._waited.values(), default=0.0)
 
     def advance(self, elapsed: float, *, inspect: bool) -> None:
-        """Count `elapsed` seconds of wall-clock time; with `inspect`, less what the process's threads waited.
+        """Count `elapsed` seconds of wall-clock time; with `inspect`, minus the time that the process's threads waited.
 
-        An inspection reads two files per thread, so ask for it only when there is a reason. The first inspection after
-        a pause counts all of `elapsed`, because there is no earlier value to compare with. The kernel reports a wait
-        only when it is over, so the clock may go back a little.
+        An inspection reads two files per thread, so ask for it only with a reason. The first inspection after a pause
+        counts all of `elapsed`, because there is no earlier value to compare with. The kernel reports a wait only when
+        it is over, so the clock may go back a little.
         """
         if not inspect:
             self._before_inspection = self.seconds + elapsed
@@ -81,18 +81,17 @@ class RunnableClock:
 
 
 class Standstill:
-    """Counts for how long a process has done nothing, though it could have computed: it is stopped, or waits for what
-    does not come."""
+    """Counts how long a process has done nothing although it could have computed: it is stopped, or waits in vain."""
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
         self._folder = proc / str(pid)
         self._clock = RunnableClock(pid, proc)
         self._used = _processor_ticks(self._folder)
         self._since = 0.0
-        """What the clock showed when the process had last computed something."""
+        """The clock's value when the process last computed something."""
 
     def advance(self, elapsed: float) -> float:
-        """The seconds of it, after so many more of wall-clock time."""
+        """Add `elapsed` wall-clock seconds. Returns the seconds of standstill."""
         self._clock.advance(elapsed, inspect=True)
         used = _processor_ticks(self._folder)
         if used is None or used != self._used:
@@ -101,21 +100,21 @@ class Standstill:
 
 
 class Stopped:
-    """Counts for how long processes have been found stopped, at each look since then."""
+    """Counts how long processes have been found stopped."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
 
     def advance(self, pid: int, elapsed: float) -> float:
-        """The seconds of one of them, after so many more of wall-clock time."""
+        """Add `elapsed` wall-clock seconds for one process. Returns its stopped seconds."""
         self._seconds[pid] = self._seconds.get(pid, 0.0) + elapsed if is_stopped(pid) else 0.0
         return self._seconds[pid]
 
 
 def _processor_ticks(process: Path) -> int | None:
-    """The processor time of all threads of a process, given its directory in /proc; None where that says nothing."""
+    """Processor time of all threads. `process`: its directory in /proc. None if that cannot be read."""
     try:
-        # The 14th and 15th field: see `state` for those before.
+        # The 14th and 15th field; `state` explains the fields before.
         user, system = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[11:13]
         return int(user) + int(system)
     except (OSError, ValueError):
@@ -123,7 +122,7 @@ def _processor_ticks(process: Path) -> int | None:
 
 
 def _thread_waits(task: Path) -> tuple[float, bool]:
-    """The seconds that a thread has ever waited for a processor, and whether it is waiting for a disk now."""
+    """Returns the seconds ever spent waiting for a processor, and whether the thread waits for a disk now."""
     try:
         cpu_wait = int((task / "schedstat").read_bytes().split()[1]) / 1e9
         return cpu_wait, state(task) == "D"
@@ -132,23 +131,21 @@ def _thread_waits(task: Path) -> tuple[float, bool]:
 
 
 def state(process: Path) -> str:
-    """The state letter of a process or thread, given its directory in /proc; empty when it does not exist."""
+    """State letter of a process or thread, by its directory in /proc; "" if it does not exist."""
     try:
-        # The field before the state is the process's name in brackets, which may itself contain spaces and brackets.
+        # The field before the state is the name in brackets, which may itself contain spaces and brackets.
         return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether the process is stopped, by SIGSTOP or by a debugger."""
     return state(Path("/proc") / str(pid)) in ("T", "t")
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:
-    """How many processes the kernel has ever killed for lack of memory; None where it does not say.
-
-    Counts those of our control group where that is known, else those of the whole machine.
+    """Number of processes that the kernel has ever killed for lack of memory; None if unknown. Counts those of our
+    control group if that is known, else those of the whole machine.
     """
     for path in (*_control_group_files(root), root / "proc/vmstat"):
         try:
@@ -160,7 +157,7 @@ def oom_kills(root: Path = Path("/")) -> int | None:
 
 
 def _control_group_files(root: Path) -> list[Path]:
-    """The memory.events file (control groups v2) of the group that we and our child processes are in."""
+    """The memory.events file (control groups v2) of the group of this process and its children."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -170,7 +167,7 @@ def _control_group_files(root: Path) -> list[Path]:
 
 
 def resident_bytes() -> int:
-    """Bytes of this process's memory that are in RAM; 0 where there is no /proc."""
+    """Bytes of this process's memory that are in RAM; 0 without /proc."""
     try:
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     except OSError:

@@ -1,7 +1,7 @@
-"""A folder for Unix sockets, which does not outlive its owner for long, however that ends.
+"""A folder for Unix sockets that does not outlive its owner for long, however the owner ends.
 
-The owner holds a lock on a file in it, which the kernel releases when the process ends. Whoever makes a folder next
-removes those whose lock nobody holds. A process id would not do: containers that share /tmp may count processes apart.
+The owner locks a file in it; the kernel releases the lock when the process ends. The next process that makes a folder
+removes those without a lock. A process id would not do: containers that share /tmp may have separate process ids.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from quire.engine.common.errors import EngineError
 _PREFIX = "quire-"
 _LOCK = "quire-owner.lock"
 _SOCKETS = ("engine.sock", "http.sock", "hub.sock")
-"""The only names of sockets. Nothing else is ever removed: a folder that a person named like ours stays as it is."""
+"""All names of sockets. Nothing else is ever removed, so a person's folder with such a name stays as it is."""
 _MOST_BYTES = 107
-"""The longest path of a Unix socket on Linux; elsewhere 103."""
+"""Longest path of a Unix socket on Linux; elsewhere 103."""
 
 
 class SocketFolder:
-    """A new folder that only this user can enter. Raises EngineError when there is no place for one."""
+    """A new folder that only this user can enter. Raises EngineError if none can be made."""
 
     def __init__(self) -> None:
         try:
             root = Path(tempfile.gettempdir())
             _remove_abandoned(root)
-            # Under another name until it is locked, so that nobody takes it for abandoned meanwhile.
-            made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=root))
-            self._lock = os.open(made / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            # Hidden until it is locked, so that nobody removes it as abandoned.
+            new_folder = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=root))
+            self._lock = os.open(new_folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:  # a file system without locks: then nobody may take it for abandoned either
-                (made / _LOCK).unlink()
-            self._path = made.rename(root / made.name.removeprefix("."))
+            except OSError:  # a file system without locks: without the file nobody removes the folder
+                (new_folder / _LOCK).unlink()
+            self._path = new_folder.rename(root / new_folder.name.removeprefix("."))
         except OSError as error:
             raise EngineError(f"TMPDIR: no folder for sockets can be made: {error.strerror}") from None
         longest = max(len(os.fsencode(self._path / name)) for name in _SOCKETS)
@@ -46,29 +46,27 @@ class SocketFolder:
 
     @property
     def engine(self) -> Path:
-        """Where an engine and its client meet."""
         return self._path / _SOCKETS[0]
 
     @property
     def http(self) -> Path:
-        """Where a private server listens."""
+        """Of a private server."""
         return self._path / _SOCKETS[1]
 
     @property
     def hub(self) -> Path:
-        """Where a hub and its API processes meet."""
+        """Between the API server leader and its API processes."""
         return self._path / _SOCKETS[2]
 
     def close(self) -> None:
-        """Remove it with what is in it."""
         _remove(self._path)
         os.close(self._lock)
 
 
 def _remove_abandoned(root: Path) -> None:
-    """Remove the folders of this user whose owners have ended."""
+    """Only those of this user."""
     for folder in root.glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # it is another user's, or it is being removed by somebody else
+        with suppress(OSError):  # it is another user's, or another process is removing it
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Tasks that go on until they are cancelled together."""
+"""Tasks that run until they are cancelled together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 class Tasks:
     def __init__(self, on_failure: Callable[[BaseException], None]) -> None:
-        """`on_failure` is called with what a task raises."""
+        """`on_failure` gets the exception of a failed task."""
         self._on_failure = on_failure
         self._tasks: set[asyncio.Task[Any]] = set()
 

@@ -1,8 +1,8 @@
-"""What one process of ours has another one do, beside what flows between them (requests, aborts, outputs): one of its
-methods is called by its name.
+"""Calls between our processes, for everything except requests, aborts and outputs: a method of the other process is
+called by name.
 
-The methods that a process answers are declared in a class. The signature of each says what is sent: a struct of its
-parameters, and its result.
+A class declares the methods that a process answers. The signature of each defines the struct of its arguments and its
+result.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from quire.engine.common.errors import ConfigError, EngineError, ModelError, Qui
 P = ParamSpec("P")
 R = TypeVar("R")
 START = 0
-"""The id of a process's start, where that is a call of its configuration. An error is its result at any time: the
-process cannot start, or not go on."""
+"""Id of the start of a process, if its start counts as a call. Its result may be an error at any time: the process
+cannot start, or cannot continue.
+"""
 _NO_VALUE = msgspec.Raw(msgspec.msgpack.encode(None))
 
 encode = msgspec.msgpack.Encoder().encode
@@ -33,7 +34,7 @@ class Fault(msgspec.Struct, frozen=True):
     """An error on its way to another process."""
 
     kind: str
-    """The name of its class in engine/common/errors.py."""
+    """Name of its class in engine/common/errors.py."""
     message: str
     param: str | None = None
 
@@ -43,11 +44,11 @@ class Fault(msgspec.Struct, frozen=True):
 
     def error(self) -> QuireError:
         kind = getattr(errors, self.kind)
-        if issubclass(kind, ModelError):  # which is made otherwise, and says no more
+        if issubclass(kind, ModelError):  # its constructor differs, and it adds no information
             kind = ConfigError
-        made = kind(self.message, param=self.param)
-        assert isinstance(made, QuireError)
-        return made
+        error = kind(self.message, param=self.param)
+        assert isinstance(error, QuireError)
+        return error
 
 
 class UtilityCall(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -55,15 +56,15 @@ class UtilityCall(msgspec.Struct, frozen=True, tag=True, array_like=True):
     args: msgspec.Raw
     """A struct of the method's parameters: see MethodCallCodec."""
     id: int | None = None
-    """Of the caller's calls; None: there is to be no result."""
+    """Counted by the caller. None: the call has no result."""
 
 
 class UtilityResult(msgspec.Struct, frozen=True, tag=True, array_like=True):
     id: int
-    """Of the call."""
+    """The call's."""
     value: msgspec.Raw = _NO_VALUE
     error: Fault | None = None
-    """Why there is no value."""
+    """Set if there is no value."""
 
 
 decode_call = msgspec.msgpack.Decoder(UtilityCall).decode
@@ -71,17 +72,15 @@ decode_utility_result = msgspec.msgpack.Decoder(UtilityResult).decode
 
 
 class MethodCallCodec(NamedTuple):
-    """How a method of another process is called."""
-
     arguments_type: type[msgspec.Struct]
-    """A struct of the method's parameters: an array on the wire."""
+    """A struct of the method's parameters, an array on the wire."""
     arguments_decoder: msgspec.msgpack.Decoder[msgspec.Struct]
     result_decoder: msgspec.msgpack.Decoder[Any]
 
 
 @cache
 def method_call_codec(method: Callable[..., Any]) -> MethodCallCodec:
-    """Of a method as its class has it."""
+    """`method` is the function of the declaring class, not bound."""
     hints = get_type_hints(method)
     fields: list[tuple[str, Any] | tuple[str, Any, Any]] = []
     for each in list(inspect.signature(method).parameters.values())[1:]:
@@ -97,13 +96,12 @@ def method_call_codec(method: Callable[..., Any]) -> MethodCallCodec:
 def make_call(
     method: Callable[Concatenate[Any, P], object], id: int | None, *args: P.args, **kwargs: P.kwargs
 ) -> UtilityCall:
-    """A call of a method as its class declares it."""
     arguments = method_call_codec(method).arguments_type(*args, **kwargs)
     return UtilityCall(method.__name__, msgspec.Raw(encode(arguments)), id)
 
 
 def make_notification(method: Callable[Concatenate[Any, P], object], *args: P.args, **kwargs: P.kwargs) -> UtilityCall:
-    """A call that has no result."""
+    """A call without a result."""
     return make_call(method, None, *args, **kwargs)
 
 
@@ -112,13 +110,13 @@ def make_result(id: int, value: object) -> UtilityResult:
 
 
 def decode_arguments(declared: type, call: UtilityCall) -> dict[str, Any]:
-    """The arguments of a call of one of the methods that a class declares, by their names."""
+    """Return the arguments of a call by name. `declared`: the class that declares the method."""
     codec = method_call_codec(getattr(declared, call.method))
     return msgspec.structs.asdict(codec.arguments_decoder.decode(call.args))
 
 
 def decode_result(method: Callable[..., R], result: UtilityResult) -> R:
-    """Raises what the method has raised."""
+    """Return the method's result, or raise its error."""
     if result.error is not None:
         raise result.error.error()
     value: R = method_call_codec(method).result_decoder.decode(result.value)
@@ -126,13 +124,15 @@ def decode_result(method: Callable[..., R], result: UtilityResult) -> R:
 
 
 def invoke(declared: type, owner: object, call: UtilityCall) -> Any:
-    """Have `owner` do what it is called for."""
+    """Call the method on `owner`."""
     return getattr(owner, call.method)(**decode_arguments(declared, call))
 
 
 def run_call(declared: type, owner: object, call: UtilityCall) -> UtilityResult | None:
-    """As `invoke`; returns the message with the result, if there is to be one. A QuireError is the result. Raised are
-    those of a call that has none, and an EngineError, after which there is nobody to go on."""
+    """Like `invoke`, but return the result message, or None for a call without a result. A QuireError becomes the
+    result. Raises the QuireError of a call without a result, and any EngineError, because the process cannot continue
+    after one.
+    """
     try:
         value = invoke(declared, owner, call)
     except QuireError as error:
@@ -143,8 +143,9 @@ def run_call(declared: type, owner: object, call: UtilityCall) -> UtilityResult 
 
 
 async def run_call_in_task(declared: type, owner: object, call: UtilityCall) -> UtilityResult:
-    """As `run_call`, of a call that has a result and may be of a coroutine. What runs beside the call goes on, so that
-    each QuireError is a result."""
+    """Like `run_call`, for a call that has a result; the method may be a coroutine. Other work of the process
+    continues, so every QuireError becomes a result.
+    """
     assert call.id is not None
     try:
         value = invoke(declared, owner, call)
@@ -154,16 +155,16 @@ async def run_call_in_task(declared: type, owner: object, call: UtilityCall) -> 
 
 
 class UtilityCalls:
-    """The calls of this process to another one that have no result yet."""
+    """This process's calls to another process that have no result yet."""
 
     def __init__(self, send: Callable[[UtilityCall], None]) -> None:
         self._send = send
         self._ids = count(1)
         self._open: dict[int, tuple[Callable[..., Any], asyncio.Future[Any]]] = {}
-        """By id the method, and the result to be."""
+        """The method and its future result, by call id."""
 
     def number(self) -> int:
-        """The id of another call."""
+        """Return the id for another call."""
         return next(self._ids)
 
     @overload
@@ -179,17 +180,18 @@ class UtilityCalls:
     def begin(
         self, method: Callable[Concatenate[Any, P], Any], *args: P.args, **kwargs: P.kwargs
     ) -> asyncio.Future[Any]:
-        """The result of a method, as a class declares it, or what it raises. One that is cancelled is not waited for
-        any more."""
+        """Call a method as its class declares it. The future gets its result or its error. A cancelled future is
+        forgotten.
+        """
         id = self.number()
         result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         result.add_done_callback(lambda _: self._open.pop(id, None))
-        self._send(make_call(method, id, *args, **kwargs))  # before: where that fails, nobody waits
+        self._send(make_call(method, id, *args, **kwargs))  # before registering: if this fails, nobody waits
         self._open[id] = method, result
         return result
 
     def resolve(self, message: UtilityResult) -> Any:
-        """A result has come. Returns its value; None for an error, and where nobody waits for it any more."""
+        """Take a result. Returns its value, or None for an error and for a call that nobody awaits any more."""
         method, future = self._open.pop(message.id, (None, None))
         if method is None or future is None or future.done():
             return None
@@ -202,7 +204,7 @@ class UtilityCalls:
         return value
 
     def end(self, error: QuireError) -> None:
-        """All that has no result yet gets none, but this error."""
+        """Fail all calls that have no result yet."""
         for _, future in list(self._open.values()):
             if not future.done():
                 future.set_exception(error)

@@ -161,7 +161,7 @@ class ApiProcessManager:
                 task.cancel()
             await asyncio.gather(start_task, *keep_tasks, return_exceptions=True)
             for process in self._processes.values():
-                await process.kill()
+                await process.stop(0.0)
             await hub.close()
         if not self._client.alive:
             raise EngineError("the engine ended and could not be brought back; see the log above")
@@ -225,7 +225,7 @@ class ApiProcessManager:
                 seconds = stopped.advance(process.pid, timer.measure_elapsed())
                 if (silent > _SILENCE_SECONDS or seconds > _STOPPED_SECONDS) and not exited.done():
                     log.error("API process %d gave no sign of life for %g s", channel.number, max(silent, seconds))
-                    process.process.kill()
+                    process.kill()
         finally:
             exited.cancel()
         return exited.result()

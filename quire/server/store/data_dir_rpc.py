@@ -1,5 +1,8 @@
 """One API process owns --data-dir (`serve_data_dir_call`), the others call it (`remote_data_dir`). Each accesses file
 contents itself.
+
+The messages are older than UtilityCall and UtilityResult, and keep their form and tags: Ray replaces the replicas of
+an application one by one, and an old one could not read a new one's answers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks that callers' grammars compile, before an engine gets them: see engine/text/grammar_compiler.py."""
+"""Checks that callers' grammars compile before an engine gets them: see engine/text/grammar_compiler.py."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from quire.server.workers.worker import JobLimits
 
 _MAX_VERDICTS = 64
 _MAX_CHECKED_PARTS = 32
-"""Parts of a wrong grammar that are checked by themselves."""
+"""Parts of a wrong grammar that are checked on their own."""
 _CHECK_LIMITS = JobLimits(cpu_seconds=30.0, memory_bytes=MAX_CHECK_MEMORY_BYTES)
-"""Of a worker's first grammar, before which it reads the vocabulary. MAX_CHECK_CPU_SECONDS limits the check itself."""
+"""For a worker's first grammar, which includes reading the vocabulary. MAX_CHECK_CPU_SECONDS limits the check itself.
+"""
 
 
 def compile_grammar_or_raise(encoded_grammar: bytes, model: ServedModel, config: ServerConfig) -> None:
-    """Runs in a worker. Raises InvalidRequest for a grammar, given as JSON, that no answer can follow."""
+    """Runs in a worker. `encoded_grammar` is JSON. Raises InvalidRequest if no answer can follow the grammar."""
     grammar = msgspec.json.decode(encoded_grammar, type=Grammar)
     error_messages: list[str] = []
 
@@ -44,7 +45,7 @@ def compile_grammar_or_raise(encoded_grammar: bytes, model: ServedModel, config:
         except QuireError as error:
             error_messages.append(error.message)
 
-    threading.stack_size(CHECK_STACK_BYTES)  # of threads that begin from now on
+    threading.stack_size(CHECK_STACK_BYTES)  # for threads started from now on
     thread = threading.Thread(target=compile_grammar)
     thread.start()
     thread.join()
@@ -53,8 +54,9 @@ def compile_grammar_or_raise(encoded_grammar: bytes, model: ServedModel, config:
 
 
 class GrammarChecker:
-    """Checks grammars in workers, and keeps the last verdicts. Threads make those that it tries itself: schemas may
-    take long to be closed."""
+    """Checks grammars in workers, and caches the last verdicts. Weaker grammars are built in threads, because closing
+    schemas may take long.
+    """
 
     def __init__(self, workers: WorkerPool) -> None:
         self._workers = workers
@@ -66,11 +68,11 @@ class GrammarChecker:
         tenant: Tenant,
         parts: Sequence[tuple[str, Grammar]] = (),
     ) -> None:
-        """Raises InvalidRequest for the first grammar that is wrong, not supported or too complex; each grammar comes
-        with the parameter that the error names. Raises what WorkerPool.run_job raises.
+        """Raise InvalidRequest for the first grammar that is wrong, unsupported or too complex. Each grammar comes with
+        the parameter that the error names. Raises what WorkerPool.run_job raises.
 
-        parts: what the last grammar was made of, by the caller's names. Where one of them is wrong by itself, the error
-        names it, because the caller wrote it and not the grammar.
+        parts: components of the last grammar, by the caller's names. If one is wrong on its own, the error names it,
+        because the caller wrote it and not the grammar.
         """
         for param, grammar in grammars:
             error_message = await self._grammar_error_message(grammar, tenant)
@@ -84,9 +86,10 @@ class GrammarChecker:
     async def choose_compilable_grammar(
         self, resolved: ResolvedGeneration, tenant: Tenant, model: ServedModel
     ) -> CheckedGrammar:
-        """The grammar that the answers are to match, which compiles. If the one that was asked for does not, tools that
-        nobody asked to hold get the nearest weaker schema with which it does. Raises as `check_grammars`, which names
-        fields as the caller calls them."""
+        """Return the grammar that answers must match, which compiles. If the requested one does not, tools that are not
+        strict get the nearest weaker schema that does. Raises what `check_grammars` raises, with the caller's names of
+        fields.
+        """
         *first, last = resolved.grammars
         await self.check_grammars(first, tenant)
         try:
@@ -108,7 +111,7 @@ class GrammarChecker:
         return resolved.unchecked_grammar
 
     async def _nearest_compilable_levels_by_tool(self, answer: AnswerGrammar, tenant: Tenant) -> dict[str, int]:
-        """The nearest level, of each tool that nobody asked to hold, at which its schema compiles by itself."""
+        """By tool that is not strict: the nearest level at which its schema compiles on its own."""
         levels: dict[str, int] = {}
         for number, name in enumerate(answer.tools.non_strict_tool_names):
             levels[name] = WEAKEST_LEVEL if number >= _MAX_CHECKED_PARTS else 0
@@ -120,7 +123,7 @@ class GrammarChecker:
         return levels
 
     async def _grammar_error_message(self, grammar: Grammar, tenant: Tenant) -> str | None:
-        """What is wrong with the grammar; None where it is right."""
+        """None if the grammar is right."""
         if grammar not in self._verdicts:
             self._verdicts[grammar] = await self._check_in_worker(grammar, tenant)
             if len(self._verdicts) > _MAX_VERDICTS:

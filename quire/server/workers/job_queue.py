@@ -1,5 +1,6 @@
-"""Which job is next: tenants take turns, by the time that they have used; the kinds of a tenant's jobs take turns;
-within a kind, the smallest and oldest job is first."""
+"""Chooses the next job: tenants take turns by the time they have used, and so do the kinds of a tenant's jobs. Within a
+kind, small and old jobs come first.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from quire.engine.common import clock
 from quire.server.access.tenants import Tenant
 
 LARGE_BYTES = 1 << 16
-"""Jobs from this size on never take all workers."""
+"""Jobs of at least this size never take all workers."""
 _BYTES_PER_SECOND = 1e6
-"""A job of so many bytes more is served as if it had come a second later: small ones are not held up by large ones."""
+"""A job counts as arrived a second later per this many bytes, so large jobs do not delay small ones."""
 
 
 @dataclass(eq=False, slots=True)
@@ -23,10 +24,10 @@ class WorkerSlotClaim:
 
     tenant: Tenant
     size: int
-    """Bytes of its input."""
+    """Input bytes."""
     grant_future: Future[None]
     is_slow: bool = False
-    """Whether it may take seconds however small it is."""
+    """It may take seconds, however small it is."""
     arrived_at: float = field(default_factory=lambda: clock.monotonic())
     started_at: float = 0.0
 
@@ -36,12 +37,14 @@ class WorkerSlotClaim:
 
     @property
     def duration_class(self) -> int:
-        """Jobs that take about as long. Many of one kind do not hold up another, where all callers are one tenant."""
+        """Groups jobs that take about as long. Many of one class do not delay another, even if all callers are one
+        tenant.
+        """
         return -1 if self.is_slow else self.size.bit_length() // 4
 
     @property
     def tenant_and_class_keys(self) -> tuple[str, tuple[str, int]]:
-        """Those who get time in turn: the tenant, and this kind of its jobs."""
+        """Keys of those that take turns: the tenant, and this kind of its jobs."""
         return self.tenant.name, (self.tenant.name, self.duration_class)
 
     @property
@@ -50,30 +53,29 @@ class WorkerSlotClaim:
 
 
 class JobQueue:
-    """Grants `slots` turns at once."""
+    """Runs at most `num_slots` jobs at once."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
         self._waiting: list[WorkerSlotClaim] = []
         self._running: set[WorkerSlotClaim] = set()
         self._seconds_by_tenant: dict[str, float] = {}
-        """Seconds of workers by tenant, divided by its weight; only of tenants that have a job here."""
+        """Worker seconds by tenant, divided by its weight; only tenants with a job here."""
         self._seconds_by_class: dict[tuple[str, int], float] = {}
-        """The same by the kinds of each tenant's jobs."""
+        """The same by kind of each tenant's jobs."""
         self._num_jobs: Counter[str | tuple[str, int]] = Counter()
-        """How many of each tenant, and of each of its kinds, are here."""
+        """Jobs here, by tenant and by kind."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def fail_waiting_jobs(self, error: Exception) -> None:
-        """Let all that wait raise `error`."""
         for claim in self._waiting:
             if not claim.grant_future.done():
                 claim.grant_future.set_exception(error)
 
     def add_job(self, claim: WorkerSlotClaim) -> None:
-        # A newcomer begins where the least served one is: it has no claim to the time when it was away.
+        # A newcomer starts level with the least served tenant: time when it was away gives no credit.
         tenant, kind = claim.tenant_and_class_keys
         self._seconds_by_tenant.setdefault(tenant, min(self._seconds_by_tenant.values(), default=0.0))
         siblings = [used for (name, _), used in self._seconds_by_class.items() if name == tenant]
@@ -83,7 +85,7 @@ class JobQueue:
         self._grant_slots()
 
     def end_job(self, claim: WorkerSlotClaim) -> None:
-        """The job has ended, or is given up."""
+        """The job has ended or is given up."""
         tenant, kind = claim.tenant_and_class_keys
         if claim in self._running:
             self._running.remove(claim)
@@ -114,7 +116,7 @@ class JobQueue:
             claim.grant_future.set_result(None)
 
     def _make_sort_key_function(self, now: float) -> Callable[[WorkerSlotClaim], tuple[float, float, float]]:
-        """What the tenant has had, its running jobs included, and the kind; when the job is due."""
+        """Sort by the tenant's time, running jobs included, then the kind's, then arrival."""
         tenants, kinds = self._seconds_by_tenant.copy(), self._seconds_by_class.copy()
         for running in self._running:
             tenant, kind = running.tenant_and_class_keys

@@ -1,27 +1,29 @@
-"""The server's side of its workers: which job is next, which process does it, and when it is killed."""
+"""The server's side of body workers: which job is next, which process does it, and when it is killed."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
 import socket
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from quire.engine.common.errors import EngineError, InvalidRequest, Overloaded
 from quire.engine.processes.child import Child, module
 from quire.engine.processes.cpu_cores import usable_cpus
+from quire.engine.processes.frames import encode_frame, frame_pieces, receive_frame
 from quire.engine.processes.procfs import Standstill, WatchTimer
 from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
 from quire.server.served_model import ServedModel, ServedModelSpec
 from quire.server.shared_capacity import SharedCapacity
-from quire.server.workers.frames import encode_frame, receive_frame
 from quire.server.workers.job_queue import JobQueue, WorkerSlotClaim
-from quire.server.workers.worker import JobLimits, WorkerJob
+from quire.server.workers.worker import JobLimits, WorkerJob, decode_job_result, decode_worker_started
 
 Result = TypeVar("Result")
 
@@ -29,34 +31,35 @@ MAX_WAITING_JOBS = 1024
 CANNOT_START = "the process that reads large requests cannot be started"
 STALLED = "The process that prepared the request stood still, and was ended. Please try again"
 CLEARED_API_KEYS: dict[str, object] = {"api_key": [], "api_key_file": None, "admin_api_key": []}
-"""Settings that workers, which run callers' templates, need not know."""
+"""Workers run callers' templates, and need not know these settings."""
 NO_BACKTRACE_ENV = {"RUST_BACKTRACE": "0"}
-"""Of workers' environment. Where an allocation fails, Rust ends the process, but with a backtrace it first allocates
-more for that, while it holds a lock, and waits for itself for ever."""
+"""For workers. When an allocation fails, Rust ends the process. With backtraces it first allocates more memory while it
+holds a lock, and deadlocks on itself.
+"""
 WORKER_MEMORY_BYTES = 256 << 20
-"""Bytes that a worker may take for one body."""
+"""Memory that a worker may take for one body."""
 
 
 @dataclass(eq=False, slots=True)
 class _WorkerProcess:
-    """A worker process and the socket to it."""
-
     pid: int
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
 
 LaunchProcess = Callable[..., Child]
+_pickle = partial(pickle.dumps, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 class WorkerPool:
-    """Runs functions of a body's bytes, the model and the configuration. The process that forks workers starts with
-    `start_fork_server`, or when it is first needed."""
+    """Runs functions of a body, the model and the configuration. `start_fork_server`, or the first job, starts the
+    process that forks workers.
+    """
 
     def __init__(
         self, source: ServedModelSpec, adapters: Collection[str] = (), launch_process: LaunchProcess = Child
     ) -> None:
-        """`adapters`: the model's, as they come and go. `launch_process`: starts the process that forks."""
+        """`adapters`: the model's, a live view. `launch_process`: starts the process that forks."""
         self._source = source
         self._launch_process = launch_process
         self._adapters = adapters
@@ -64,31 +67,29 @@ class WorkerPool:
         """Workers at the same time."""
         self._queue = JobQueue(self.max_workers)
         self._waiting_budget = SharedCapacity(MAX_WAITING_JOBS)
-        """Jobs that wait, by tenant: one that has many gets more only while as many are left to others."""
+        """Waiting jobs by tenant: a tenant with many gets more only while as many are left to others."""
         self._idle_workers: list[_WorkerProcess] = []
         self._busy_workers: set[_WorkerProcess] = set()
         self._unclaimed_forks: list[asyncio.Task[_WorkerProcess]] = []
-        """Workers on their way whose callers have left: the next ones take them, so few are ever asked for at once."""
+        """Workers on their way without a caller. The next callers take them, so few are ever requested at once."""
         self._shutdown_error: Exception | None = None
-        """What jobs raise whose workers are killed because the server ends."""
+        """The error of jobs whose workers are killed because the server ends."""
         self._start_task: asyncio.Task[None] | None = None
-        """Starts the process that forks. Who waits for it may leave, it goes on."""
+        """Starts the process that forks. It continues when a caller stops waiting."""
         self._fork_server: Child | None = None
         self._fork_socket: socket.socket | None = None
 
     @property
     def worker_pids(self) -> list[int]:
-        """Of the workers' processes."""
         return [worker.pid for worker in (*self._idle_workers, *self._busy_workers)]
 
     @property
     def num_jobs(self) -> int:
-        """How many jobs wait or run."""
+        """Jobs that wait or run."""
         return len(self._queue) + len(self._busy_workers)
 
     @property
     def num_busy(self) -> int:
-        """How many of them work."""
         return len(self._busy_workers)
 
     async def run_job(
@@ -100,11 +101,11 @@ class WorkerPool:
         is_slow: bool = False,
         extra_bytes: int = 0,
     ) -> Result:
-        """`work` of the joined pieces of a body, in a worker; `is_slow`: see Turn; `extra_bytes`: bytes that `work`
-        itself has.
+        """Run `work` on the joined pieces of a body in a worker. `is_slow`: see WorkerSlotClaim. `extra_bytes`: size of
+        the function's own arguments.
 
-        Raises what `work` raises, Overloaded when too much waits or the worker stands still, InvalidRequest when it
-        takes more time or memory than a worker may. Cancelling it kills the worker.
+        Raises what `work` raises, Overloaded if too many jobs wait or the worker stands still, and InvalidRequest if it
+        exceeds a worker's time or memory. Cancelling it kills the worker.
         """
         size = sum(map(len, pieces)) + extra_bytes
         limits = JobLimits(cpu_seconds=2.0 + size / 250_000, memory_bytes=WORKER_MEMORY_BYTES + 2 * size)
@@ -124,7 +125,7 @@ class WorkerPool:
         is_slow: bool,
         extra_bytes: int = 0,
     ) -> Result:
-        """As `run_job`. Raises `limit_error` where the limits end it."""
+        """Like `run_job`. Raises `limit_error` if a limit ends the job."""
         if self._shutdown_error is not None:
             raise self._shutdown_error
         if not self._waiting_budget.has_room(tenant.name, 1):
@@ -136,9 +137,10 @@ class WorkerPool:
         try:
             await self._wait_for_slot(claim)
             worker = self._take_idle_worker() or await self._fork_or_claim_worker()
-            return await self._run_on_worker(
-                worker, WorkerJob(work, limits, tuple(self._adapters)), pieces, limit_error
-            )
+            job = WorkerJob(limits, tuple(self._adapters))
+            message = [encode_frame(job), *frame_pieces([_pickle(work)]), *frame_pieces(pieces)]
+            result: Result = await self._run_on_worker(worker, message, limit_error)
+            return result
         finally:
             self._queue.end_job(claim)
 
@@ -152,7 +154,7 @@ class WorkerPool:
         claim.grant_future.result()
 
     def start_fork_server(self) -> asyncio.Task[None]:
-        """Start the process that forks, unless it runs or is about to. Raises OSError when awaited."""
+        """Start the process that forks, unless it runs or is starting. Raises OSError when awaited."""
         if self._start_task is None or (self._start_task.done() and not self._is_fork_server_alive):
             self._start_task = asyncio.create_task(self._launch_fork_server())
             self._start_task.add_done_callback(lambda task: None if task.cancelled() else task.exception())
@@ -170,18 +172,20 @@ class WorkerPool:
         if self._fork_socket is not None:
             self._fork_socket.close()
         if self._fork_server is not None:
-            await self._fork_server.kill()
+            await self._fork_server.stop(0.0)
 
     async def _run_on_worker(
-        self, worker: _WorkerProcess, job: WorkerJob, pieces: Sequence[bytes], limit_error: InvalidRequest
-    ) -> Result:
+        self, worker: _WorkerProcess, message: Sequence[bytes], limit_error: InvalidRequest
+    ) -> Any:
         self._busy_workers.add(worker)
         is_reusable = False
         try:
             with kill_on_stall(worker.pid) as watch:
-                worker.writer.writelines(encode_frame(job, pieces))
+                worker.writer.writelines(message)
                 await worker.writer.drain()
-                (succeeded, value, is_reusable), _ = await receive_frame(worker.reader)
+                result = decode_job_result(await receive_frame(worker.reader))
+                value = pickle.loads(await receive_frame(worker.reader))
+                is_reusable = result.is_reusable
         except (EOFError, ConnectionError):
             raise self._shutdown_error or (Overloaded(STALLED) if watch.has_killed else limit_error) from None
         finally:
@@ -190,14 +194,14 @@ class WorkerPool:
                 self._idle_workers.append(worker)
             else:
                 self._kill_worker(worker)
-        if succeeded is None:
+        if result.succeeded is None:
             raise RuntimeError(f"in a worker process:\n{value}")
-        if not succeeded:
+        if not result.succeeded:
             raise value
         return value
 
     def fail_jobs(self, error: Exception) -> None:
-        """End all jobs, which raise `error`, as later ones do."""
+        """End all jobs with `error`; later ones raise it too."""
         self._shutdown_error = error
         self._queue.fail_waiting_jobs(error)
         for worker in list(self._busy_workers):
@@ -213,7 +217,7 @@ class WorkerPool:
             worker = self._idle_workers.pop()
             if not worker.reader.at_eof():
                 return worker
-            worker.writer.close()  # somebody else has killed it
+            worker.writer.close()  # another process has killed it
         return None
 
     async def _fork_or_claim_worker(self) -> _WorkerProcess:
@@ -227,7 +231,7 @@ class WorkerPool:
             raise
 
     async def _fork_with_retry(self) -> _WorkerProcess:
-        """Raises EngineError when the process that forks cannot be started, or dies again."""
+        """Raises EngineError if the process that forks cannot be started, or dies again."""
         for tries in (1, 2):
             process: Child | None = None
             try:
@@ -240,11 +244,11 @@ class WorkerPool:
                 if tries == 2:
                     raise EngineError(CANNOT_START) from error
             if process is not None:
-                await process.kill()  # it has died, cannot fork, or stood still: another one takes its place
+                await process.stop(0.0)  # it has died, cannot fork, or stood still; the next try starts another one
         raise AssertionError("the second try returns or raises")
 
     async def _request_fork(self) -> _WorkerProcess:
-        """Raises OSError or EOFError where none comes."""
+        """Raises OSError or EOFError if no worker comes."""
         assert self._fork_socket is not None
         ours, theirs = socket.socketpair()
         with theirs:
@@ -255,11 +259,11 @@ class WorkerPool:
                 ours.close()
                 raise
         try:
-            pid, _ = await receive_frame(reader)
+            started = decode_worker_started(await receive_frame(reader))
         except BaseException:
             writer.close()
             raise
-        return _WorkerProcess(pid, reader, writer)
+        return _WorkerProcess(started.pid, reader, writer)
 
     @property
     def _is_fork_server_alive(self) -> bool:
@@ -277,29 +281,27 @@ class WorkerPool:
             self._fork_socket.close()
         self._fork_socket = ours
         source = replace(self._source, config=self._source.config.model_copy(update=CLEARED_API_KEYS))
-        message = b"".join(encode_frame(source))
+        message = b"".join(frame_pieces([_pickle(source)]))
         try:
             with kill_on_stall(process.pid):
-                await asyncio.to_thread(ours.sendall, message)  # it is read when the modules are imported
+                await asyncio.to_thread(process.send, message)  # the process reads it after its imports
         except OSError:
-            await process.kill()
+            await process.stop(0.0)
             raise
 
 
 STALL_SECONDS = 5.0
-"""A process is killed that does nothing for so long, though it was asked for something and could compute."""
+"""A process is killed if it does nothing for this long although it has work and could compute."""
 _POLL_SECONDS = 0.25
 
 
 class StallWatch:
-    """Watches one process."""
-
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self.has_killed = False
 
     async def kill_when_stalled(self) -> None:
-        await asyncio.sleep(_POLL_SECONDS)  # most jobs have ended by then
+        await asyncio.sleep(_POLL_SECONDS)  # most jobs end earlier
         standstill, timer = Standstill(self._pid), WatchTimer(_POLL_SECONDS)
         seconds = 0.0
         while seconds < STALL_SECONDS:
@@ -312,7 +314,7 @@ class StallWatch:
 
 @contextmanager
 def kill_on_stall(pid: int) -> Iterator[StallWatch]:
-    """Within the block, which waits for this process, it is killed when it stands still."""
+    """Kill this process when it stands still during the block, which waits for it."""
     watch = StallWatch(pid)
     task = asyncio.create_task(watch.kill_when_stalled())
     try:

@@ -1,63 +1,86 @@
-"""`python -m quire.server.workers.worker FD`: a process that loads what turns text into tokens once, and forks workers.
+"""`python -m quire.server.workers.worker FD`: loads everything that turns text into tokens once, and forks body
+workers.
 
-A forked worker shares that memory and starts within milliseconds, so one that takes too much time or memory, or whose
-caller has left, is simply killed. FD is a socket: first comes a ServedModelSpec, then the end of a new worker's own
-socket for each worker to fork. The process ends with the server, and its workers with it."""
+A forked worker shares that memory and starts within milliseconds, so a worker that takes too much time or memory, or
+has lost its caller, is simply killed. Standard input has a ServedModelSpec. FD is a socket that receives one end of a
+new worker's own socket for each worker to fork. The process ends with the server, and its workers with it.
+
+The ServedModelSpec, a job's function and its result are pickled, because no struct can declare them: the tokenizer is
+an object of a library, functions are bound to classes of bodies, and results are pydantic models or hold functions that
+write answers. Both ends belong to one start of the server.
+"""
 
 from __future__ import annotations
 
 import faulthandler
 import gc
 import os
+import pickle
 import resource
 import signal
 import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+import msgspec
 
 from quire.engine.common.errors import QuireError
 from quire.engine.images.image_decoding import preload_decoders
+from quire.engine.processes.frames import encode_frame, frame_pieces, read_frame
 from quire.server.config import ServerConfig
-from quire.server.resolve import invocations  # noqa: F401 - what jobs need is there before workers are forked
+from quire.server.resolve import invocations  # noqa: F401 - jobs need it, so load it before forking
 from quire.server.served_model import ServedModel, ServedModelSpec
-from quire.server.workers.frames import receive_frame_blocking, send_frame_blocking
 
 JobFunction = Callable[[bytes, ServedModel, ServerConfig], Any]
 
 NICENESS = 5
-"""Below the server and its engine: streams come before requests that begin."""
+"""Lower priority than the server and its engine: running streams come before new requests."""
 _MAX_GROWTH_BYTES = 48 << 20
-"""A worker that has grown by more than this ends behind its answer; a new one is small again."""
+"""A worker that has grown by more ends after its answer; a new one is small again."""
 
 
-@dataclass(frozen=True, slots=True)
-class JobLimits:
+class WorkerStarted(msgspec.Struct, frozen=True):
+    pid: int
+
+
+class JobLimits(msgspec.Struct, frozen=True):
     cpu_seconds: float
-    """Of processor time."""
     memory_bytes: int
     """Bytes that the worker may grow by."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerJob:
-    work: JobFunction
-    """A function of a module, which is sent by its name."""
+class WorkerJob(msgspec.Struct, frozen=True):
+    """Followed by two frames: a pickled JobFunction, and the body."""
+
     limits: JobLimits
-    adapters: Sequence[str] = ()
-    """ServedModel.adapters, as they are now."""
+    adapters: Sequence[str]
+    """Current ServedModel.adapters."""
 
 
-def run_fork_server(control: socket.socket) -> None:
+class JobResult(msgspec.Struct, frozen=True):
+    """Followed by a frame with the pickled result or error."""
+
+    succeeded: bool | None
+    """False: a QuireError follows. None: a traceback's text follows."""
+    is_reusable: bool
+    """The worker stays for more jobs."""
+
+
+decode_worker_started = msgspec.msgpack.Decoder(WorkerStarted).decode
+decode_job = msgspec.msgpack.Decoder(WorkerJob).decode
+decode_job_result = msgspec.msgpack.Decoder(JobResult).decode
+
+
+def run_fork_server(configuration: BinaryIO, control: socket.socket) -> None:
     os.nice(NICENESS)
-    for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # a terminal sends them to the whole group
+    for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # a terminal sends them to the whole process group
         signal.signal(ignored, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers' exit statuses
-    source, _ = receive_frame_blocking(control)
+    source = pickle.loads(_read_frame(configuration))
     assert isinstance(source, ServedModelSpec)
     adapters: list[str] = []
     model = source.build_served_model(expendable=True, adapters=adapters)
@@ -67,7 +90,7 @@ def run_fork_server(control: socket.socket) -> None:
     gc.freeze()
     while True:
         _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-        if not descriptors:  # the server is gone
+        if not descriptors:
             return
         if os.fork() == 0:
             control.close()
@@ -77,35 +100,45 @@ def run_fork_server(control: socket.socket) -> None:
 
 
 def run_worker(connection: socket.socket, model: ServedModel, adapters: list[str], config: ServerConfig) -> None:
-    """Answer jobs until the server hangs up: each with (True, its result), (False, error), or (None, a traceback), and
-    whether the worker stays for more. `adapters`: the model's."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # a native library says there that memory is short
+    """Answer jobs until the server hangs up. `adapters`: the model's list, updated by each job."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # native libraries report a lack of memory there
+    frames = connection.makefile("rb")
     initial_bytes = private_memory_bytes()
     try:
-        send_frame_blocking(connection, os.getpid())
+        connection.sendall(encode_frame(WorkerStarted(os.getpid())))
         while True:
-            job, body = receive_frame_blocking(connection)
+            job = decode_job(_read_frame(frames))
+            work = pickle.loads(_read_frame(frames))
+            body = _read_frame(frames)
             adapters[:] = job.adapters
-            answer = _run_job(job, body, model, config, initial_bytes)
-            is_reusable = private_memory_bytes() - initial_bytes <= _MAX_GROWTH_BYTES
-            send_frame_blocking(connection, (*answer, is_reusable))
-            if not is_reusable:
+            succeeded, value = _run_job(work, job.limits, body, model, config, initial_bytes)
+            result = JobResult(succeeded, private_memory_bytes() - initial_bytes <= _MAX_GROWTH_BYTES)
+            for piece in (encode_frame(result), *frame_pieces([pickle.dumps(value, pickle.HIGHEST_PROTOCOL)])):
+                connection.sendall(piece)
+            if not result.is_reusable:
                 return
-            del body, answer
+            del work, body, value
     except (EOFError, ConnectionError):
         return
 
 
+def _read_frame(pipe: BinaryIO) -> bytes:
+    """Raises EOFError if the server is gone."""
+    if (content := read_frame(pipe)) is None:
+        raise EOFError
+    return content
+
+
 def _run_job(
-    job: WorkerJob, body: bytes, model: ServedModel, config: ServerConfig, initial_bytes: int
+    work: JobFunction, limits: JobLimits, body: bytes, model: ServedModel, config: ServerConfig, initial_bytes: int
 ) -> tuple[bool | None, Any]:
     resource.setrlimit(
-        resource.RLIMIT_DATA, (initial_bytes + job.limits.memory_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1])
+        resource.RLIMIT_DATA, (initial_bytes + limits.memory_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1])
     )
     # The timer's signal, SIGPROF, ends the process by default, even inside native code.
-    signal.setitimer(signal.ITIMER_PROF, job.limits.cpu_seconds)
+    signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
     try:
-        return True, job.work(body, model, config)
+        return True, work(body, model, config)
     except QuireError as error:
         return False, error
     except MemoryError:
@@ -117,11 +150,11 @@ def _run_job(
 
 
 def private_memory_bytes() -> int:
-    """Bytes of memory that this process alone can write to: what RLIMIT_DATA limits."""
+    """Bytes of memory that only this process can write to: RLIMIT_DATA limits these."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmData:")[2].split()[0]) * 1024
 
 
 if __name__ == "__main__":
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads do not survive a fork
-    run_fork_server(socket.socket(fileno=int(sys.argv[1])))
+    run_fork_server(sys.stdin.buffer, socket.socket(fileno=int(sys.argv[1])))

@@ -109,7 +109,7 @@ def test_a_step_is_one_message_for_all_streams_of_an_api_process() -> None:
     channel.flush([EngineStats()])
     (message,) = written
     assert isinstance(message, SharedSteps)
-    assert [[output.new_ids for output in part.outputs] for part in message.parts] == [[[n]] * 100 for n in range(3)]
+    assert [[output.new_ids for output in step.outputs] for step in message.steps] == [[[n]] * 100 for n in range(3)]
 
 
 async def test_the_requests_of_one_that_ended_are_aborted_and_no_others(tmp_path: Path) -> None:

@@ -166,7 +166,8 @@ async def test_a_receiver_that_is_killed_is_replaced(folders: tuple[Path, Path])
         async with trainer(group, folders[1]):
             await group.receive(tensors[:4])
             assert group._process is not None
-            await group._process.kill()
+            group._process.kill()
+            await group._process.wait_for_exit()
             with pytest.raises(EngineError, match="the group is gone"):
                 await group.receive(tensors[4:])
         assert await answer(client) == before

@@ -11,7 +11,7 @@ import torch
 
 from quire.engine.checkpoint.model_resolver import read_raw_config
 from quire.engine.checkpoint.sizes.model_sizes import read_model_sizes
-from quire.engine.client.messages import Submit, apart, decode_to_engine, together
+from quire.engine.client.messages import Submit, attach_images, decode_to_engine, detach_images
 from quire.engine.client.replica_router import prefix_pieces
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.types import EngineCoreRequest
@@ -150,12 +150,12 @@ def test_salts_are_apart(path: Path) -> None:
 def test_an_image_of_several_choices_crosses_the_socket_once(path: Path) -> None:
     one = about(path, "a", 1)
     asked = [one, msgspec.structs.replace(one, id="b"), request("c", [1])]
-    message = encode(Submit(*apart(asked)))
+    message = encode(Submit(*detach_images(asked)))
     pixels = sum(len(image.pixels) for image in one.images)
     assert pixels < len(message) < 1.5 * pixels
     sent = decode_to_engine(message)
     assert isinstance(sent, Submit)
-    assert together(sent.requests, sent.images) == asked
+    assert attach_images(sent.requests, sent.images) == asked
 
 
 def test_a_router_tells_pictures_apart(path: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass
 from subprocess import DEVNULL
 from typing import IO, TYPE_CHECKING
 
-from quire.engine.processes.child import Child, module
+from quire.engine.processes.child import Child, end_processes, module
 from quire.engine.processes.cpu_cores import usable_cpus
 from quire.engine.processes.exit_cause import exit_cause
 
@@ -53,7 +53,7 @@ def compile_variants(
             jobs = json.dumps([astuple(each) for each in missing[part::count]]).encode()
             errors = stack.enter_context(tempfile.TemporaryFile())
             process = Child(module(worker_module), jobs, stdout=DEVNULL, stderr=errors.fileno())
-            stack.callback(process.destroy)
+            stack.callback(end_processes, [process], 0.0)
             children.append((process, errors))
         while any(process.returncode is None for process, _ in children):
             progress()

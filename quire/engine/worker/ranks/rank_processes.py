@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
@@ -22,7 +20,7 @@ from quire.engine.common.executor import AdapterLoader, CollectiveRPC
 from quire.engine.common.types import Adapter
 from quire.engine.lora.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from quire.engine.models.decoder import Decoder
-from quire.engine.processes.child import Child, module
+from quire.engine.processes.child import Child, RunningProcess, end_processes, module
 from quire.engine.processes.cpu_cores import allowed_cores, node_cores, stay_on
 from quire.engine.processes.exit_cause import exit_cause
 from quire.engine.processes.frames import Inbox, encode_frame, read_frame
@@ -59,15 +57,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class RankProcess(Protocol):
-    """A Child, or a rank on another machine."""
+class RankProcess(RunningProcess, Protocol):
+    """What Child is, and a rank on another machine too."""
 
     pid: int
 
     def send(self, content: bytes, /) -> None: ...
-    def end(self) -> None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-    def destroy(self) -> None: ...
+    def wait(self) -> int: ...
 
 
 class LeaderAdapterLoader:
@@ -124,7 +120,7 @@ class MultiProcessRanks(RankGroup):
             self._start_processes(memory, remote, store)
         except BaseException:
             for each in remote:
-                each.destroy()
+                each.kill()
             raise
 
     def _join_group(
@@ -158,7 +154,7 @@ class MultiProcessRanks(RankGroup):
         allowed = allowed_cores()
         cores = node_cores(num_local, allowed) if on_cpu else []
         self._end_processes = weakref.finalize(
-            self, end_processes, self._processes, self._closing, allowed if cores else set()
+            self, _end_ranks, self._processes, self._closing, allowed if cores else set()
         )
         try:
             for rank in range(1, num_local):
@@ -374,26 +370,14 @@ def _watch_and_kill_stopped_ranks(
                     f"quire: process {process.pid}, a rank, was stopped for {max_stopped_seconds:g} s: it is killed"
                 )
                 print(message, file=sys.stderr, flush=True)
-                process.destroy()
+                process.kill()
 
 
-def end_processes(
-    processes: Sequence[RankProcess],
-    closing: threading.Event,
-    cores: Set[int],
-    monotonic: Callable[[], float] = time.monotonic,
-) -> None:
-    """`cores`: restored for this thread."""
+def _end_ranks(processes: Sequence[RankProcess], closing: threading.Event, cores: Set[int]) -> None:
+    """`cores`: those that this thread had before it was bound to fewer, if it was."""
     closing.set()
     stay_on(cores)
-    for process in processes:
-        process.end()
-    until = monotonic() + STOP_SECONDS  # for all together: processes waiting in NCCL never end
-    for process in processes:
-        try:
-            process.wait(max(until - monotonic(), 0))
-        except subprocess.TimeoutExpired:
-            process.destroy()
+    end_processes(processes, STOP_SECONDS)  # together: those that wait in NCCL for each other never end
 
 
 def _trigger_group_close(group_ended: threading.Event, closing_thread: threading.Thread | None) -> None:

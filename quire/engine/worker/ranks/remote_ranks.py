@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -117,15 +116,19 @@ class RemoteRank:
     def has_ended(self) -> bool:
         return self._has_ended.is_set()
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Returns -SIGKILL if the machine went silent. Raises TimeoutExpired."""
-        if not self._has_ended.wait(timeout):
-            raise subprocess.TimeoutExpired(f"the rank on {self.host}", timeout or 0)
+    @property
+    def returncode(self) -> int | None:
+        return self._return_code if self.has_ended else None
+
+    def wait(self) -> int:
+        """Until it has ended, or its machine is silent. Returns the rank's return code, or SIGKILL's where nobody says
+        it."""
+        self._has_ended.wait()
         return self._return_code
 
-    def destroy(self) -> None:
-        """Its machine ends it once the store is gone."""
-        with suppress(RuntimeError):  # first: a rank told to end may report code 0 at any moment
+    def kill(self) -> None:
+        """Its machine ends it when the store is gone."""
+        with suppress(RuntimeError):  # this first: once told to end, it may say code 0 at any moment
             self._store.queue_push(answer_queue_name(self._rank), encode(RankExit(self._return_code)))
         self.end()
 
@@ -179,7 +182,7 @@ class NodeRendezvous:
                 time.sleep(_POLL_SECONDS)
         except BaseException:
             for each in self._ranks.values():
-                each.destroy()
+                each.kill()
             raise
         return [self._ranks[rank] for rank in sorted(self._ranks)]
 
