@@ -1,6 +1,5 @@
-"""Activations that give a number the same bits wherever it is in x. PyTorch's own do not on CPUs: they compute the
-remainder after the last whole vector, of x or of a thread's part, with other instructions. Its exp, erf and tanh are
-safe (2.13).
+"""Activations with bits that do not depend on a number's place in x. PyTorch's do on CPUs: the remainder after the last
+whole vector takes other instructions. Its exp, erf and tanh are safe (2.13).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The backends' interface. `ReferenceBackend` (kernels/reference.py) implements all of it and is the judge in tests;
-other backends override what they compute faster.
+"""The backends' interface. `ReferenceBackend` implements all of it and is the reference in tests; others override what
+they compute faster.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quire.kernels.routing import MoE, MoEComponents
 CachePair = tuple[Tensor, Tensor]
 CudaGraphSupport = Literal["steps", "decodes", "nothing"]  # operations that a CUDA graph can hold
 LayerCache = tuple[Tensor, ...]
-"""A layer's cache tensors. The first axis is the KV block, or the sequence's slot."""
+"""The first axis is the KV block, or the sequence's slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class LinearContext:
 
     @classmethod
     def from_adapter_slots(cls, adapter_slots: Tensor) -> LinearContext:
-        """Does not synchronize with the host; a CUDA graph can hold it."""
+        """A CUDA graph can hold it: no host synchronization."""
         return cls(adapter_slots, torch.argsort(adapter_slots, stable=True) if adapter_slots.is_cuda else None)
 
     def select_rows(self, rows: Tensor) -> LinearContext:
@@ -55,12 +55,11 @@ class LoraDelta:
     """A LoRA adapter's addition to some outputs of a linear (Hu et al., 2021): x @ down.T @ up.T."""
 
     first_output: int
-    """Index of the first affected output. The outputs are those of one of the fused linears; no two deltas share one.
-    """
+    """First affected output. All belong to one of the fused linears; no two deltas share one."""
     down: Tensor
     """[rank, in_features] in the model's dtype."""
     up: Tensor
-    """[outs, rank] in the model's dtype, already multiplied by the adapter's scale."""
+    """[outs, rank] in the model's dtype, multiplied by the adapter's scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +82,15 @@ class LinearWithLora(ABC):
 
     @abstractmethod
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
-        """Same contract as `Linear`."""
+        """As `Linear`."""
 
     @abstractmethod
     def pack_one_adapter(self, deltas: Sequence[LoraDelta]) -> Any:
-        """Pack an adapter's deltas for `put_adapter`. Any thread may call it at any time."""
+        """For `put_adapter`. Any thread may call it at any time."""
 
     @abstractmethod
     def put_adapter(self, slot: int, packed: Any) -> None:
-        """Use these deltas for the slot's rows from the next call on; None clears the slot."""
+        """Takes effect from the next call on; None clears the slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +98,15 @@ class QuantizedEmbedding:
     embed_tokens: Callable[[Tensor], Tensor]
     """Token ids [T] to [T, hidden] in the model's dtype."""
     lm_head: Linear | None
-    """[R, hidden] to [R, vocab] float32 with the same weight; None: embeddings are not tied."""
+    """[R, hidden] to [R, vocab] float32; None: embeddings are not tied."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Layout of one step: T tokens, ragged over S sequences, as tensors on the model's device.
+    """Layout of one step: T tokens of S sequences, on the model's device.
 
-    Sequence s owns tokens query_start[s] to query_start[s + 1], the last of its context_lens[s] tokens. The KV of all
-    of these is in the blocks of block_table[s], in order.
+    Sequence s owns tokens query_start[s] to query_start[s + 1], the last of its context_lens[s] tokens; their KV is in
+    the blocks of block_table[s], in order.
     """
 
     query_start: Tensor  # [S + 1] int32, cumulative
@@ -128,12 +127,12 @@ class AttentionMetadata:
     mrope_positions: Tensor | None = None  # [T, 3] int64: time, row and column in an image; None: all three are equal
     bidirectional_spans: BidirectionalSpans | None = None  # None: attention is causal
     per_layer_inputs: Tensor | None = None  # [T, W], input of layers besides the residual stream
-    recurrence_metadata: RecurrenceMetadata | None = None  # None: the same sequences as attention has
+    recurrence_metadata: RecurrenceMetadata | None = None  # None: attention's sequences
     decode_prefill_parts: tuple[AttentionMetadata, ...] = ()  # of a mixed batch: kernels/gpu/prefill_decode_split.py
     query_key_lens: tuple[tuple[int, int], ...] = ()  # (queries, keys) of each sequence; (): unknown on the host
 
     def with_block_tables(self, tables: Sequence[Tensor], slot_mappings: Sequence[Tensor]) -> AttentionMetadata:
-        """A copy with these block tables and slot mappings per KV cache group; the first must be its own."""
+        """A copy with a block table and slot mapping per KV cache group, its own first."""
         if len(tables) == 1:
             return self
         pairs = list(zip(tables, slot_mappings, strict=True))
@@ -166,8 +165,8 @@ class BidirectionalSpans:
 
 
 class Operations(ABC):
-    """Operations of decoder layers, for T tokens, H query heads, K key-value heads, D head_dim. A backend computes them
-    at once, or records them for later (`Backend.record_layers`).
+    """Operations of decoder layers, computed at once or recorded (`Backend.record_layers`), for T tokens, H query
+    heads, K KV heads, D head_dim.
     """
 
     @abstractmethod
@@ -176,7 +175,7 @@ class Operations(ABC):
 
     @abstractmethod
     def run_moe(self, moe: MoE, x: Tensor, router_input: Tensor) -> Tensor:
-        """Does not change x and router_input, which may be the same tensor."""
+        """Does not change x and router_input, which may be one tensor."""
 
     @abstractmethod
     def all_reduce(self, x: Tensor, group: Collective | None) -> Tensor:
@@ -241,15 +240,14 @@ class Operations(ABC):
         """Causal attention of q [T, H, D] over paged KV: [T, H, D], or [T, H, AttentionParams.value_dim].
 
         Position p sees keys from AttentionParams.first_visible_key(p), or 0, to p. Quantized KV is used as rounded,
-        this step's included. H is a multiple of K; query head h reads head h // (H / K). Scores and sums are float32.
-        No bit of a row depends on the batch, chunks or block ids, except on a GPU backend that was not made
-        deterministic.
+        this step's included. Query head h reads KV head h // (H / K). Scores and sums are float32. A row's bits do not
+        depend on the batch, chunks or block ids, except on GPU backends that are not deterministic.
         """
 
     def context_parallel_attention(
         self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: AttentionParams, group: Collective
     ) -> Tensor:
-        """paged_attention of ranks that divide every sequence's tokens (`Backend.make_context_parallel_backend`).
+        """paged_attention of ranks that divide every sequence's tokens.
 
         q [T, H / ranks, D] holds this rank's heads, the caches all K heads of its tokens. `softmax.relative_bias`
         covers all heads, `softmax.sinks` this rank's. Bits depend on the number of ranks; the CPU kernels give those of
@@ -268,8 +266,7 @@ class Operations(ABC):
     @abstractmethod
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: ConvStates, metadata: AttentionMetadata) -> Tensor:
         """Short convolution (kernels/recurrent/short_conv.py) of bcx [T, 3 * channels], or x [T, channels] without
-        gates. Returns [T, channels] and stores all columns. A sequence may start from what an earlier one of the step
-        stores in a block.
+        gates: [T, channels]. Stores all columns. A sequence may start from what an earlier one of the step stores.
         """
 
     @abstractmethod
@@ -283,7 +280,7 @@ class Operations(ABC):
         metadata: AttentionMetadata,
     ) -> Tensor:
         """Recurrence over inputs [T, rule.input_dim], gates z [T, heads * value] and head_inputs [T,
-        rule.head_inputs_dim]. Returns [T, heads * value] and stores the states.
+        rule.head_inputs_dim]: [T, heads * value]. Stores the states.
         """
 
     @abstractmethod
@@ -301,8 +298,8 @@ class Operations(ABC):
 
 LayerFunction = Callable[[Operations, Tensor, Tensor | None, AttentionMetadata], tuple[Tensor, Tensor]]
 RecordedLayers = Callable[[Tensor, Tensor | None, AttentionMetadata, range], tuple[Tensor, Tensor]]
-"""LayerFunction runs one layer, RecordedLayers a range of them. x [T, hidden] is the previous layer's output, not yet
-added to `residual` (None: x is the embeddings). The result has the same form. May overwrite both inputs.
+"""Runs one layer (LayerFunction) or a range. x [T, hidden] is the previous layer's output, not yet added to `residual`
+(None: x is the embeddings); the result has the same form. May overwrite both inputs.
 """
 
 
@@ -311,33 +308,33 @@ class Backend(Operations):
     block_size: int
     """Tokens per KV block."""
     skips_negative_slots = False
-    """Slots below 0 (tokens of other ranks) store nothing; otherwise such tokens are written to a scratch block."""
+    """Slots below 0 (other ranks' tokens) store nothing; otherwise those are written to a scratch block."""
     keeps_weights_quantized: bool
     """Quantized weights stay packed; otherwise they are dequantized at load."""
     cuda_graph_support: CudaGraphSupport  # "decodes": one token per sequence, no MoE and no recurrent state
 
     def make_context_parallel_backend(self, ranks: int) -> Backend | None:
-        """Return this backend for ranks that each hold an equal part of every block; None if unsupported."""
+        """This backend for ranks that each hold an equal part of every block; None if unsupported."""
         return None
 
     @abstractmethod
     def description(self) -> str:
-        """Text for the log: the library and its version, the instruction set."""
+        """Text for the log: library and version, instruction set."""
 
     @abstractmethod
     def unsupported_reason(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
     ) -> str | None:
-        """Return why this backend cannot serve the model on the device, in one line with a remedy, or None. Other
-        methods may be called only after None. softcap: the model caps its attention scores.
+        """Why this backend cannot serve the model on the device, in one line with a remedy, or None. Other methods may
+        be called only after None. softcap: attention scores are capped.
         """
 
     def unsupported_kv_dtype_reason(self, kv_dtype: torch.dtype) -> str | None:
-        """Return why KV blocks cannot hold this quantized dtype, in one line with a remedy, or None."""
+        """Why KV blocks cannot hold this quantized dtype, in one line with a remedy, or None."""
         return None
 
     def unsupported_attention_reason(self, *, sinks: bool, latents: bool, chunks: bool) -> str | None:
-        """Return why AttentionParams' sinks, value_dim or has_chunked_window are unsupported, if asked for, or None."""
+        """Why AttentionParams' sinks, value_dim or has_chunked_window are unsupported, if asked for, or None."""
         return None
 
     @abstractmethod
@@ -346,11 +343,11 @@ class Backend(Operations):
 
     @abstractmethod
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-        """Shape of one layer's key cache, and of its value cache; the first axis is the block.
+        """Shape of a layer's key cache and value cache; the first axis is the block.
 
-        dtype is that of q, k and v, or one of QUANTIZED_KV_DTYPES; methods recognize these by the caches' dtype. A
-        block's layout is the backend's: block_size * K * D elements, or block_size * K * (D + num_scale_elements) if
-        quantized. Blocks of more than 16 tokens are [tokens, ...], so that their first tokens can be copied.
+        dtype is that of q, k and v, or one of QUANTIZED_KV_DTYPES. A block has block_size * K * D elements, or
+        block_size * K * (D + num_scale_elements) if quantized. Blocks of more than 16 tokens are [tokens, ...], so that
+        their first tokens can be copied.
         """
 
     @abstractmethod
@@ -369,15 +366,13 @@ class Backend(Operations):
 
     @abstractmethod
     def pack_per_head_linear(self, weights: Sequence[Tensor], passthrough_dim: int) -> Linear:
-        """[T, B * (in + passthrough)] to [T, B * (out + passthrough)] with B weights [out, in]
-        (kernels/mla/per_head_linear.py).
-        """
+        """[T, B * (in + passthrough)] to [T, B * (out + passthrough)] with B weights [out, in]."""
 
     @abstractmethod
     def pack_quantized(
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool = False
     ) -> Linear:
-        """Fuse weights with the same input into one linear for x of this dtype; they may be dropped afterwards. If x is
+        """Fuse weights with the same input, which may be dropped afterwards, into one linear. dtype: of x. If x is
         rounded to integers, each row is rounded by itself. wide: the result is float32.
         """
 
@@ -385,11 +380,11 @@ class Backend(Operations):
     def pack_quantized_embedding(
         self, weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool
     ) -> QuantizedEmbedding:
-        """Pack an embedding [vocab, hidden], which may be dropped afterwards. tied: it is the LM head as well."""
+        """weight [vocab, hidden] may be dropped afterwards. tied: it is the LM head as well."""
 
     @abstractmethod
     def make_moe(self, experts: MoEComponents) -> MoE:
-        """Weighted sum of each token's experts."""
+        """Computes the weighted sum of chosen experts."""
 
     @abstractmethod
     def make_linear_with_lora(self, linear: Linear, slots: AdapterSlotSpec) -> LinearWithLora:
@@ -397,8 +392,8 @@ class Backend(Operations):
 
     @abstractmethod
     def fit_int4(self, groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Quantize weights [n, 32] to 4 bits as kernels/int4_fit.py does: codes [n, 16] uint8 as in GroupedWeight,
-        float32 scales [n] and offsets [n], weight = scale * (code - 8) + offset.
+        """Quantize weights [n, 32] to 4 bits (kernels/int4_fit.py): codes [n, 16] uint8 as in GroupedWeight, float32
+        scales [n] and offsets [n], weight = scale * (code - 8) + offset.
 
         With zero_points, weight = scale * (code - zero) with whole zeros from 0 to 15, and scales have bfloat16's 8
         bits.
@@ -407,26 +402,24 @@ class Backend(Operations):
     def record_layers(
         self, layers: Sequence[LayerFunction], hidden: int, dtype: torch.dtype, *, starts: bool, groups: int
     ) -> RecordedLayers | None:
-        """Return consecutive layers as one call with the same bits; None if unsupported. hidden and dtype are the
-        residual stream's, which begins in the first layer if `starts`. groups: block tables in the metadata.
+        """Consecutive layers as one call with the same bits; None if unsupported. hidden and dtype are the residual
+        stream's, which begins in the first layer if `starts`. groups: block tables in the metadata.
         """
         return None
 
     def create_rank_memory(self, count: int, row_bytes: int) -> int | None:
-        """Return the descriptor of memory shared by `count` processes of one machine, which each must inherit; None if
+        """Descriptor of memory shared by `count` processes of one machine, which each must inherit; None if
         unsupported. row_bytes: longest row to gather.
         """
         return None
 
     @abstractmethod
     def make_collective(self, descriptor: int, rank: int, count: int, parent: int = 0) -> Collective:
-        """Return one process's view of the ranks; `descriptor` may be closed afterwards. The process ends with
-        `parent`, unless that is 0.
-        """
+        """`descriptor` may be closed afterwards. The process ends with `parent`, unless that is 0."""
 
     @abstractmethod
     def argmax(self, logits: Tensor) -> Tensor:
-        """Index of the first largest value of each row: [R, vocab] to [R] int64."""
+        """First largest value of each row: [R, vocab] to [R] int64."""
 
     @abstractmethod
     def sample_tokens(self, logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:
@@ -434,6 +427,6 @@ class Backend(Operations):
 
         filters [R, 4] float64 are temperature (above 0), top_k (1 to vocab), top_p and min_p. Top-k, then top-p of the
         rest (Holtzman et al., 2020), then min-p keep logits from a threshold up, so equal ones stay together. The
-        result is the first kept token, in vocabulary order, at which the cumulative probability exceeds u times the
-        kept total. u [R] float64 is in [0, 1).
+        result is the first kept token, in vocabulary order, at which the cumulative probability exceeds u [R] float64
+        in [0, 1) times the kept total.
         """

@@ -1,6 +1,4 @@
-"""Collectives over torch.distributed's ProcessGroup interface: NCCL between GPUs, our own group between CPUs
-(socket_group.py).
-"""
+"""Collectives over torch.distributed's ProcessGroup: NCCL between GPUs, SocketGroup between CPUs."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from quire.kernels.socket_group import SocketGroup
 ProcessGroup = Any
 """A dist.ProcessGroup, or a compatible class; PyTorch's stubs lack its methods."""
 _TIMEOUT = timedelta(minutes=10)
-"""Bound on waiting for other ranks. The end of a rank is noticed earlier in other ways."""
+"""Bound on waiting for ranks. The end of one is noticed earlier in other ways."""
 
 
 class SmallAllReduce(Protocol):
@@ -54,8 +52,8 @@ class DistributedCollective(Collective):
         in_order: bool,
         make_small_all_reduce: Callable[[], SmallAllReduce | None] | None = None,
     ) -> None:
-        """join: creates the group of `count` processes at the first call of a method, so that a rank that fails earlier
-        keeps nobody waiting. The group need not be known to torch.distributed; its timeout bounds waits.
+        """join: creates the group at the first call of a method, so that a rank that fails earlier keeps nobody
+        waiting. Its timeout bounds waits.
 
         in_order: add in float32 and rank order. Otherwise an all-reduce adds, which is faster with more than two ranks.
         NCCL gives all ranks the same bits, but its order depends on x's size and the place in x
@@ -127,7 +125,7 @@ class DistributedCollective(Collective):
             self._is_suspended = False
 
     def send_tensor(self, x: Tensor, rank: int) -> None:
-        """The other rank must call `receive_tensor` with the same size. May wait for it. Raises RankEnded."""
+        """May wait for the other rank, which must call `receive_tensor` with the same size. Raises RankEnded."""
         self._run_collective(lambda: self._group.send([x.contiguous()], rank, 0), x.is_cuda)
 
     def receive_tensor(self, x: Tensor, rank: int) -> None:
@@ -179,8 +177,8 @@ def join_ranks(
     address: str = "127.0.0.1",
     one_shot: bool = False,
 ) -> DistributedCollective:
-    """store: at the first rank. address: of this machine, for other ranks. one_shot: sum few numbers on GPUs of one
-    machine with our own kernel, if possible.
+    """address: of this machine, for other ranks. one_shot: sum few numbers on GPUs of one machine with our own kernel,
+    if possible.
     """
 
     def create_group() -> ProcessGroup:

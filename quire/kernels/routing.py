@@ -1,4 +1,4 @@
-"""MoE components and routing in plain PyTorch: the judge of kernels/cpu/decoder/routing.h."""
+"""MoE components and routing in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ LinearFunction = Callable[[Tensor, Any], Tensor]
 
 
 MoE = Callable[[Tensor, Tensor], Tensor]
-"""Maps the experts' and the router's input [rows, hidden] to the weighted sum of the chosen experts' outputs."""
+"""Maps the experts' and the router's input [rows, hidden] to the weighted sum of the chosen experts' outputs. In
+implementations the router input defaults to the experts'.
+"""
 
 
 @dataclass(frozen=True, slots=True)

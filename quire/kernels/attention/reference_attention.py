@@ -1,5 +1,5 @@
-"""Attention in plain PyTorch: an online softmax with partial sums that ranks can merge. Tiles of keys, and the shape of
-each product, are fixed, so a row's sums do not depend on the batch.
+"""Attention in plain PyTorch: an online softmax (Milakov and Gimelshein, 2018). Key tiles and product shapes are fixed,
+so a row's sums do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ class PartialSoftmax(NamedTuple):
     exp_sums: Tensor  # [T, H], sum of exp(score - max)
 
     def normalize(self, sinks: Tensor | None) -> Tensor:
-        """Attention output [T, H, V]."""
         totals = (
             self.exp_sums if sinks is None else self.exp_sums + torch.exp(sinks.to(self.max_scores) - self.max_scores)
         )
@@ -60,7 +59,7 @@ def merge_shard_attention(parts: Tensor, sinks: Tensor | None) -> Tensor:
 def compute_partial_softmax(
     q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: AttentionParams, shard: ContextShard
 ) -> PartialSoftmax:
-    """Attention of q [T, H, D] over the shard's keys, without sinks."""
+    """q is [T, H, D]. Sinks are left out."""
     tokens, heads = q.shape[:2]
     kind = torch.float64 if q.dtype == torch.float64 else torch.float32
     softmax_sums = PartialSoftmax(
@@ -88,7 +87,7 @@ def compute_partial_softmax(
 
 
 def _read_cache_pages(cache: Tensor, pages: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Keys or values [pages * tokens, K, D], dequantized to the dtype that attention computes in."""
+    """[pages * tokens, K, D], dequantized."""
     if cache.dtype not in QUANTIZED_KV_DTYPES:
         return cache[pages].flatten(0, 1)
     some = cache.view(torch.uint8)[pages].view(cache.dtype)
@@ -98,7 +97,7 @@ def _read_cache_pages(cache: Tensor, pages: Tensor, scale: float, dtype: torch.d
 def _attend_query_tile(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, softmax: AttentionParams, shard: ContextShard
 ) -> PartialSoftmax:
-    """Online softmax (Milakov and Gimelshein, 2018) of up to QUERY_TILE rows over tiles of the shard's keys."""
+    """Up to QUERY_TILE rows."""
     rows, heads, dim = q.shape
     kv_heads, compute = k.shape[1], torch.float64 if q.dtype == torch.float64 else torch.float32
     padded = F.pad(q.to(compute), (0, 0, 0, 0, 0, QUERY_TILE - rows))
@@ -147,9 +146,7 @@ def _unpack_head_groups(x: Tensor, rows: int) -> Tensor:
 
 
 def _bias_at_distances(table: Tensor, distances: Tensor, kv_heads: int, *, rows: int) -> Tensor:
-    """AttentionParams.relative_bias at distances [group * rows, keys], with `rows` rows per query head: [kv_heads,
-    group * rows, keys].
-    """
+    """AttentionParams.relative_bias at distances [group * rows, keys]: [kv_heads, group * rows, keys]."""
     longest = (table.shape[1] - 15) // 2
     columns = (distances + longest - 1).clamp(0, table.shape[1] - 1)
     group = len(distances) // rows

@@ -24,8 +24,8 @@ class CompiledLinearBase:
         self._pointer = ctypes.addressof(linear)
 
     def pointer_addresses_and_weights(self, struct: native_library.PackedLinear) -> list[tuple[int, Tensor]]:
-        """Packed weights, each with the address of the kernel's pointer to it. struct: `native`, or the copy of it that
-        the kernel gets.
+        """Packed weights, each with the address of the kernel's pointer to it. struct: `native`, or the kernel's copy
+        of it.
         """
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""Loads the kernels built by build.py, for this CPU's best instruction set."""
+"""Loads the kernels built by build.py."""
 
 from __future__ import annotations
 
@@ -163,8 +163,7 @@ def to_ctypes(argument: Any) -> Any:
 
 
 def relative_bias_stride_and_origin(bias: Tensor | None) -> tuple[int, int]:
-    """Row stride of AttentionParams.relative_bias, and its column of distance 0. Raises TypeError if kernels do not
-    support it.
+    """Row stride of AttentionParams.relative_bias, and its column of distance 0. Raises TypeError for unsupported ones.
     """
     if bias is None:
         return 0, 0
@@ -174,7 +173,7 @@ def relative_bias_stride_and_origin(bias: Tensor | None) -> tuple[int, int]:
 
 
 def check_sinks(sinks: Tensor | None, heads: int) -> None:
-    """Raise TypeError if kernels do not support these AttentionParams.sinks."""
+    """Raise TypeError for unsupported AttentionParams.sinks."""
     if sinks is not None and (sinks.dtype != torch.float32 or not sinks.is_contiguous() or len(sinks) != heads):
         raise TypeError(f"sinks must be float32 and contiguous, one for each of {heads} heads")
 
@@ -289,14 +288,14 @@ _UNTYPED_SIGNATURES = {
     "gather_ranks": [*[_POINTER] * 3, _LONG, _POINTER],
     "share_rank": [*[_POINTER] * 2, _LONG],
 }
-"""compressed_size returns the bytes of a compressed bfloat16 matrix; 0: compression does not pay, or the instruction
-set does not support it (compress12.h).
+"""compressed_size returns the bytes of a compressed bfloat16 matrix; 0: it does not pay, or the instruction set does
+not support it (compress12.h).
 """
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 class NativeLibrary:
-    """A loaded library. Each kernel is an attribute: a dict from dtype to C function, or a single function."""
+    """Each kernel is an attribute: a dict from dtype to C function, or a single function."""
 
     if TYPE_CHECKING:
 
@@ -340,8 +339,8 @@ def load_library_or_reason() -> NativeLibrary | str:
 
 
 def loadable_isas() -> list[str]:
-    """Instruction sets that were built and that this CPU has, best last. QUIRE_CPU_ISA is the last one used; raises
-    ValueError if it is unusable.
+    """Instruction sets that were built and that this CPU has, best last; QUIRE_CPU_ISA is the last one used. Raises
+    ValueError if that is unusable.
     """
     built = [isa for isa in ISAS if (HERE / f"{isa}.so").exists()]
     if "plain" not in built:

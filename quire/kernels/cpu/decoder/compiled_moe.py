@@ -37,7 +37,7 @@ def _native_routing(rule: Routing, correction: Tensor | None, factors: Tensor | 
 
 
 class CompiledMoE:
-    """MoE in experts.cpp; its linears are compiled and have no adapter slots. The router input defaults to x."""
+    """MoE in experts.cpp, without adapter slots."""
 
     def __init__(
         self,

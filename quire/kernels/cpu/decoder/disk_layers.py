@@ -1,5 +1,5 @@
-"""Layers in a MappedWeightArena's file: a thread reads the next layer while this one is computed. Reads bypass the page
-cache if possible, which is useless for a larger file that is read from beginning to end repeatedly.
+"""Layers in a MappedWeightArena's file: a thread reads the next one while this one is computed. Reads bypass the page
+cache if possible, which does not help a larger file that is read from beginning to end repeatedly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quire.kernels.streaming.layer_streamer import LayerSelector, LayerStreamer
 from quire.kernels.streaming.weight_offloader import OffloadCounts
 
 _READ_BYTES = 16 << 20
-"""Size of one read."""
+"""Per read."""
 
 
 class _PendingRead(NamedTuple):
@@ -72,11 +72,11 @@ class DiskLayerStreamer(LayerStreamer):
         self._initial_disk_bytes = disk_read_bytes()
 
     def _buffer_extent_bytes(self, held: RelocatableWeights) -> int:
-        """Multiple of the page size, for direct I/O."""
+        """Whole pages, for direct I/O."""
         return self._arena.file_extent(held.weights).size
 
     def _allocate_aligned(self, size: int) -> Tensor:
-        """[size] uint8 aligned to a page, with room after it for the kernels' read-ahead."""
+        """[size] uint8 aligned to a page, followed by room for the kernels' read-ahead."""
         whole = native_library.WeightArena().allocate_bytes(size + 2 * mmap.PAGESIZE)
         return whole[-whole.data_ptr() % mmap.PAGESIZE :]
 
@@ -139,7 +139,7 @@ class DiskLayerStreamer(LayerStreamer):
             )  # for the next step
 
     def _start_read(self, layer: int) -> _PendingRead:
-        """Start reading a layer into its slot, unless it is there or being read."""
+        """Does nothing if the layer is in its slot or being read."""
         slot = self.slot_of(layer)
         pending = self._pending_reads.get(slot)
         if pending is None or pending.layer != layer or (pending.done.done() and pending.done.exception() is not None):

@@ -27,8 +27,6 @@ _UNLIMITED = 2**31 - 1
 
 
 class StepInputs(NamedTuple):
-    """A step's metadata for kernels: tensors and numbers."""
-
     query_start: Any
     context_lens: Any
     block_table: Any
@@ -41,8 +39,8 @@ class StepInputs(NamedTuple):
 
 
 class KernelCalls(ABC):
-    """Operations of kernels/backend.py on contiguous tensors, or placeholders of them. x is [T, ...] in a kernel dtype.
-    Raises TypeError or ValueError for arguments that kernels do not support.
+    """Operations of kernels/backend.py on contiguous tensors, or placeholders. x is [T, ...] in a kernel dtype. Raises
+    TypeError or ValueError for arguments that kernels do not support.
     """
 
     @abstractmethod
@@ -63,7 +61,7 @@ class KernelCalls(ABC):
 
     @abstractmethod
     def rows_and_width(self, x: Any) -> tuple[Any, Any]:
-        """Number and width of the rows along x's last axis."""
+        """Along x's last axis."""
 
     @abstractmethod
     def num_tokens_argument(self, x: Any) -> Any: ...
@@ -81,8 +79,8 @@ class KernelCalls(ABC):
 
     @abstractmethod
     def call_kernel(self, kernel: str, result: Any, *arguments: Any, error_message: str = "") -> Any:
-        """Call a kernel with tensors, structures, numbers and finally the number of threads; return `result`. A kernel
-        that reports failure raises IndexError with error_message, or RankEnded.
+        """Call with tensors, structures, numbers and finally the number of threads; return `result`. Raises IndexError
+        with error_message, or RankEnded, if the kernel reports failure.
         """
 
     def rms_norm(self, x: Any, weight: Tensor, eps: float) -> Any:
@@ -179,7 +177,7 @@ class KernelCalls(ABC):
         *more: int,
         num_ranks: int = 1,
     ) -> Any:
-        """num_ranks: ranks with q's number of heads each."""
+        """num_ranks: each has q's number of heads."""
         pages, kernel_caches = len(caches[0]), _kernel_cache_arguments(q, caches, softmax.kv_scales)
         (*_, heads, dim), step = q.shape, self.step_inputs(metadata)
         out = self.empty_per_token(q, heads, softmax.value_dim or dim)

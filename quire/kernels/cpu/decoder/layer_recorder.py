@@ -1,6 +1,4 @@
-"""Several layers in one call, like a CUDA graph: records kernel calls with their pointers once; recorded.cpp runs the
-list.
-"""
+"""Several layers in one call, like a CUDA graph: records kernel calls with their pointers; recorded.cpp runs them."""
 
 from __future__ import annotations
 
@@ -34,12 +32,12 @@ _ALIGNMENT = 64
 
 
 class _UnsupportedOperation(Exception):
-    """No compiled kernel computes the operation."""
+    """No compiled kernel has it."""
 
 
 @dataclass(slots=True, eq=False)
 class _StepArgument:
-    """An argument whose value is known at each step."""
+    """Its value is known at each step."""
 
     kind: int
     value: int
@@ -76,8 +74,7 @@ _TOKENS, _PAGES = _StepArgument(_PER_TOKEN, 1), _StepArgument(_PAGES_FETCH, 0)
 ) = (_StepArgument(_STEP_VALUE, number) for number in range(11))
 _STRIDE, _SEQUENCES, _THREADS = (_StepArgument(_STEP_VALUE, number) for number in range(11, 14))
 _FIRST_TABLE = 14
-"""Index of the first KV cache group's block table in a step's values; its slot mapping follows, then the other groups'.
-"""
+"""Index of the first KV cache group's block table in a step's values; its slot mapping follows, then other groups'."""
 
 
 class _LayerRecorder(KernelCalls, Operations):
@@ -87,11 +84,11 @@ class _LayerRecorder(KernelCalls, Operations):
         self._library = library
         self._hidden = hidden
         self._dtype = dtype
-        # Kernels with their arguments, which this keeps alive.
+        # Keeps the arguments alive.
         self._recorded_calls: list[tuple[str, tuple[Any, ...]]] = []
         self._attention_dtype = dtype
         self._layer_ends = [0]  # index of each layer's first call, and of the end
-        self._used_bytes = self._token_bytes = 0  # buffer bytes per token of this layer, and the maximum over layers
+        self._used_bytes = self._token_bytes = 0  # buffer bytes per token: of this layer, maximum over layers
         step: Any = (_STARTS, _CONTEXTS, None, None, _POSITIONS, None, 0, 0, LinearContext(cast(Any, _ADAPTERS)))
         paged: list[Any] = [_StepArgument(_STEP_VALUE, _FIRST_TABLE + number) for number in range(2 * groups)]
         per_layer_inputs: Any = _PER_LAYER_INPUTS
@@ -202,7 +199,7 @@ class _LayerRecorder(KernelCalls, Operations):
         return self.call_kernel("cast", out, x, out, self.num_elements_argument(x))
 
     def _allocate_buffer(self, *shape: int, dtype: torch.dtype | None = None) -> _PlaceholderTensor:
-        """dtype: default is the model's."""
+        """dtype defaults to the model's."""
         buffer = _PlaceholderTensor(_BUFFER, self._used_bytes, shape, self._dtype if dtype is None else dtype)
         self._used_bytes += -(-buffer.elements_per_token * buffer.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         self._token_bytes = max(self._token_bytes, self._used_bytes)
@@ -266,7 +263,7 @@ def record_layers(
     starts: bool,
     groups: int,
 ) -> RecordedLayers | None:
-    """`Backend.record_layers`; None if a linear, MoE or collective is not compiled."""
+    """None if a linear, MoE or collective is not compiled."""
     recorder = _LayerRecorder(library, hidden, dtype, groups)
     try:
         for index, layer in enumerate(layers):
@@ -278,7 +275,7 @@ def record_layers(
 
 
 def _encode_argument(each: Any, kind: type) -> native_library.Argument:
-    """kind: ctypes type of the kernel's argument."""
+    """kind: ctypes type."""
     match each:
         case _StepArgument():
             return native_library.Argument(each.kind, each.value)

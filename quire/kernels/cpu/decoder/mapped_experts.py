@@ -1,5 +1,5 @@
-"""Weights and experts in a mapped file (MappedWeightArena): the OS reads what is multiplied and drops it when memory is
-short, except the most used experts, which are copied to pinned slots. Bits are those of weights in memory.
+"""Weights and experts in a mapped file: the OS reads what is multiplied and drops it when memory is short, except the
+most used experts, which are copied to pinned slots. Bits are those of weights in memory.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from quire.kernels.experts import DiskExperts
 from quire.kernels.streaming.weight_offloader import OffloadCounts
 
 _CHUNK_BYTES = 64 << 20
-"""Bytes mapped at a time, and the maximum of unwritten bytes during loading."""
+"""Per mapping, and the maximum of unwritten bytes during loading."""
 _MAX_MOVED_BYTES = 64 << 20
-"""Maximum copied at a rebalance."""
+"""Per rebalance."""
 _REPLACEMENT_FACTOR = 1.25
-"""An expert replaces a pinned one if it is used more than this many times as often."""
+"""An expert replaces a pinned one if used more than this many times as often."""
 _PROCESS_IO_FILE = Path("/proc/self/io")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -35,7 +35,6 @@ class RelocatableWeights(NamedTuple):
     """Packed weights that a kernel finds through a pointer."""
 
     pointer_address: int
-    """Address of that pointer."""
     weights: Tensor
     """[bytes] uint8."""
 
@@ -77,7 +76,7 @@ class MappedWeightArena(native_library.WeightArena):
         """In layer order, with each expert's weights."""
 
     def allocate_bytes(self, size: int) -> Tensor:
-        """[size] uint8, on pages of its own. Raises OSError if the disk is full."""
+        """[size] uint8 on its own pages. Raises OSError if the disk is full."""
         rounded = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         if rounded > len(self._free_bytes):
             self._map_chunk(max(_CHUNK_BYTES, rounded))
@@ -88,7 +87,7 @@ class MappedWeightArena(native_library.WeightArena):
         return piece
 
     def _map_chunk(self, size: int) -> None:
-        """Each chunk ends with a page for the kernels' read-ahead. Space is reserved on disk: a hole that a full disk
+        """Each chunk ends with a page for the kernels' read-ahead. Disk space is reserved: a hole that a full disk
         cannot fill would kill the process.
         """
         self._flush_chunks(self._chunks[-1:])
@@ -127,7 +126,7 @@ class MappedWeightArena(native_library.WeightArena):
 
 @dataclass(frozen=True, slots=True)
 class _ExpertTables:
-    """Tables that mapped.h reads and writes, over all experts, layer by layer."""
+    """Tables of mapped.h over all experts, layer by layer."""
 
     structs: Sequence[native_library.MappedExperts]
     extent_lists: Sequence[object]
@@ -140,10 +139,10 @@ class _ExpertTables:
 
 class MappedDiskExperts(DiskExperts):
     def __init__(self, arena: MappedWeightArena, memory: int) -> None:
-        """memory: bytes for the most used experts. The caller sets `backend`, which must pack into the arena."""
+        """memory: bytes for the most used experts. The caller sets a `backend` that packs into the arena."""
         self._arena, self._memory = arena, memory
         self.rebalance_interval = 32
-        """Steps between choices of the pinned experts."""
+        """Steps."""
         self._steps = self._initial_disk_bytes = 0
 
     def finish_loading(self) -> None:
@@ -155,13 +154,13 @@ class MappedDiskExperts(DiskExperts):
         self._tables = _build_expert_tables(self._arena)
         self.set_prefetching(is_on=True)
         places = torch.cat([torch.arange(len(experts)) for _, experts in mixtures])
-        self._layer_major_order = places.argsort(stable=True)  # each layer's first expert, then each one's second
+        self._layer_major_order = places.argsort(stable=True)  # each layer's first expert, then each second
         self._scores = torch.zeros(len(self._experts))
         self._pin_initial_experts()
         self._initial_disk_bytes = disk_read_bytes()
 
     def _pin_initial_experts(self) -> None:
-        """Pin equally many of each layer, while their use is unknown."""
+        """Equally many of each layer, while their use is unknown."""
         self._slot_bytes = max(sum(_aligned_bytes(held.weights) for held in expert) for expert in self._experts)
         slots = min(self._memory // self._slot_bytes, len(self._experts))
         if self._memory and not slots:
@@ -194,7 +193,7 @@ class MappedDiskExperts(DiskExperts):
         self._arena.flush_and_drop_pages()
 
     def set_prefetching(self, is_on: bool) -> None:
-        """For measurements: whether the next layer's experts are prefetched before they are chosen."""
+        """For measurements: prefetch the next layer's experts before they are chosen."""
         following = [*(ctypes.addressof(each) for each, _ in self._arena.moes[1:]), None]
         for noted, mixture in zip(self._tables.structs, following, strict=True):
             noted.next = mixture if is_on else None
@@ -205,7 +204,7 @@ class MappedDiskExperts(DiskExperts):
             self._rebalance_pinned()
 
     def _rebalance_pinned(self) -> None:
-        """Replace the least used pinned experts by the most used ones. Earlier uses are halved each time."""
+        """Replaces the least used pinned experts by the most used ones, then halves earlier uses."""
         self._scores = self._scores / 2 + self._tables.uses
         self._tables.uses.zero_()
         wanted = self._layer_major_order[
@@ -278,9 +277,7 @@ def _aligned_bytes(weights: Tensor) -> int:
 
 
 def disk_read_bytes() -> int:
-    """Bytes that this process has read from disks, including page faults and prefetches; 0 if the OS does not report
-    them.
-    """
+    """Bytes read from disks by this process, page faults and prefetches included; 0 if the OS does not report them."""
     try:
         lines = _PROCESS_IO_FILE.read_text().splitlines()
     except OSError:

@@ -19,7 +19,7 @@ from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.libraries.flash_backend import FlashLibraryBackend, import_library
 
 INSTALL = "pip install 'flash-attn-4>=4.0.0b36'"
-"""All versions so far are betas, which pip installs only if one is named."""
+"""pip installs betas, as all versions so far are, only if one is named."""
 _MAX_BLACKWELL_HEAD_DIM = 128
 _CACHE_VARIABLE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 """Without it every start compiles anew. ..._CACHE_DIR names the folder; the default is temporary."""
@@ -51,8 +51,8 @@ class Flash4Backend(FlashLibraryBackend):
     def attend_batch_part(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        """On Hopper, where flash-attn 4 does not split keys, Triton computes decodes. Without explicit counts it would
-        choose splits for the whole cache.
+        """On Hopper, without split keys, Triton computes decodes. Without explicit counts flash-attn would choose
+        splits for the whole cache.
         """
         one_each = metadata.max_query_len == 1
         fallback = self._ops_for(q)
@@ -69,7 +69,7 @@ class Flash4Backend(FlashLibraryBackend):
             page_table=metadata.block_table,
             softmax_scale=softmax.scale,
             causal=True,
-            # (left, right): our window includes the query; flash-attn's left counts only earlier keys.
+            # (left, right); our window includes the query, left does not.
             window_size=(None, None) if window is None else (window - 1, 0),
             softcap=softmax.softcap or 0.0,
             num_splits=0 if one_each and self.can_split_keys(q.device) else 1,  # 0: fill the GPU

@@ -1,9 +1,8 @@
-"""LoRA (Hu et al., 2021) for many adapters in one batch, in Triton.
+"""LoRA (Hu et al., 2021) for many adapters in one batch.
 
 As in Punica (Chen et al., 2023) and S-LoRA (Sheng et al., 2023) one kernel shrinks inputs to the rank, another expands
 them. Rows are sorted by adapter; each adapter of a tile has a program, which masks other rows. Tiles and inner splits
-are fixed, so a row's bits depend on the row and its adapter alone. Tables have fixed addresses and grids follow from
-shapes, for CUDA graphs.
+are fixed, so a row's bits depend on the row and its adapter alone. Tables have fixed addresses, for CUDA graphs.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from quire.kernels.quantized_tensors import (
 )
 
 _ROWS_PER_TILE = 16
-"""The tensor cores' minimum, as most adapters have few rows."""
+"""The tensor cores' minimum; most adapters have few rows."""
 _OUTPUTS_PER_TILE = 64
 _INNER_STEP = 64
 _SPLIT_INPUTS = 1024
-"""Inputs of one sum; without splits a decode step has too few tiles to fill a GPU."""
+"""Per sum; without splits a decode step has too few tiles to fill a GPU."""
 _MAX_SHRINK_RANKS, _MAX_EXPAND_RANKS = 64, 32
 """Per tile; with 64 float32 ranks the expand kernel spills registers."""
 
 
 @triton.jit
 def _tile_rows_of_adapter(adapters, order, rows, tile, nth, BLOCK_M: tl.constexpr):
-    """Rows of a tile, a mask of those with its nth adapter, and that adapter's slot (0: none)."""
+    """Rows of a tile, a mask of those with its nth adapter, and its slot (0: none)."""
     i = tl.arange(0, BLOCK_M)
     at = tile * BLOCK_M + i
     inside = at < rows
@@ -57,7 +56,7 @@ def _shrink_kernel(
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """middle [splits, rows, PARTS * RANKS] = x [rows, inner] @ down [slots, PARTS * RANKS, inner].T, for the ranks that
-    a row's adapter has. Grid: tiles * max adapters per tile, parts * rank blocks, splits.
+    a row's adapter has.
     """
     row, mine, slot = _tile_rows_of_adapter(
         adapters, order, rows, tl.program_id(0) // most, tl.program_id(0) % most, BLOCK_M
@@ -90,8 +89,7 @@ def _expand_kernel(
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Add middle @ up to out [rows, outs]. up [slots, RANKS * outs] holds [RANKS, outs of the part] part by part.
-    places [blocks, 4]: part, its first output, its end, the block's first output. Grid: tiles * max adapters per tile,
-    blocks.
+    places [blocks, 4]: part, its first output, its end, the block's first output.
     """
     row, mine, slot = _tile_rows_of_adapter(
         adapters, order, rows, tl.program_id(0) // most, tl.program_id(0) % most, BLOCK_M
@@ -125,7 +123,7 @@ def _expand_kernel(
 
 @dataclass(frozen=True, slots=True)
 class PinnedLoraDeltas:
-    """One adapter's deltas for one linear, in host memory."""
+    """One adapter's deltas for one linear."""
 
     parts: tuple[tuple[int, Tensor, Tensor], ...]
     """Part index, down [rank, in], up transposed [rank, outs]."""
@@ -135,7 +133,7 @@ class PinnedLoraDeltas:
 
 class TritonLinearWithLora(LinearWithLora, RoundedInputLinear):
     def __init__(self, linear: Linear, slots: AdapterSlotSpec, split: int = _SPLIT_INPUTS) -> None:
-        """split: inputs of one sum."""
+        """split: inputs per sum."""
         count = slots.num_slots
         parts = slots.output_sizes
         ranks = slots.max_rank
@@ -192,7 +190,7 @@ class TritonLinearWithLora(LinearWithLora, RoundedInputLinear):
         return out
 
     def pack_one_adapter(self, deltas: Sequence[LoraDelta]) -> PinnedLoraDeltas:
-        """Uses pinned memory, for asynchronous copies."""
+        """In pinned memory, for asynchronous copies."""
         ranks = torch.zeros(len(self._first_outputs), dtype=torch.int32)
         packed_parts = []
         for delta in deltas:

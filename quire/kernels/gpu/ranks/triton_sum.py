@@ -1,15 +1,13 @@
 """Sum over ranks in one kernel: each rank writes its numbers to its own memory, which all can read, signals the others,
 waits for their signals, and adds all numbers in float32 and rank order.
 
-Each program owns a part of the numbers and waits only for the same program of other ranks. It signals by writing its
-count of sums to the other rank's memory. Two places alternate: a rank reuses one once all ranks have signaled the next
-sum, which they start after reading this one. The count is in memory, not an argument, for CUDA graphs.
+A program owns a part of the numbers and waits only for the same program of other ranks. Its signal is its count of
+sums, written to the other rank's memory: not an argument, for CUDA graphs. Two places alternate: a rank reuses one once
+all have signaled the next sum, which they start after reading this one.
 
-Stores become visible by a system-scope release after a barrier of the program's threads; readers poll with acquires and
-have a barrier before they read.
-
-Nothing waits forever: programs poll a stop flag in host memory, and count polls. After one gives up, its rank's
-programs never signal again, so that no other rank adds invalid numbers.
+A release of system scope after a barrier makes stores visible; readers poll with acquires and have a barrier before
+they read. Programs poll a stop flag in host memory, and count polls, so nothing waits forever. After one gives up, its
+rank never signals again, so that no other rank adds invalid numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ _LOOKS = tl.constexpr(256)
 
 @triton.jit
 def _rank_buffer_pointer(addresses, rank, place, dtype: tl.constexpr):
-    """Pointer to a rank's numbers; aligned, for vector loads and stores."""
+    """Aligned, for vector loads and stores."""
     return tl.multiple_of((tl.load(addresses + rank) + place).to(tl.pointer_type(dtype)), 128)
 
 
@@ -33,7 +31,7 @@ def sum_over_ranks(
     RANK: tl.constexpr, RANKS: tl.constexpr, RANKS_PADDED: tl.constexpr, PROGRAMS: tl.constexpr, PART: tl.constexpr,
     HEAD: tl.constexpr,
 ):  # fmt: skip
-    """out [size] = sum of the ranks' x [size]. Grid: programs of PART numbers.
+    """out [size] = sum of the ranks' x [size].
 
     addresses [RANKS] int64: each rank's memory: HEAD bytes of counts [PROGRAMS, RANKS] int64 that the ranks write, then
     two places of PART times 4 bytes per program. counts [PROGRAMS + 1] int64: sums of each program, and whether one

@@ -1,4 +1,4 @@
-"""Mamba 2's state spaces in Triton; kernels/recurrent/state_space.py is the judge."""
+"""The state spaces of kernels/recurrent/state_space.py in Triton."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ def advance_space(
     GROUPS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
     MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """read [T, HEADS, VALUE] and the sequences' matrices; steps are clamped to `least` and `most`. Inputs are loaded
-    one token ahead. Grid: sequences, HEADS, blocks of VALUE.
-    """
+    """Steps are clamped to `least` and `most`."""
     row, head = tl.program_id(0), tl.program_id(1)
     k_at, v_at = tl.arange(0, KEY_PAD), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     start, first, begin, stop, context = load_sequence_bounds(row, query_start, contexts, seen, known, guessed)
