@@ -1,4 +1,4 @@
-"""Kernels on tensors, without knowledge of requests. Importing loads neither torch nor compiled code."""
+"""Kernels on tensors. Importing loads neither torch nor compiled code."""
 
-# Unlike quire.server, this may be imported under a bare name: transformers tries `import kernels`, another project's
-# package, and finds this folder if a program runs at the repository root.
+# May be imported under a bare name: transformers tries `import kernels`, another project's package, and finds this
+# folder if a program runs at the repository root.

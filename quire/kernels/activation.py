@@ -1,5 +1,5 @@
-"""Activations with bits that do not depend on a number's place in x. PyTorch's do on CPUs: the remainder after the last
-whole vector takes other instructions. Its exp, erf and tanh are safe (2.13).
+"""Activations with the same bits at any place in x. PyTorch's on CPUs use other instructions for the remainder after
+the last whole vector; its exp, erf and tanh are safe (2.13).
 """
 
 from __future__ import annotations

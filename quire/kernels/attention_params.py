@@ -16,8 +16,8 @@ class AttentionParams:
     softcap: float | None = None
     """c replaces a score s by c * tanh(s / c)."""
     lookahead: int | None = 0
-    """Later keys that a query sees; None: all. On GPUs torch's scaled_dot_product_attention computes None, and the
-    reference other values but 0.
+    """Later keys that a query sees; None: all. On GPUs torch's attention computes None, the reference other values but
+    0.
     """
     relative_bias: Tensor | None = None
     """[H, 2 L + 15] float32 for contexts of up to L tokens: column L - 1 + d is added to the score of a key d tokens
@@ -26,26 +26,24 @@ class AttentionParams:
     kv_scales: KVScales = UNIT_KV_SCALES
     """For float8 pages."""
     sinks: Tensor | None = None
-    """[H] float32: scores that take part in the softmax without a value (gpt-oss, 2025). For support of this and the
-    next two see `Backend.unsupported_attention_reason`.
-    """
+    """[H] float32 scores that take part in the softmax without a value (gpt-oss, 2025)."""
     value_dim: int | None = None
-    """If set, a key's first value_dim numbers are its value, and both caches are the same."""
+    """A key's first value_dim numbers are its value, and both caches are the same."""
     has_chunked_window: bool = False
-    """Windows start at multiples of their size instead of moving with the query (Llama 4, 2025)."""
+    """Windows start at multiples of their size (Llama 4, 2025)."""
 
     def first_visible_key(self, position: Any) -> Any:
-        """May be below 0. position: a number or tensor."""
+        """May be below 0. position: number or tensor."""
         assert self.window is not None
         return position // self.window * self.window if self.has_chunked_window else position - self.window + 1
 
     @property
     def window_or_negative_chunk(self) -> int:
-        """The window of kernels/cpu/attention_tile.h: 0 for none, below 0 for chunks."""
+        """As in kernels/cpu/attention_tile.h: 0 for none, below 0 for chunks."""
         return (self.window or 0) * (-1 if self.has_chunked_window else 1)
 
     def window_if_limiting(self, longest: int) -> int | None:
-        """None, which is faster, if the window hides no key in contexts of up to `longest`. Not for deterministic
-        backends, because `longest` depends on the batch.
+        """None, which is faster, if it hides no key in contexts of up to `longest`. Not for deterministic backends:
+        `longest` depends on the batch.
         """
         return None if self.window is None or self.window >= longest else self.window

@@ -30,8 +30,8 @@ _PREFERRED = {
     "cuda 9": ("flash3", "flash4", *_GPU_BACKENDS),
     "cuda 10": ("flash4", *_GPU_BACKENDS),
 }
-"""Fastest first, by device and major compute capability. Other GPUs use _GPU_BACKENDS, other devices sdpa. The
-reference is always last.
+"""Fastest first, by device and major compute capability; the reference is always last. Other GPUs use _GPU_BACKENDS,
+other devices sdpa.
 """
 
 
@@ -65,7 +65,7 @@ def _preferred_backends(device: device) -> tuple[str, ...]:
 
 _NO_CONTEXT_PARALLEL = "does not tell what of attention a part of the keys gives, which ranks that divide tokens merge"
 BackendTrial = Callable[[Backend], str | None]
-"""Returns why a backend cannot compute on the device (kernels/probes/backend_probe.py), or None."""
+"""Why a backend cannot compute on the device, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ def select_backend(
     next decides.
 
     Raises ValueError for an unknown name, for a named backend that cannot serve the model or fails the first trial, and
-    if no backend passes any.
+    if none passes any.
     """
     candidates = _CandidateBackends(device, dtype, head_dim, attention, deterministic, activation_bits)
     attempts: Sequence[BackendTrial | None] = trials or (None,)
@@ -157,9 +157,7 @@ def select_backend(
 
 
 def make_disk_experts(backend: Backend, folder: Path, memory: int) -> DiskExperts | None:
-    """Experts in a file of the folder; None if unsupported. memory: bytes for the most used ones. Raises OSError if no
-    file can be created.
-    """
+    """None if unsupported. memory: bytes for the most used experts. Raises OSError if no file can be created."""
     if not isinstance(backend, CpuBackend):
         return None
     arena = MappedWeightArena(folder)
@@ -169,7 +167,7 @@ def make_disk_experts(backend: Backend, folder: Path, memory: int) -> DiskExpert
 
 
 def make_disk_layer_streamer(backend: Backend, folder: Path, choice: LayerSelector, slots: int) -> LayerStreamer | None:
-    """None if unsupported. Raises OSError if no file can be created in the folder."""
+    """None if unsupported. Raises OSError if no file can be created."""
     if not isinstance(backend, CpuBackend):
         return None
     arena = MappedWeightArena(folder)

@@ -28,11 +28,11 @@ class Collective(ABC):
 
     @abstractmethod
     def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        """Concatenate the ranks' [R, widths[rank]] float32 on the first rank. Others return x, or the same result."""
+        """Concatenate [R, widths[rank]] float32 on the first rank. Others return x, or the same result."""
 
     @abstractmethod
     def broadcast(self, x: Tensor) -> Tensor:
-        """The first rank's x. May overwrite x; its content on other ranks does not matter."""
+        """The first rank's x; others' content does not matter. May overwrite x."""
 
     def raise_if_failed(self) -> None:
         """Called after a step. Raises RankEnded if a sum is missing, so that results are invalid."""
@@ -43,17 +43,15 @@ class Collective(ABC):
         raise NotImplementedError
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """x [ranks, ...] holds an item for each rank. Returns this rank's items in rank order."""
+        """x [ranks, ...] holds an item for each rank. Returns this rank's in rank order."""
         raise NotImplementedError
 
     def all_ranks_succeeded(self, succeeded: bool, device: device) -> bool:
-        """The same answer on all ranks; the host waits for them. device: where the ranks' tensors are."""
+        """The same answer on all ranks; the host waits. device: of the ranks' tensors."""
         raise NotImplementedError
 
     def suspend_communication(self) -> AbstractContextManager[None]:
-        """Within it methods return the right shapes without meeting other ranks, for `dry_run_for_variants`
-        (kernels/gpu/kernel_variant.py).
-        """
+        """Methods return the right shapes without meeting other ranks, for `dry_run_for_variants`."""
         raise NotImplementedError
 
     @abstractmethod

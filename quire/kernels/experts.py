@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ReferenceMoE:
-    """Expert by expert, each for the rows that chose it, so a row's sum does not depend on other rows."""
+    """Expert by expert, so a row's sum does not depend on other rows."""
 
     def __init__(self, backend: Backend, experts: MoEComponents) -> None:
         self._backend = backend
@@ -58,6 +58,6 @@ def apply_expert_activation(backend: Backend, experts: MoEComponents, gate_up: T
 
 
 class DiskExperts(WeightOffloader):
-    """Routed experts in a file. Make their MoE before `finish_loading`, which raises ValueError also if the memory for
-    cached experts holds less than one.
+    """Make their MoE before `finish_loading`, which raises ValueError also if the memory for cached experts holds less
+    than one.
     """

@@ -9,7 +9,7 @@ from torch import Tensor
 @dataclass(frozen=True, slots=True)
 class ContextShard:
     """A rank's tokens under decode context parallelism. A block holds `tokens_per_page` tokens of each rank, in rank
-    order, so all ranks share a block table.
+    order.
     """
 
     rank: int

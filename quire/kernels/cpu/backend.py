@@ -1,5 +1,5 @@
-"""The CPU backend: C++ kernels for float32 and bfloat16. Other dtypes fall back to the reference, or raise TypeError
-for KV, which has its own layout. A call costs a few microseconds of Python: create no tensor that is not returned.
+"""C++ kernels for float32 and bfloat16. Other dtypes fall back to the reference, or raise TypeError for KV, which has
+its own layout. A call costs a few microseconds of Python: create no tensor that is not returned.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from quire.kernels.routing import MoE, MoEComponents
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 _PIECE_TOKENS, _TILE_TOKENS = 16, 256
-"""Tokens of a block, and of the tiles that attention merges in order (attention_tile.h)."""
+"""Of a block, and of the tiles that attention merges in order."""
 _MAX_VOCAB = 2**19
 """From this vocabulary size on, the reference samples."""
 
@@ -67,7 +67,6 @@ class CpuBackend(CpuLinearBackend):
 
     @property
     def isa(self) -> str:
-        """Such as "AVX-512 with bf16"."""
         return native_library.ISAS[self.library.isa]
 
     def description(self) -> str:
@@ -90,8 +89,8 @@ class CpuBackend(CpuLinearBackend):
         return dtype in KERNEL_DTYPES
 
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-        """[blocks, kv_heads, elements of a head], laid out as in layout.h, or kv_codes.h if quantized; under decode
-        context parallelism [blocks, pieces of 16 tokens, kv_heads, ...] of this rank's tokens.
+        """[blocks, kv_heads, elements of a head] (layout.h, or kv_codes.h if quantized); under decode context
+        parallelism [blocks, pieces of 16 tokens, kv_heads, ...].
         """
         if dtype not in self.library.paged_attention and dtype not in QUANTIZED_KV_DTYPES:
             raise TypeError(
@@ -156,7 +155,7 @@ class CpuBackend(CpuLinearBackend):
         return self._calls.rms_norm(x.contiguous(), weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Returns x and residual themselves if contiguous, like other operations that may overwrite an argument."""
+        """Returns x and residual themselves if contiguous."""
         if not _share_kernel_dtype(x, residual) or weight.dtype != torch.float32:
             return super().add_rms_norm(x, residual, weight, eps)
         return self._calls.add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)

@@ -1,5 +1,5 @@
-"""Layers in a MappedWeightArena's file: a thread reads the next one while this one is computed. Reads bypass the page
-cache if possible, which does not help a larger file that is read from beginning to end repeatedly.
+"""A thread reads the next layer while this one is computed. Reads bypass the page cache if possible, which does not
+help a larger file that is read from beginning to end repeatedly.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class DiskLayerStreamer(LayerStreamer):
         return self._arena.file_extent(held.weights).size
 
     def _allocate_aligned(self, size: int) -> Tensor:
-        """[size] uint8 aligned to a page, followed by room for the kernels' read-ahead."""
+        """[size] uint8 on whole pages, with room for the kernels' read-ahead."""
         whole = native_library.WeightArena().allocate_bytes(size + 2 * mmap.PAGESIZE)
         return whole[-whole.data_ptr() % mmap.PAGESIZE :]
 
@@ -136,10 +136,9 @@ class DiskLayerStreamer(LayerStreamer):
             following = self.next_in_slot(layer)
             self._start_read(
                 self.initial_layers[self.slot_of(layer)] if following is None else following
-            )  # for the next step
+            )
 
     def _start_read(self, layer: int) -> _PendingRead:
-        """Does nothing if the layer is in its slot or being read."""
         slot = self.slot_of(layer)
         pending = self._pending_reads.get(slot)
         if pending is None or pending.layer != layer or (pending.done.done() and pending.done.exception() is not None):

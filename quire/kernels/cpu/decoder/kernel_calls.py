@@ -1,4 +1,4 @@
-"""Maps each operation of a layer to a kernel and its arguments."""
+"""Kernel and arguments of each operation of a layer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ class StepInputs(NamedTuple):
     context_lens: Any
     block_table: Any
     table_stride: Any
-    """Columns of the block table."""
     num_sequences: Any
     state_slots: Any
     num_state_tokens: Any
@@ -39,8 +38,8 @@ class StepInputs(NamedTuple):
 
 
 class KernelCalls(ABC):
-    """Operations of kernels/backend.py on contiguous tensors, or placeholders. x is [T, ...] in a kernel dtype. Raises
-    TypeError or ValueError for arguments that kernels do not support.
+    """Operations on contiguous tensors, or placeholders. x is [T, ...] in a kernel dtype. Raises TypeError or
+    ValueError for unsupported arguments.
     """
 
     @abstractmethod
@@ -79,8 +78,8 @@ class KernelCalls(ABC):
 
     @abstractmethod
     def call_kernel(self, kernel: str, result: Any, *arguments: Any, error_message: str = "") -> Any:
-        """Call with tensors, structures, numbers and finally the number of threads; return `result`. Raises IndexError
-        with error_message, or RankEnded, if the kernel reports failure.
+        """The last argument is the number of threads. Raises IndexError with error_message, or RankEnded, if the kernel
+        reports failure.
         """
 
     def rms_norm(self, x: Any, weight: Tensor, eps: float) -> Any:
@@ -284,8 +283,6 @@ class KernelCalls(ABC):
 
 
 class ImmediateCalls(KernelCalls):
-    """Creates no tensor that is not returned."""
-
     def __init__(self, library: native_library.NativeLibrary) -> None:
         self._library = library
 
@@ -323,13 +320,13 @@ class ImmediateCalls(KernelCalls):
         dtype = next(each.dtype for each in arguments if isinstance(each, Tensor))
         function = getattr(self._library, kernel)[dtype]
         failed = function(*map(native_library.to_ctypes, arguments), get_num_threads())
-        if error_message and failed:  # other kernels return nothing
+        if error_message and failed:
             raise RankEnded if kernel == "ranks_attention" and failed == 1 else IndexError(error_message)
         return result
 
 
 def check_cache_dtypes(x: Any, caches: CachePair) -> None:
-    """Raise TypeError if caches of this dtype cannot serve x."""
+    """Raises TypeError."""
     keys, values = (each.dtype for each in caches)
     if keys != values or (keys != x.dtype and keys not in QUANTIZED_KV_DTYPES):
         raise TypeError(f"keys and values of {keys} and {values} cannot serve {x.dtype}")

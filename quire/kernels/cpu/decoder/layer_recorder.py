@@ -1,4 +1,4 @@
-"""Several layers in one call, like a CUDA graph: records kernel calls with their pointers; recorded.cpp runs them."""
+"""Several layers in one call, like a CUDA graph: recorded.cpp runs recorded kernel calls."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from quire.kernels.cpu.ranks.shared_collective import SharedCollective
 from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
 
 _FIXED, _PER_TOKEN, _BUFFER, _STEP_VALUE, _PAGES_FETCH = range(5)
-"""How recorded.cpp derives an argument from its value."""
+"""As in recorded.cpp."""
 _ALIGNMENT = 64
-"""Bytes; a token's part of a buffer is a multiple of it."""
+"""Bytes, of a token's part of a buffer."""
 
 
 class _UnsupportedOperation(Exception):
@@ -74,7 +74,7 @@ _TOKENS, _PAGES = _StepArgument(_PER_TOKEN, 1), _StepArgument(_PAGES_FETCH, 0)
 ) = (_StepArgument(_STEP_VALUE, number) for number in range(11))
 _STRIDE, _SEQUENCES, _THREADS = (_StepArgument(_STEP_VALUE, number) for number in range(11, 14))
 _FIRST_TABLE = 14
-"""Index of the first KV cache group's block table in a step's values; its slot mapping follows, then other groups'."""
+"""Index of the first KV cache group's block table; its slot mapping follows, then other groups'."""
 
 
 class _LayerRecorder(KernelCalls, Operations):
@@ -199,7 +199,6 @@ class _LayerRecorder(KernelCalls, Operations):
         return self.call_kernel("cast", out, x, out, self.num_elements_argument(x))
 
     def _allocate_buffer(self, *shape: int, dtype: torch.dtype | None = None) -> _PlaceholderTensor:
-        """dtype defaults to the model's."""
         buffer = _PlaceholderTensor(_BUFFER, self._used_bytes, shape, self._dtype if dtype is None else dtype)
         self._used_bytes += -(-buffer.elements_per_token * buffer.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         self._token_bytes = max(self._token_bytes, self._used_bytes)
@@ -215,7 +214,6 @@ class _LayerRecorder(KernelCalls, Operations):
         return result
 
     def finish_recording(self) -> None:
-        """Call after the last layer."""
         self._calls = (native_library.Call * len(self._recorded_calls))()
         for call, (kernel, arguments) in zip(self._calls, self._recorded_calls, strict=True):
             encoded = [
@@ -275,7 +273,6 @@ def record_layers(
 
 
 def _encode_argument(each: Any, kind: type) -> native_library.Argument:
-    """kind: ctypes type."""
     match each:
         case _StepArgument():
             return native_library.Argument(each.kind, each.value)

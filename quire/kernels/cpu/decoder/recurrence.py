@@ -18,7 +18,6 @@ class RecurrenceKernelArguments(NamedTuple):
     kernel: str
     weights: tuple[Tensor | None, ...]
     sizes: tuple[int, int, int, int]
-    """Groups of heads, heads, key and value dimensions."""
     rules: tuple[float, ...]
 
 
@@ -44,7 +43,7 @@ def recurrence_kernel_arguments(rule: Recurrence) -> RecurrenceKernelArguments:
 
 
 def check_recurrence(rule: Recurrence, states: RecurrentStates, dtype: torch.dtype) -> None:
-    """Raise TypeError or ValueError for what the kernels do not support."""
+    """Raises TypeError or ValueError."""
     _, weights, (groups, heads, key, value), _ = recurrence_kernel_arguments(rule)
     wide = [states.matrices, *(each for each in weights if each is not None)]
     if any(each.dtype != torch.float32 for each in wide):

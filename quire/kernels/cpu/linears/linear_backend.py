@@ -28,7 +28,7 @@ class CpuLinearBackend(ReferenceBackend):
         self.activation_bits = activation_bits
         loaded_library = native_library.load_library_or_reason() if library is None else library
         self.missing_reason = loaded_library if isinstance(loaded_library, str) else None
-        """Why there are no compiled kernels, in one line, or None."""
+        """Why there are no compiled kernels, or None."""
         if not isinstance(loaded_library, str):
             self.library = loaded_library
 
@@ -51,15 +51,15 @@ class CpuLinearBackend(ReferenceBackend):
         )
 
     def prefers_native_linear(self, dtype: torch.dtype) -> bool:
-        """True if our kernel serves unquantized linears of this dtype, which record_layers requires."""
+        """True if our kernel serves unquantized linears, which record_layers requires."""
         narrow = dtype == torch.float32 and self.library.isa in ("plain", "avx2")
         return dtype in self.library.linear and not (narrow and torch.backends.mkldnn.is_available())
 
     def pack_quantized(
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool = False
     ) -> Linear:
-        """Integer products (quantized.cpp), or bfloat16 products for float8 (quantization/float8.cpp). Groups that are
-        not multiples of 16 inputs, weights with different input orders, and mixtures of both kinds are dequantized.
+        """Integer products, or bfloat16 products for float8. Groups that are not multiples of 16 inputs, weights with
+        different input orders, and mixtures of both kinds are dequantized.
         """
         if dtype not in self.library.linear:
             return super().pack_quantized(weights, bias, dtype=dtype, wide=wide)

@@ -17,7 +17,6 @@ from quire.kernels.cpu import native_library
 
 _HEADER_BYTES = 8192
 _CLOSED_OFFSET = 8
-"""Of the flag that a rank has ended."""
 _MIN_BUFFER_BYTES = 1 << 20
 """Longer tensors are summed in pieces."""
 _MAX_SPINS = 2000
@@ -25,7 +24,7 @@ _MAX_SPINS = 2000
 
 
 def create_shared_memory(count: int, row_bytes: int) -> int:
-    """Descriptor of a memory file that `count` ranks may inherit. row_bytes: longest row that they will gather."""
+    """Descriptor that `count` ranks may inherit. row_bytes: longest row to gather."""
     capacity = -(-max(_MIN_BUFFER_BYTES, row_bytes) // 4096) * 4096
     descriptor = os.memfd_create("quire-ranks") if hasattr(os, "memfd_create") else _create_unlinked_file()
     os.ftruncate(descriptor, _HEADER_BYTES + 2 * count * capacity)
@@ -36,7 +35,7 @@ class SharedCollective(Collective):
     def __init__(
         self, library: native_library.NativeLibrary, descriptor: int, rank: int, count: int, parent: int = 0
     ) -> None:
-        """`descriptor` may be closed afterwards. parent: process that this one ends with; 0: none."""
+        """`descriptor` may be closed afterwards. parent: this process ends with it; 0: none."""
         size = os.fstat(descriptor).st_size
         self._mapped = mmap.mmap(descriptor, size)
         self._memory = torch.frombuffer(self._mapped, dtype=torch.uint8)

@@ -29,11 +29,11 @@ _ALIGNMENT = 16
 _UNQUANTIZED_FORM = (triton_quantized.NUMBERS, 0, 0, False, False)
 _DENSE_STEP = 64
 _MAX_SMALL_TILE_ROWS, _MIN_LARGE_TILE_ROWS = 16, 64
-"""Average rows per expert: small tiles up to the first, large ones above the second."""
+"""Average rows per expert: up to the first tiles are small, above the second large."""
 _LARGE_TILES, _LARGE_TILE_BYTES = MatmulTiles(128, 256, 8, 4), 192 * 1024
 """For 16-bit weights, with their shared memory."""
 _MAX_WIDE_STEP, _WIDE_TILE_BYTES = 128, 120 * 1024
-"""For quantized weights: most inputs per step of large tiles, and their shared memory."""
+"""For quantized weights: inputs per step of large tiles, and their shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class ExpertLinearGroup:
     """One linear of every expert, found by address instead of copied."""
 
     parts: list[PackedWeight]
-    """One per expert, all of one format; 16-bit weights too."""
+    """One per expert, of one format; 16-bit weights too."""
     biases: list[Tensor] | None
     address_table: Tensor
     """[5, experts] int64."""
@@ -97,7 +97,7 @@ class ExpertLinearGroup:
 
 
 class GroupedMoE:
-    """A row's sums have one order, independent of other rows; with fixed tiles its bits are, too."""
+    """Sums of a row do not depend on others; with fixed tiles its bits do not either."""
 
     def __init__(
         self, backend: Backend, experts: MoEComponents, gate_up: ExpertLinearGroup, down: ExpertLinearGroup
@@ -118,7 +118,7 @@ class GroupedMoE:
         here = len(self._gate_up.parts)
         order, starts = sort_rows_by_expert(chosen, here, experts.first_expert)
         each, read = experts.routing.top_k, x
-        if experts.routing.weights_inputs:  # top_k rows per token
+        if experts.routing.weights_inputs:
             read, shares = (x[:, None] * shares[:, :, None]).to(x.dtype).flatten(0, 1), torch.ones_like(shares)
         rows_of_token = 1 if experts.routing.weights_inputs else each
         gate_up = self._gate_up.multiply_experts(read, order, starts, rows_of_token, count, of_tokens=True)
@@ -144,7 +144,7 @@ def make_grouped_moe(backend: Backend, experts: MoEComponents, *, fixed: bool) -
 
 
 def route_on_device(experts: MoEComponents, x: Tensor) -> tuple[Tensor, Tensor, int]:
-    """`route_tokens` with contiguous results and float32 weights, in one kernel for common routings."""
+    """`route_tokens` with contiguous results and float32 weights; one kernel for common routings."""
     routing = experts.routing
     if routing.score_function == "mixer" or routing.num_groups > 1 or routing.softcap is not None:
         chosen, shares, count = route_tokens(experts, x)
@@ -163,7 +163,7 @@ def route_on_device(experts: MoEComponents, x: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def sort_rows_by_expert(chosen: Tensor, experts: int, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Row order and starts (triton_experts.py) for chosen [tokens, top_k] int64, without rows of other ranks."""
+    """Row order and starts for chosen [tokens, top_k] int64, without rows of other ranks."""
     order = torch.empty(chosen.numel(), dtype=torch.int32, device=chosen.device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=chosen.device)
     kernels.sort_rows[experts,](chosen, order, starts, chosen.numel(), first, experts, _SORT_BLOCK, num_warps=8)
@@ -176,7 +176,6 @@ def data_ptr_lists(tensors: Sequence[Sequence[Tensor]]) -> list[list[int]]:
 
 
 def _packed_weight_and_bias(linear: Linear) -> tuple[PackedWeight, Tensor | None] | None:
-    """None unless the linear has a single part."""
     if isinstance(linear, DenseLinear):
         weight, inner = linear.weight, linear.weight.shape[1]
         part = PackedWeight(weight, weight, None, None, inner, _UNQUANTIZED_FORM, inner, _DENSE_STEP, len(weight))

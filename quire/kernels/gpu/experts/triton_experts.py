@@ -1,5 +1,4 @@
-"""Kernels of grouped_moe.py. CUDA graphs can hold them: the host reads nothing. Without atomics every sum has one
-order.
+"""CUDA graphs can hold these kernels: the host reads nothing. Without atomics every sum has one order.
 
 Row t * top_k + j is token t with its j-th expert. An expert's sorted rows lie between consecutive starts [experts + 1].
 """
@@ -21,7 +20,7 @@ def choose_experts(
     EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, PER_TOKEN: tl.constexpr, PER_TOKEN_PAD: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, CORRECTED: tl.constexpr,
 ):  # fmt: skip
-    """`choose_experts` of kernels/routing.py without groups; chosen is int64, best first, shares float32."""
+    """Without groups; chosen is int64, best first, shares float32."""
     token, i = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS_PAD)
     inside = i < EXPERTS
     score = tl.load(scores + token * EXPERTS + i, mask=inside, other=float("-inf")).to(tl.float32)
@@ -33,7 +32,7 @@ def choose_experts(
     wanted = score
     if CORRECTED:
         wanted = weight + tl.load(correction + i, mask=inside, other=0.0).to(tl.float32)
-    # Integers in the numbers' order, NaN highest, taken and missing experts lowest.
+    # Integers in the numbers' order: NaN highest, taken and missing experts lowest.
     bits = (wanted + 0.0).to(tl.int32, bitcast=True)
     rank = tl.where(wanted == wanted, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
     rank = tl.where(inside, rank, -0x80000000)
@@ -69,7 +68,6 @@ def sort_rows(chosen, order, starts, rows, first, EXPERTS: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _locate_expert_tile(starts, tile, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The tile's expert (EXPERTS: none), its first row, and the end of the expert's rows."""
     expert = tl.arange(0, EXPERTS_PAD)
     real = expert < EXPERTS
     first = tl.load(starts + expert, mask=real, other=0)
@@ -95,8 +93,8 @@ def multiply_experts(
     FACTORED: tl.constexpr, BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     LINES: tl.constexpr,
 ):  # fmt: skip
-    """Multiply by expert weights [outs, inner]. OF_TOKENS: x [tokens, inner] to sorted out [rows, outs]; otherwise
-    sorted x to out in row order. codes, scales, factors, bias only give types.
+    """OF_TOKENS: x [tokens, inner] to sorted out [rows, outs]; otherwise sorted x to out in row order. codes, scales,
+    factors, bias only give types.
     """
     tile = tl.program_id(0) % tiles
     expert, begin, end = _locate_expert_tile(starts, tile, EXPERTS, EXPERTS_PAD, BLOCK_M)
@@ -139,8 +137,8 @@ def multiply_experts(
 def combine_expert_outputs(
     out, given, shares, chosen, size, first, EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Sum given [tokens * PER_TOKEN, size] with shares [tokens, PER_TOKEN] into out [tokens, size], in order of choice,
-    without experts of other ranks.
+    """Sum given [tokens * PER_TOKEN, size] with shares into out [tokens, size], in order of choice, without experts of
+    other ranks.
     """
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)

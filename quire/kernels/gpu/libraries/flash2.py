@@ -32,8 +32,8 @@ class Flash2Backend(FlashLibraryBackend):
     def attend_batch_part(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        """Steps with one query per sequence use the split-KV decode kernel, others the ragged one, over pages or, for
-        full prefills, contiguous copies of the keys, which is faster.
+        """Steps with one query per sequence use the split-KV decode kernel, others the ragged one; full prefills use
+        contiguous copies of the keys, which is faster.
 
         If deterministic, with one split, both reduce keys in one order: they run the same kernel over tiles aligned to
         position 0.

@@ -1,4 +1,4 @@
-"""Base of flash-attn backends: large pages [page, token, KV head, head_dim]."""
+"""Base of flash-attn backends. Pages are [page, token, KV head, head_dim]."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class FlashPagedBackend(PagedAttentionBackend):
         self.reference: Backend = ReferenceBackend()
         """For all but attention outside a GPU."""
         self.fused_ops = _make_fused_backend(deterministic=deterministic)
-        """For all but attention on a GPU: Triton's fused kernels if it is installed."""
+        """For all but attention on a GPU."""
         self.keeps_weights_quantized = self.fused_ops.keeps_weights_quantized
 
     def unsupported_reason(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
     ) -> str | None:
-        """Requirements of flash-attn 2's kernels."""
+        """flash-attn 2's requirements."""
         if device.type != "cuda":
             return f"runs on NVIDIA GPUs, not on {device.type}"
         if dtype not in _DTYPES:
@@ -163,7 +163,6 @@ class FlashLibraryBackend(FlashPagedBackend):
 
 
 def import_library(name: str, what: str, install: str) -> ModuleType | str:
-    """The module, or why it is unusable. what: the library's name in messages."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
@@ -175,7 +174,6 @@ def import_library(name: str, what: str, install: str) -> ModuleType | str:
 
 
 def gather_step_kv(cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-    """[T, K, D]."""
     return cache.flatten(0, 1)[metadata.slot_mapping]
 
 
@@ -190,8 +188,8 @@ def unsupported_architecture_reason(device: torch.device, majors: tuple[int, ...
 def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> bool:
     """True if code for these architectures ("sm_90", "compute_120", as in `torch.cuda.get_arch_list`) runs on the GPU.
 
-    Machine code (sm) runs on its major version from its minor version on; PTX (compute) runs on all later versions.
-    Suffix "a" ties code to one version, "f" to one major version.
+    Machine code (sm) runs on its major version from its minor version on; PTX (compute) on all later versions. Suffix
+    "a" ties code to one version, "f" to one major version.
     """
     for kind, major, minor, suffix in re.findall(r"\b(sm|compute)_(\d+)(\d)([af]?)\b", " ".join(architectures)):
         target = (int(major), int(minor))

@@ -1,5 +1,5 @@
-"""PyTorch's own flash-attn 2, torch.nn.attention.varlen. It takes block tables and splits from torch 2.13 on (2.12 has
-the arguments, but rejects them), and has no softcap.
+"""PyTorch's own flash-attn 2. It takes block tables and splits from torch 2.13 on (2.12 rejects them), and has no
+softcap.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class TorchVarlenBackend(FlashPagedBackend):
 
         Keys are never split: with pages and splits PyTorch leaves rows unwritten
         (https://github.com/pytorch/pytorch/issues/194167). Decodes then fill few thread blocks, and a causal window
-        keeps flash-attn from packing a group's query heads, so Triton computes decodes. Not if deterministic: a token
-        needs the same bits in a decode and in a prefill chunk.
+        keeps query heads from being packed, so Triton computes decodes. Not if deterministic: a token needs the same
+        bits in a decode and in a prefill chunk.
         """
         if softmax.softcap is not None:
             raise NotImplementedError(_NO_SOFTCAP)

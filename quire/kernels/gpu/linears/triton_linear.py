@@ -1,8 +1,7 @@
-"""Batch-invariant matrix products for --deterministic on a GPU.
+"""Batch-invariant matrix products for --deterministic.
 
-Libraries choose tiles and splits of the inner dimension by the number of rows, so a row's bits depend on the batch (He
-and Thinking Machines, "Defeating Nondeterminism in LLM Inference", 2025). Here a weight has one tiling and no splits,
-which is slower.
+Libraries choose tiles and splits by the number of rows, so a row's bits depend on the batch (He and Thinking Machines,
+"Defeating Nondeterminism in LLM Inference", 2025). Here a weight has one tiling and no splits, which is slower.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def _linear_kernel(
 
 @dataclass(frozen=True, slots=True)
 class DenseLinear:
-    """Exposes its weight, because MoE multiplies it with another kernel."""
+    """Exposes its weight, which MoE multiplies with another kernel."""
 
     weight: Tensor
     """[outs, inner], contiguous."""
@@ -73,7 +72,6 @@ class DenseLinear:
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
-    """Batch-invariant."""
     weight = weight.contiguous()
     outs, inner = weight.shape
     block_n = 128 if outs >= _MIN_WIDE_OUTPUTS else 64

@@ -2,7 +2,7 @@
 
 As in Punica (Chen et al., 2023) and S-LoRA (Sheng et al., 2023) one kernel shrinks inputs to the rank, another expands
 them. Rows are sorted by adapter; each adapter of a tile has a program, which masks other rows. Tiles and inner splits
-are fixed, so a row's bits depend on the row and its adapter alone. Tables have fixed addresses, for CUDA graphs.
+are fixed, so a row's bits depend on the row and its adapter alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ROWS_PER_TILE = 16
 _OUTPUTS_PER_TILE = 64
 _INNER_STEP = 64
 _SPLIT_INPUTS = 1024
-"""Per sum; without splits a decode step has too few tiles to fill a GPU."""
+"""Without splits a decode step has too few tiles to fill a GPU."""
 _MAX_SHRINK_RANKS, _MAX_EXPAND_RANKS = 64, 32
 """Per tile; with 64 float32 ranks the expand kernel spills registers."""
 
@@ -55,9 +55,7 @@ def _shrink_kernel(
     PARTS: tl.constexpr, RANKS: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """middle [splits, rows, PARTS * RANKS] = x [rows, inner] @ down [slots, PARTS * RANKS, inner].T, for the ranks that
-    a row's adapter has.
-    """
+    """middle [splits, rows, PARTS * RANKS] = x [rows, inner] @ down [slots, PARTS * RANKS, inner].T."""
     row, mine, slot = _tile_rows_of_adapter(
         adapters, order, rows, tl.program_id(0) // most, tl.program_id(0) % most, BLOCK_M
     )
@@ -123,8 +121,6 @@ def _expand_kernel(
 
 @dataclass(frozen=True, slots=True)
 class PinnedLoraDeltas:
-    """One adapter's deltas for one linear."""
-
     parts: tuple[tuple[int, Tensor, Tensor], ...]
     """Part index, down [rank, in], up transposed [rank, outs]."""
     ranks: Tensor
@@ -133,7 +129,6 @@ class PinnedLoraDeltas:
 
 class TritonLinearWithLora(LinearWithLora, RoundedInputLinear):
     def __init__(self, linear: Linear, slots: AdapterSlotSpec, split: int = _SPLIT_INPUTS) -> None:
-        """split: inputs per sum."""
         count = slots.num_slots
         parts = slots.output_sizes
         ranks = slots.max_rank
@@ -201,7 +196,7 @@ class TritonLinearWithLora(LinearWithLora, RoundedInputLinear):
 
     @torch.inference_mode()
     def put_adapter(self, slot: int, packed: PinnedLoraDeltas | None) -> None:
-        """Queued after the running steps; the host does not wait."""
+        """Queued after running steps; the host does not wait."""
         at = slot - 1
         if packed is None:
             self._ranks[at].zero_()

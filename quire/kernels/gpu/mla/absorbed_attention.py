@@ -1,4 +1,4 @@
-"""MLA over pages of latents in absorbed form. Decodes split their keys to fill the GPU."""
+"""MLA over pages of latents in absorbed form."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from quire.kernels.gpu.triton_launch_sizes import (
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
 
 _MIN_SPLIT, _MAX_SPLITS = 64, 128
-"""Keys of an even split, and number of splits. A tile of many rows takes all shared memory, so a multiprocessor has one
-program.
+"""Keys per even split, and number of splits. A multiprocessor has one program: tiles of many rows take all shared
+memory.
 """
 _REDUCE_SHAPES = ((32, 512, 8), (_MAX_SPLITS, 64, 4))
 """(maximum of splits, numbers of a row per program, warps)."""
 _FIXED_REDUCE_BLOCK = 128
-"""Numbers of a row per program if splits follow each other."""
+"""Of a row per program, if splits follow each other."""
 
 
 def attend_absorbed(
@@ -44,8 +44,8 @@ def attend_absorbed(
     fixed: bool,
     shard: ContextShard | None = None,
 ) -> Tensor:
-    """`Operations.paged_attention` with value_dim: q [T, H, L + R], pages [P, page size, 1, L + R] of any power-of-two
-    size, without decode_prefill_parts. fixed, shard: see triton_paged_attention.py.
+    """q [T, H, L + R], pages [P, page size, 1, L + R] of any power-of-two size, no decode_prefill_parts. fixed, shard:
+    see triton_paged_attention.py.
     """
     assert softmax.value_dim is not None
     q = q.contiguous()
@@ -102,8 +102,8 @@ def attend_absorbed(
 
 
 def choose_absorbed_tiles(rows: int, dtype: torch.dtype, *, coded: bool, fixed: bool, hopper: bool) -> AttentionTiles:
-    """rows: heads times queries of a sequence; with fixed its heads, as one size serves all steps. coded: quantized
-    pages take registers. Measured on an H100 with 16-bit pages. Without hopper (wgmma's tiles of 64 rows) all fit in a
+    """rows: heads times queries of a sequence; if fixed heads, as one size serves all steps. coded: quantized pages
+    take registers. Measured on an H100 with 16-bit pages. Without hopper (wgmma's tiles of 64 rows) all fit in a
     consumer GPU's 99 KB of shared memory.
     """
     if dtype == torch.float32:  # full precision uses no tensor cores

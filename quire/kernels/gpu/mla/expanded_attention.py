@@ -1,5 +1,5 @@
-"""MLA of whole prompts in expanded form, with keys and values of all heads. It multiplies less than the absorbed form
-but rounds differently, so a row's bits depend on the prompt's chunks.
+"""MLA of whole prompts with keys and values of all heads. It multiplies less than the absorbed form but rounds
+differently, so a row's bits depend on the prompt's chunks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from quire.kernels.gpu.triton_launch_sizes import AttentionTiles, is_hopper, nex
 def run_expanded_attention(
     q: Tensor, halves: tuple[Tensor, Tensor], cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
 ) -> Tensor:
-    """[T, H * V] for rotated queries [T, H, P + R] of whole prompts. halves of kv_b_proj: [H, L, P], which absorbs
-    queries, and [H, V, L], which makes values. cache [P, page size, 1, L + R] holds all latents of these tokens.
+    """[T, H * V] for rotated queries [T, H, P + R]. halves of kv_b_proj: [H, L, P], which absorbs queries, and [H, V,
+    L], which makes values. cache [P, page size, 1, L + R] holds all latents of these tokens.
     """
     q = q.contiguous()
     tokens, heads, width = q.shape
@@ -28,7 +28,7 @@ def run_expanded_attention(
     k = torch.matmul(low, absorb)
     v = torch.matmul(low, expand.transpose(1, 2))
     if next_power_of_2(plain) != plain or next_power_of_2(rotated) != rotated or min(plain, rotated) < 16:
-        # Joined, the parts better fill tiles of power-of-two size.
+        # Joined parts better fill tiles of power-of-two size.
         k = torch.cat((k, turned[None].expand(heads, -1, -1)), dim=2)
         plain = width
         rotated = 0

@@ -1,6 +1,4 @@
-"""Kernel of expanded_attention.py: triton_attention.py's with contiguous keys and values per head. R numbers of a key
-come from its latent, equal for all heads. Not batch-invariant.
-"""
+"""triton_attention.py's kernel with contiguous keys and values per head. Not batch-invariant."""
 
 from __future__ import annotations
 
@@ -30,7 +28,6 @@ def _expanded_softmax_step(
     P: tl.constexpr, P_PAD: tl.constexpr, R: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, KEPT: tl.constexpr,
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """MASKED: only keys before `queries`."""
     n, p, e = begin + tl.arange(0, BLOCK_N), tl.arange(0, P_PAD), tl.arange(0, V_PAD)
     inside = n < queries
     k = _load_kv_rows(plain + n[:, None] * P + p[None, :], inside, p, P, P_PAD, MASKED)
@@ -56,10 +53,10 @@ def attend_expanded(
     HEADS: tl.constexpr, P: tl.constexpr, P_PAD: tl.constexpr, R: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr,
     KEPT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out [T, HEADS, V] for q [T, HEADS, P + R], plain [HEADS, T, P], v [HEADS, T, V] and turned [T, KEPT], of which
-    the keys have the first R numbers (maybe 0). Sequences are whole.
+    """out [T, HEADS, V] for q [T, HEADS, P + R], plain [HEADS, T, P], v [HEADS, T, V] and turned [T, KEPT], equal for
+    all heads, with R used numbers (maybe 0). Sequences are whole.
     """
-    head, tile = tl.program_id(0).to(tl.int64), tl.num_programs(1) - 1 - tl.program_id(1)  # longest first
+    head, tile = tl.program_id(0).to(tl.int64), tl.num_programs(1) - 1 - tl.program_id(1)
     seq, tile = find_tile_sequence(query_start, num_seqs, tile, 1, BLOCK_M)
     start = tl.load(query_start + seq).to(tl.int64)
     queries = (tl.load(query_start + seq + 1) - start).to(tl.int32)

@@ -1,4 +1,4 @@
-"""Norm, RoPE and store of latents (kernels/latent_params.py) in one Triton kernel."""
+"""Norm, RoPE and store of latents (kernels/latent_params.py)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ def rope_and_store_latents(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr,
     HALF_PAD: tl.constexpr, PAGE: tl.constexpr, NEIGHBOURS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the last R numbers of q's heads [T, HEADS, WIDTH] in place; the program after the last head norms, rotates
-    and stores kv [T, L + R].
-    """
+    """Rotates the end of q's heads in place; the program after the last head stores kv [T, L + R]."""
     HALF: tl.constexpr = R // 2
     token, head, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, HALF_PAD)
     turned = tl.where(head < HEADS, q + (token * HEADS + head) * WIDTH + WIDTH - R, kv + token * (L + R) + L)

@@ -1,6 +1,5 @@
-"""Kernels of absorbed_attention.py: triton_attention.py's with one key for all heads, L numbers, which are the value
-too, and R rotated ones. A tile's rows are queries and heads in q's order, so it need not be a multiple of the head
-count.
+"""triton_attention.py's kernels with one key for all heads, L numbers, which are the value too, and R rotated ones. A
+tile's rows are queries and heads in q's order, so it need not be a multiple of the head count.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def find_tile_sequence(query_start, num_seqs, tile, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The tile's sequence, and its index there. Sequence s starts at tile query_start[s] * HEADS // BLOCK_M + s: enough
-    room, known without the host.
+    """And the tile's index there. Sequence s starts at tile query_start[s] * HEADS // BLOCK_M + s: enough room, known
+    without the host.
     """
     low, high = num_seqs * 0, num_seqs
     while high - low > 1:
@@ -31,7 +30,7 @@ def find_tile_sequence(query_start, num_seqs, tile, HEADS: tl.constexpr, BLOCK_M
 
 @triton.jit
 def _load_latent_rows(at, inside, d, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr):
-    """0 outside, because unwritten parts of a page may hold anything."""
+    """0 outside: unwritten parts of a page may hold anything."""
     if SIZE != SIZE_PAD:
         return tl.load(at, mask=inside[:, None] & (d[None, :] < SIZE), other=0.0)
     else:
@@ -89,10 +88,8 @@ def _attend_key_range(
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """begin is a multiple of BLOCK_N.
-
-    Page ids are loaded one tile ahead: Triton prefetches latents only if their address does not depend on a load of the
-    same iteration. An unmasked loop would cost registers and instruction fetches, so all tiles are masked.
+    """Page ids are loaded one tile ahead: Triton prefetches latents only if their address does not depend on a load of
+    the same iteration. An unmasked loop would cost registers and instruction fetches.
     """
     peak = tl.full([q_low.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q_low.shape[0]], tl.float32)
@@ -114,9 +111,6 @@ def _load_query_tile(
     HEADS: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, ONE_TOKEN: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """This program's sequence, its rows of q in two parts, their positions and indices in [T * HEADS], the mask of real
-    rows, and the end of their keys.
-    """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a prompt's last tiles see the most keys, so they start first
     if ONE_TOKEN:
         TILES: tl.constexpr = (HEADS + BLOCK_M - 1) // BLOCK_M
@@ -148,7 +142,7 @@ def attend_latents(
     HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """out [T, HEADS, L], or [T, HEADS, L + 2] with RANKS, for q [T, HEADS, L + R]. SPLIT: keys per part of the softmax;
-    0: one part.
+    0: one.
     """
     seq, q_low, q_turned, position, row, real, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, rank, HEADS, L, L_PAD, R, R_PAD, PAGE, BLOCK_M, ONE_TOKEN, RANKS
@@ -184,7 +178,6 @@ def _attend_and_store_split(
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """kept: row indices in [T * HEADS], and their mask."""
     weighted, peaks, totals, splits = parts
     row, real = kept
     begin, d = split * length, tl.arange(0, L_PAD)
@@ -209,9 +202,7 @@ def attend_latent_splits(
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, SPLIT: tl.constexpr,
     HELD: tl.constexpr, RANKS: tl.constexpr, LOOPED: tl.constexpr,
 ):  # fmt: skip
-    """As triton_attention.py's attend_splits. LOOPED: a program may have several splits; a loop for one would take
-    registers.
-    """
+    """LOOPED: a program may have several splits; a loop for one would take registers."""
     seq, q_low, q_turned, position, row, real, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, rank, HEADS, L, L_PAD, R, R_PAD, PAGE, BLOCK_M, ONE_TOKEN, RANKS
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""MLA's per-head linears (kernels/mla/per_head_linear.py), all heads at once."""
+"""kernels/mla/per_head_linear.py in Triton, all heads at once."""
 
 from __future__ import annotations
 
@@ -53,8 +53,6 @@ def multiply_per_head(
 
 
 class TritonPerHeadLinear:
-    """An ExpandablePerHeadLinear."""
-
     def __init__(self, weights: Sequence[Tensor], passthrough_dim: int, *, fixed: bool) -> None:
         self.weight = torch.stack(list(weights)).contiguous()
         """[B, out, in]"""

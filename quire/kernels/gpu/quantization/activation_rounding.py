@@ -33,12 +33,11 @@ class EightBitRounding(ActivationRounding):
     is_integer: bool
     """Otherwise float8."""
     has_block_scales: bool
-    """One scale per BLOCK inputs of a row, [blocks, rows]; otherwise one per row, [rows]."""
+    """[blocks, rows], one per BLOCK inputs of a row; otherwise [rows]."""
     pair_distance: int
-    """Inputs per step if codes are ordered as in the weights' two-code words; 0: natural order."""
+    """Inputs per step if codes are ordered as in the weights' words; 0: natural order."""
 
     def round_rows(self, x: Tensor) -> RoundedActivations:
-        """x is [rows, in]."""
         x = x.contiguous()
         rows, inner = x.shape
         rounded = self._allocate_rounded(x, inner, whole=None)
@@ -143,7 +142,7 @@ def trial_failure_reason(
     """Why norms and gates cannot round on this GPU, also logged; None if bits are the same."""
     try:
         reason = "other bits" if _differs_from_unfused(form, dtype, device, shape) else None
-    except Exception as error:  # the fallback is unfused rounding
+    except Exception as error:  # falls back to unfused rounding
         reason = describe_kernel_error(error)
     if reason is not None:
         log.warning("norms and gates do not round to 8 bits (%s): %s", form, reason)

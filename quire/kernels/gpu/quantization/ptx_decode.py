@@ -29,14 +29,14 @@ def _shift_asm(to: str, source: str, left: int) -> str:
 
 
 def _multiply_add_asm(to: str, wide: bool, factor: int, added: str) -> str:
-    """On the two numbers in t. added: bits, or a register."""
+    """added: bits, or a register."""
     kind = "bf16x2" if wide else "f16x2"
     return f"mov.b32 o, {_paired_half_literal(factor)}; mov.b32 m, {added}; fma.rn.{kind} {to}, t, o, m;"
 
 
 def _float_decode_asm(to: str, source: str, wide: bool, at: int, bits: int, mantissa: int, exponent: int) -> str:
-    """Floats of `bits` bits start at bit `at` of each half of the source; their value is 2^exponent times that of their
-    bits in the larger type.
+    """Floats start at bit `at` of each half of the source; their value is 2^exponent times that of their bits in the
+    larger type.
     """
     fraction = 7 if wide else 10
     sign, rest = at + bits - 1, _paired_half_literal(((1 << (bits - 1)) - 1) << (fraction - mantissa))
@@ -51,9 +51,9 @@ def _float_decode_asm(to: str, source: str, wide: bool, at: int, bits: int, mant
 
 
 def _nibble_decode_asm(floats: bool, wide: bool, part: int) -> str:
-    """The part-th nibble of both 16-bit words in $1: integers minus 8, or doubled floats (e2m1). wide: to bfloat16."""
+    """Of both 16-bit words in $1: integers minus 8, or doubled floats (e2m1). wide: to bfloat16."""
     if floats:
-        # e2m1's exponent bias is 1; doubling adds 1 to the exponent.
+        # e2m1's exponent bias is 1; doubling adds 1.
         body = _float_decode_asm("$0", "$1", wide, 4 * part, 4, 1, 127 if wide else 15)
     else:
         magic = _MAGIC_BITS[wide]
@@ -63,7 +63,7 @@ def _nibble_decode_asm(floats: bool, wide: bool, part: int) -> str:
 
 
 def _byte_decode_asm(floats: bool, wide: bool, part: int) -> str:
-    """The part-th byte of both 16-bit words in $1: float8 (e4m3), or integers."""
+    """Of both 16-bit words in $1: float8 (e4m3), or integers."""
     magic = _MAGIC_BITS[wide]
     if floats:
         body = _float_decode_asm("$0", "$1", wide, 8 * part, 8, 3, 120 if wide else 8)

@@ -37,7 +37,7 @@ _MAX_FEW_ROWS, _MAX_SOME_ROWS = 16, 64
 _MIN_DEQUANTIZED_ROWS = 256
 """From here on weights for unrounded x are dequantized, for PyTorch's 16-bit product."""
 _LONG_STEP, _LONG_STEP_BYTES = 64, 112 * 1024
-"""Words, and the shared memory of three such steps with _MAX_SOME_ROWS rows of inputs."""
+"""Words, and the shared memory of three steps with _MAX_SOME_ROWS rows."""
 _COLUMN_BLOCK = 1024
 """Per program."""
 _PROGRAMS_PER_PROCESSOR = 4
@@ -47,8 +47,6 @@ _MIN_STEPS = 4
 
 
 class TritonQuantizedLinear(RoundedInputLinear):
-    """Fused weights with the same input."""
-
     def __init__(
         self,
         parts: Sequence[PackedWeight],
@@ -59,8 +57,8 @@ class TritonQuantizedLinear(RoundedInputLinear):
         products: Sequence[torch_matmul.TorchMatmulKind | None] = (),
         fuses: bool = False,
     ) -> None:
-        """fixed: batch-invariant. products: PyTorch's for many rows, by part; (): none. fuses: norms and gates may give
-        x in 8 bits.
+        """fixed: batch-invariant. products: PyTorch's for many rows, by part. fuses: norms and gates may give x in 8
+        bits.
         """
         self.parts = parts
         self._matmuls = products or [None] * len(parts)
@@ -75,7 +73,7 @@ class TritonQuantizedLinear(RoundedInputLinear):
             None if part.input_order is not None else _activation_rounding(part, product)
             for part, product in parts_and_matmuls
         )
-        """For many rows. A part with another input order rounds by itself."""
+        """A part with another input order rounds by itself."""
         self._fused_roundings = self._roundings if fuses else (None,) * len(parts)
         self._unrounded = (None,) * len(parts)
 
@@ -89,7 +87,7 @@ class TritonQuantizedLinear(RoundedInputLinear):
         return self._fused_roundings if self._should_round(rows) else self._unrounded
 
     def _should_round(self, rows: int) -> bool:
-        """Few rows take the time of reading the weights, so rounding them gains nothing."""
+        """Few rows take the time of reading the weights."""
         return self._has_fixed_tiles or rows > _MAX_FEW_ROWS
 
     def __call__(self, x: Activations, context: LinearContext) -> Tensor:
@@ -122,7 +120,6 @@ class TritonQuantizedLinear(RoundedInputLinear):
     def _multiply_part(
         self, number: int, x: Tensor, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None
     ) -> Tensor:
-        """Into `out`, columns of a wider tensor, if given."""
         part, rows = self.parts[number], len(x)
         x = x if part.input_order is None else x.index_select(1, part.input_order)
         if self._should_round(rows) and (form := _activation_rounding(part, self._matmuls[number])) is not None:
@@ -219,8 +216,8 @@ class MatmulTiles(NamedTuple):
 
 
 def choose_matmul_tiles(rows: int, dtype: torch.dtype, *, fixed: bool, part: PackedWeight | None = None) -> MatmulTiles:
-    """Few rows take the time of reading weights, so their tiles are small; fixed: one size. part: a weight that is
-    decoded first. Measured on an H100.
+    """Small for few rows, which take the time of reading weights; fixed: one size. part: a weight that is decoded
+    first. Measured on an H100.
     """
     if dtype == torch.float32:  # full precision uses no tensor cores
         return MatmulTiles(32, 64, 4, 2)
@@ -241,7 +238,7 @@ def choose_matmul_tiles(rows: int, dtype: torch.dtype, *, fixed: bool, part: Pac
 
 
 def split_k_count_and_length(part: PackedWeight, tiles: MatmulTiles) -> tuple[int, int]:
-    """Parts of the inner dimension, and words per part, independent of x. Stored sums stay smaller than the weights."""
+    """Parts, and words per part, independent of x. Stored sums stay smaller than the weights."""
     steps, columns = cdiv(part.words_per_output, part.inputs_per_step), cdiv(part.out_features, tiles.block_n)
     wanted = cdiv(_PROGRAMS_PER_PROCESSOR * triton_launch_sizes.num_multiprocessors(part.codes.device.index), columns)
     count = max(1, min(wanted, steps // _MIN_STEPS, part.words_per_output * part.codes.itemsize // (8 * tiles.block_m)))
@@ -310,7 +307,6 @@ def _multiply_rounded_codes(
 
 
 def look_up_rows(part: PackedWeight, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """[ids, inner]."""
     ids = ids.contiguous()
     out = torch.empty((len(ids), part.in_features), dtype=dtype, device=ids.device)
     if len(ids):

@@ -1,5 +1,5 @@
-"""x in 8 bits, int8 or float8, with a scale per row or block, rounded alone or by the norm or gate that makes it. Fused
-kernels round the value that they would have stored, so bits are the same.
+"""x in 8 bits, int8 or float8, rounded alone or by the norm or gate that makes it. Fused kernels round the value that
+they would have stored, so bits are the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _quantize_values(numbers, scales, KIND: tl.constexpr):
 @triton.jit
 def _interleaved_column(column, PAIRED: tl.constexpr):
     """With PAIRED not 0, the first of two steps of PAIRED columns is the low byte of 16-bit words, the second the high
-    byte, as in weight_packing.py.
+    byte.
     """
     if PAIRED:
         return column // (2 * PAIRED) * (2 * PAIRED) + column % PAIRED * 2 + column // PAIRED % 2
@@ -48,7 +48,7 @@ def _interleave_codes(codes, PAIRED: tl.constexpr):
 def _quantize_and_store_blocks(
     numbers, codes, scales, row, rows, first, size, KIND: tl.constexpr, PAIRED: tl.constexpr
 ):
-    """numbers are float32 [BLOCKS, BLOCK], a row from block `first` on. A scale is NaN if one of its numbers is."""
+    """numbers: float32 [BLOCKS, BLOCK] from block `first` on. A scale is NaN if one of them is."""
     BLOCKS: tl.constexpr = numbers.shape[0]
     BLOCK: tl.constexpr = numbers.shape[1]
     block = first + tl.arange(0, BLOCKS)
@@ -96,10 +96,8 @@ def norm_rounded(
     SIZE: tl.constexpr, ROW: tl.constexpr, ADD: tl.constexpr, CENTRED: tl.constexpr, WHOLE: tl.constexpr,
     KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr, BY_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """WHOLE: also unrounded, to out.
-
-    Codes are stored from blocks. In the layout of the sum, 16 bytes per thread, each thread would have 16 numbers of a
-    row instead of the norm kernel's 8, which changes the order of the sum.
+    """WHOLE: also unrounded, to out. Codes are stored from blocks: in the layout of the sum, with 16 bytes per thread,
+    threads would have 16 numbers instead of the norm kernel's 8, which changes the order of the sum.
     """
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, ROW)
     at, inside = row * SIZE + i, i < SIZE
@@ -139,7 +137,7 @@ def gate_rounded_per_row(
     out, codes, scales, gate_up, size,
     GELU: tl.constexpr, WHOLE: tl.constexpr, KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Codes [rows, size] and scales [rows]. Inputs are read twice, the second time from the cache."""
+    """Codes [rows, size] and scales [rows]. The second read of inputs is from the cache."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     most, bad = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
     for begin in range(0, size, BLOCK):

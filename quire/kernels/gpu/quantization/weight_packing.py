@@ -15,21 +15,19 @@ _STEP_SIZES = (64, 32, 16)
 SCALE_BLOCK = 128
 """Inputs of x per scale."""
 INTERLEAVED_OUTPUTS = 64
-"""Outputs with words side by side, a step of each, for contiguous reads."""
+"""With words side by side, a step of each, for contiguous reads."""
 _NIBBLES_PER_WORD = 4
 _MAX_PADDING = 0.03
-"""Fraction of a line that may be zeros, for a longer step."""
+"""Fraction of a line, for a longer step."""
 _FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Doubled 4-bit floats (e2m1), by code."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """Weights of one format in the kernels' layout."""
-
     codes: Tensor
     """[lines, words]: int16 words of four 4-bit codes (`_pack_nibbles`) or two 8-bit codes (`_pack_byte_pairs`), maybe
-    after `interleave_output_rows`; otherwise [outs, in], a byte or a number each.
+    interleaved; otherwise [outs, in], a byte or a number each.
     """
     factors: Tensor
     """[outs] float32."""
@@ -38,9 +36,9 @@ class PackedWeight:
     offsets: Tensor | None
     """[groups, outs], times the factors; None: 0."""
     group_size: int
-    """Inputs per scale; the last group may be smaller."""
+    """Inputs per scale; the last may be smaller."""
     kernel_form: tuple[int, int, int, bool, bool]
-    """KIND, LOW, HIGH, SCALED and OFFSET of the kernels."""
+    """KIND, LOW, HIGH, SCALED and OFFSET."""
     in_features: int
     inputs_per_step: int
     """Inputs per product."""
@@ -52,7 +50,6 @@ class PackedWeight:
     block_scales: Tensor | None = None
     """[ceil(outs / 128), ceil(in / 128)] float32, in addition to `scales`."""
     interleaved_outputs: int = 1
-    """Outputs side by side, a step of each."""
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +73,7 @@ class PackedWeight:
 
     @property
     def pair_distance(self) -> int:
-        """Inputs per step if a word has two 8-bit codes; otherwise 0."""
+        """Inputs per step of words with two 8-bit codes, or 0."""
         pairs = self.kernel_form[0] in (kernels.INTEGERS, kernels.FLOATS) and self.codes.dtype == torch.int16
         return self.inputs_per_step if pairs else 0
 
@@ -88,9 +85,7 @@ class PackedWeight:
 
 
 def pack_group_quantized(weight: GroupedWeight) -> PackedWeight | None:
-    """None if a group is not a multiple of a step. As on CPUs, 8-bit integers with one scale per output multiply x in 8
-    bits.
-    """
+    """None if a group is not a multiple of a step. 8-bit integers with one scale per output multiply x in 8 bits."""
     (outs, inner), single = weight.shape, weight.scales.shape[1] == 1
     steps = [step for step in _STEP_SIZES if single or weight.group_size % step == 0]
     if not steps:
@@ -139,8 +134,8 @@ def pack_float8(weight: Float8Weight, *, native: bool) -> PackedWeight | None:
 
 
 def interleave_output_rows(part: PackedWeight) -> PackedWeight:
-    """A program then reads contiguous steps: few rows take the time of reading weights. Outputs are zero-padded. Byte
-    codes and weights for PyTorch's products are unchanged.
+    """For contiguous reads: few rows take the time of reading weights. Outputs are zero-padded. Byte codes and weights
+    for PyTorch's products are unchanged.
     """
     if part.codes_per_word == 1 or part.rounds_activations or part.interleaved_outputs > 1:
         return part
@@ -169,14 +164,13 @@ def merge_adjacent_weights(parts: Sequence[PackedWeight]) -> list[PackedWeight]:
 
 
 def _table_values_as_two_int64(values: tuple[int, ...] | None) -> tuple[int, int]:
-    """A byte each."""
     listed = bytes(value & 255 for value in values or ())
     return int.from_bytes(listed[:8], "little", signed=True), int.from_bytes(listed[8:], "little", signed=True)
 
 
 def _pack_nibbles(codes: Tensor, step: int) -> Tensor:
-    """Words [out, words] from 4-bit codes [out, in / 2] (even input in the low half): `step` inputs are the lowest 4
-    bits of `step` words, the next inputs the bits above, zero-padded.
+    """From 4-bit codes [out, in / 2] (even input in the low half): `step` inputs are the lowest 4 bits of `step` words,
+    the next inputs the bits above, zero-padded.
     """
     each = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
     each = F.pad(each, (0, -each.shape[1] % (_NIBBLES_PER_WORD * step))).unflatten(1, (-1, _NIBBLES_PER_WORD, step))
@@ -189,8 +183,8 @@ def _choose_byte_pair_step(steps: Sequence[int], inner: int) -> int:
 
 
 def _pack_byte_pairs(codes: Tensor, step: int) -> Tensor:
-    """Words [out, in / 2] from 8-bit codes [out, in]: the first of two steps is the low bytes, the second the high
-    bytes. Unchanged if the inputs are not a multiple of two steps.
+    """From 8-bit codes [out, in]: the first of two steps is the low bytes, the second the high bytes. Unchanged if the
+    inputs are not a multiple of two steps.
     """
     if codes.shape[1] % (2 * step):
         return codes.contiguous()

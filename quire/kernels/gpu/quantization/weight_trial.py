@@ -1,5 +1,5 @@
-"""Trial of each quantized format on the GPU before its first weight is packed. Nothing else shows what another compiler
-or GPU makes of the kernels.
+"""Trial of each quantized format before its first weight is packed. Nothing else shows what another compiler or GPU
+makes of the kernels.
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ def trial_failure_reason(
     pack: PackFunction,
     counts: tuple[int, ...] = _ROW_COUNTS,
 ) -> str | None:
-    """Why packed weights of this kind multiply wrongly; None if they do not, or are unsupported. counts: numbers of
-    rows.
-    """
+    """None if packed weights multiply correctly, or are unsupported. counts: numbers of rows."""
     try:
         generator = torch.Generator().manual_seed(0)
         weight = _random_weight(kind, device, generator)
@@ -81,7 +79,7 @@ def trial_failure_reason(
             error = ((linear(x, NO_ADAPTERS).double() - wanted).norm() / wanted.norm()).item()
             if not error < (_MAX_INTEGER_ERROR if kind.bits else _MAX_FLOAT_ERROR):
                 return f"{kind} computes something else for {rows} rows (relative error {error:.2g})"
-    except Exception as error:  # the fallback is plain PyTorch
+    except Exception as error:  # falls back to plain PyTorch
         return describe_kernel_error(error)
     return None
 

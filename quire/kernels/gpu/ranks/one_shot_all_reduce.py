@@ -1,8 +1,8 @@
-"""Small sums in one launch (triton_sum.py) over GPUs of one machine that reach each other's memory: launches are the
-time of a decode step's sum.
+"""Small sums in one launch over GPUs of one machine that reach each other's memory: launches are the time of a decode
+step's sum.
 
-Memory is shared by CUDA IPC, as in torch.multiprocessing. PyTorch's symmetric memory does not serve: its rendezvous
-changes between versions, its sums never end without all ranks, and timeouts end the CUDA context.
+Memory is shared by CUDA IPC. PyTorch's symmetric memory does not serve: its rendezvous changes between versions, its
+sums never end without all ranks, and timeouts end the CUDA context.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from quire.kernels.gpu.triton_launch_sizes import cdiv, next_power_of_2
 log = logging.getLogger("quire.kernels")
 
 NUM_PROGRAMS, _ELEMENTS_PER_PROGRAM = 128, 2048
-"""All programs must run at once; any GPU can run this many."""
+"""All must run at once; any GPU can run this many."""
 MAX_ELEMENTS = NUM_PROGRAMS * _ELEMENTS_PER_PROGRAM
-"""Each rank reads all numbers, so for more an all-reduce in pieces is faster."""
+"""Each rank reads all numbers; for more an all-reduce in pieces is faster."""
 _MAX_ELEMENT_BYTES = 4
 _MAX_POLLS = 2**30
-"""Takes minutes; the end of a rank is noticed earlier in other ways."""
+"""Minutes; the end of a rank is noticed earlier in other ways."""
 _TRIAL_POLLS = 2**26
 _TRIAL_SECONDS = 45.0
-"""For the whole trial. A rank that failed it waits a minute at the store for the others' answers."""
+"""A rank that failed waits a minute at the store for the others' answers."""
 SumShape = tuple[int, torch.dtype]
 """Number of elements and dtype."""
 _TRIAL_SUMS: tuple[SumShape, ...] = (
@@ -46,7 +46,7 @@ _TRIAL_SUMS: tuple[SumShape, ...] = (
 
 
 class OneShotAllReduce:
-    """Sums start in the same order on all ranks, with equal sizes, and never overlap."""
+    """Sums have the same order and sizes on all ranks, and never overlap."""
 
     def __init__(
         self, rank: int, rank_memories: Sequence[Tensor], host_flags: Tensor, max_polls: int = _MAX_POLLS
@@ -67,7 +67,7 @@ class OneShotAllReduce:
         return 0 < x.numel() <= MAX_ELEMENTS and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """In float32 and rank order. A sum that was given up returns garbage: see `raise_if_failed`."""
+        """In float32 and rank order. A sum that was given up is garbage: see `raise_if_failed`."""
         x = x.contiguous()
         out, ranks = torch.empty_like(x), len(self.rank_memories)
         sum_over_ranks[cdiv(x.numel(), _ELEMENTS_PER_PROGRAM),](
@@ -102,7 +102,7 @@ def verify_all_reduce(
     sizes: Sequence[SumShape] = _TRIAL_SUMS,
     max_polls: int = _TRIAL_POLLS,
 ) -> None:
-    """Raises ValueError unless sums of these sizes have the bits of a CPU's."""
+    """Raises ValueError unless sums have the bits of a CPU's."""
     sums.max_polls, until = max_polls, time.monotonic() + _TRIAL_SECONDS
     for number, (size, dtype) in enumerate((*sizes, *sizes)):
         generator = torch.Generator().manual_seed(number)

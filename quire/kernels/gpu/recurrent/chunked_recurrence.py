@@ -1,4 +1,4 @@
-"""Launches triton_chunks.py for long prompts, which the device finds, for CUDA graphs."""
+"""Launches triton_chunks.py for long prompts, which the device finds."""
 
 from __future__ import annotations
 

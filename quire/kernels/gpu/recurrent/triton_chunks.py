@@ -7,11 +7,11 @@ G_i is the sum of log decays up to token i of a chunk, S the matrix before the c
     next matrix   exp(G) S + sum over j of exp(G - G_j) k_j d_j^T
 
 For state spaces d_j is the step times x. For the delta rule d = (1 + A)^-1 beta (v - exp(G) k S), with A_ij = beta_i
-exp(G_i - G_j) (k_i k_j) for j < i (Yang et al., 2024: Gated Delta Networks). `advance_chunks` goes through a sequence's
-chunks; what does not need S is computed for all at once before.
+exp(G_i - G_j) (k_i k_j) for j < i (Yang et al., 2024: Gated Delta Networks). What does not need S is computed first,
+for all chunks at once.
 
-A float32 operand is the sum of two bfloat16, 16 of 24 bits: about 100 times as exact as bfloat16 at twice the price, or
-three times if both operands are float32. bfloat16 inputs have exact products in float32.
+A float32 operand is the sum of two bfloat16: about 100 times as exact as bfloat16 at twice the price, or three times if
+both operands are float32.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _SIZE: tl.constexpr = tl.constexpr(RECURRENCE_CHUNK)
 
 @triton.jit
 def split_into_bfloat16_pair(x):
-    """The sum is x up to 2^-17 of it. The first is rounded with integers, because scalar conversions are slow."""
+    """The sum is x up to 2^-17 of it. The first is rounded with integers: scalar conversions are slow."""
     high = ((x.to(tl.int32, bitcast=True) + 32768) & -65536).to(tl.float32, bitcast=True)
     return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
 
 
 @triton.jit
 def _chunk_sequence_and_index(number, decodes, seqs, query_start):
-    """The s-th of the `seqs` sequences after `decodes` has the chunks from number query_start[s] // 64 + s on, so none
-    share one; some numbers may be unused.
+    """Sequence s after `decodes` has the chunks from number query_start[s] // 64 + s on, so none share one; some
+    numbers may be unused.
     """
     row = 0
     for begin in range(0, seqs, 256):
@@ -54,9 +54,7 @@ def _chunk_sequence_and_index(number, decodes, seqs, query_start):
 
 @triton.jit
 def _chunk_start_and_length(number, decodes, seqs, query_start, contexts, seen, known, guessed, long):
-    """A chunk's first token in the step, and its sequence's tokens from there on; 0 if the chunk does not exist or the
-    sequence is not computed in chunks.
-    """
+    """Length: the sequence's tokens from the chunk on; 0 if it is not computed in chunks."""
     row, piece = _chunk_sequence_and_index(number, decodes, seqs, query_start)
     start, first, begin, stop, context = load_sequence_bounds(row, query_start, contexts, seen, known, guessed)
     count = tl.where(uses_chunked_kernel(first, begin, stop, context, long), context - first - piece * _SIZE, 0)
@@ -79,8 +77,8 @@ def prepare_delta_chunks(
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     """systems [chunks, HEADS, 64, 64]: A below the diagonal, beta on it. tiles [chunks, HEADS, 4, 64, 64] bfloat16, the
-    last two: coefficients of d in readouts, as a pair. factors [chunks, HEADS, 4, 64]: of q S, of k S, of d in the next
-    matrix, of the matrix.
+    last two: coefficients of d in readouts. factors [chunks, HEADS, 4, 64]: of q S, of k S, of d in the next matrix, of
+    the matrix.
     """
     number, head = tl.program_id(0), tl.program_id(1)
     start, count = _chunk_start_and_length(number, decodes, seqs, query_start, contexts, seen, known, guessed, long)
@@ -139,8 +137,8 @@ def _store_beta_scaled_block(to, system, row: tl.constexpr, column: tl.constexpr
 def invert_delta_systems(
     tiles, systems, query_start, contexts, seen, known, guessed, long, decodes, seqs, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """tiles, the first two: (1 + A)^-1 beta as a pair. Solves the four diagonal blocks of 16 rows row by row at once,
-    and the blocks below by their products, in one warp.
+    """tiles, the first two: (1 + A)^-1 beta. Solves the four diagonal blocks of 16 rows at once, row by row, and the
+    blocks below by products, in one warp.
     """
     number, head = tl.program_id(0), tl.program_id(1)
     _, count = _chunk_start_and_length(number, decodes, seqs, query_start, contexts, seen, known, guessed, long)
@@ -227,9 +225,7 @@ def advance_chunks(
     SHARING: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """read [T, HEADS, VALUE] and matrices of the chunked sequences. A token's [INPUTS] hold q per SHARING heads, or c,
-    from Q_AT; k, or b, from K_AT; v per head, or x, from V_AT.
-    """
+    """A token's [INPUTS] hold q per SHARING heads, or c, from Q_AT; k, or b, from K_AT; v per head, or x, from V_AT."""
     row, head = decodes + tl.program_id(0), tl.program_id(1)
     at, k_at = tl.arange(0, _SIZE), tl.arange(0, KEY_PAD)
     v_at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)

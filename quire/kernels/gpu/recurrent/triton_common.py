@@ -1,8 +1,8 @@
-"""Shared parts of the recurrence kernels: advance_delta, advance_scan and advance_space.
+"""Shared parts of the kernels advance_delta, advance_scan and advance_space.
 
-A program has some columns of one head's matrix of a sequence, and computes token by token, with inputs loaded ahead:
-read [T, HEADS, VALUE] and the sequences' matrices. One warp keeps sums over a column within it. Decodes, prompts and
-drafts use one loop body, so a token's bits depend on the matrix before it and its inputs alone.
+A program has some columns of one head's matrix of a sequence, and computes token by token: read [T, HEADS, VALUE] and
+matrices. One warp keeps sums over a column within it. One loop body serves decodes, prompts and drafts, so a token's
+bits depend on the matrix before it and its inputs alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def load_sequence_bounds(row, query_start, contexts, seen, known, guessed):
 
 @triton.jit
 def uses_chunked_kernel(first, begin, stop, context, long):
-    """True if the sequence has at least `long` tokens (0: never), none a draft or accepted draft."""
+    """True if it has at least `long` tokens (0: never), none a draft or accepted draft."""
     return (long > 0) & (begin == first) & (stop == context) & (context - first >= long)
 
 
@@ -40,7 +40,6 @@ def token_input_pointers(
     given, beside, guesses, slot, position, first, start,
     INPUTS: tl.constexpr, BESIDE: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """In the step, or for earlier positions among the slot's draft inputs."""
     token = (start + position - first).to(tl.int64)
     numbers, others = given + token * INPUTS, beside + token * BESIDE
     if MOST:
@@ -63,7 +62,7 @@ def store_draft_inputs(
     guesses, given, beside, query_start, contexts, seen, known, slots,
     INPUTS: tl.constexpr, BESIDE: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Runs after all programs have read the previous step's inputs from the same places."""
+    """Runs after all programs have read the previous step's from the same places."""
     row = tl.program_id(0)
     start, first, _, stop, context = load_sequence_bounds(row, query_start, contexts, seen, known, True)
     position = tl.maximum(stop, first) + tl.program_id(1)
@@ -83,8 +82,8 @@ def norm_and_gate(
     out, read, z, norm, total, eps, SIZE: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
     NORMED: tl.constexpr, FIRST: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """All [total]. NORMED: RMSNorm of pieces of SIZE numbers with norm [PIECES, SIZE]; FIRST: before the gate. ROUND:
-    round to z's dtype before.
+    """NORMED: RMSNorm of pieces of SIZE numbers with norm [PIECES, SIZE]; FIRST: before the gate. ROUND: round to z's
+    dtype before.
     """
     piece, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     at = piece * SIZE + i

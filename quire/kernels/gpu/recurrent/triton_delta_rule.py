@@ -1,4 +1,4 @@
-"""The gated delta rule of kernels/recurrent/delta_rule.py in Triton."""
+"""kernels/recurrent/delta_rule.py in Triton."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ def _load_delta_token(
     numbers, others, wanted, head, k_at, v_at,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """q and k [KEY_PAD], v [BLOCK], b and a of a head; 0 unless `wanted`."""
     of_key = numbers + (head // (HEADS // KEY_HEADS)) * KEY + k_at
     q = tl.load(of_key, mask=wanted & (k_at < KEY), other=0.0)
     k = tl.load(of_key + KEY_HEADS * KEY, mask=wanted & (k_at < KEY), other=0.0)

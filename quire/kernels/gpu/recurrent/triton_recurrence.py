@@ -1,5 +1,5 @@
-"""`Operations.run_recurrence` in Triton, for CUDA graphs: the host never waits. Long prompts of delta rules and state
-spaces are computed by chunks if bits may depend on how a prompt was cut.
+"""`Operations.run_recurrence` in Triton; the host never waits. Long prompts are computed by chunks if bits may depend
+on how a prompt was cut.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from quire.kernels.recurrent.selective_scan import SelectiveScan
 from quire.kernels.recurrent.state_space import StateSpace
 
 _MAX_MATRIX_ELEMENTS, _FIXED_MATRIX_ELEMENTS = 4096, 2048
-"""Of a program's one warp: at most 128 registers per thread. In an H100's decodes 32 columns, rows of 128 bytes, move
-two to three times the bytes per second of 8; 16 is a compromise if the kernel also computes long prompts.
+"""Per warp: at most 128 registers per thread. In an H100's decodes 32 columns (rows of 128 bytes) move two to three
+times the bytes per second of 8; 16 is a compromise if the kernel also computes long prompts.
 """
 _MAX_COLUMNS = 32
 _LARGE_KEY_DIM = 256
@@ -85,7 +85,6 @@ def _advance_states(
     *,
     fixed: bool,
 ) -> None:
-    """kernel_flags: as in advance_chunked."""
     value, most = states.matrices.shape[3], states.draft_inputs.shape[1]
     key = next_power_of_2(rule.key_dim)
     few = fixed or (key >= _LARGE_KEY_DIM and is_consumer_blackwell(read.device.index))

@@ -1,4 +1,4 @@
-"""The state spaces of kernels/recurrent/state_space.py in Triton."""
+"""kernels/recurrent/state_space.py in Triton."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ def _load_space_token(
     numbers, others, wanted, head, k_at, v_at,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """A head's x [BLOCK] and dt, and its group's b and c [KEY_PAD]; 0 unless `wanted`."""
     x = tl.load(numbers + head * VALUE + v_at, mask=wanted & (v_at < VALUE), other=0.0)
     of_group = numbers + HEADS * VALUE + (head // (HEADS // GROUPS)) * KEY + k_at
     b = tl.load(of_group, mask=wanted & (k_at < KEY), other=0.0)
