@@ -1,4 +1,4 @@
-"""LoRA in plain PyTorch: the judge of kernels/cpu/lora.cpp and of the Triton kernels."""
+"""LoRA in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ReferenceLinearWithLora(LinearWithLora):
 
 
 def _lora_product(delta: LoraDelta, row: Tensor) -> Tensor:
-    """[in] to [outs], in float32 or float64."""
+    """In float32 or float64."""
     wide = _compute_dtype(row)
     return delta.up.to(wide) @ (delta.down.to(wide) @ row.to(wide))
 

@@ -134,9 +134,7 @@ class DiskLayerStreamer(LayerStreamer):
     def leave_layer(self, layer: int) -> None:
         if self.is_streamed(layer):
             following = self.next_in_slot(layer)
-            self._start_read(
-                self.initial_layers[self.slot_of(layer)] if following is None else following
-            )
+            self._start_read(self.initial_layers[self.slot_of(layer)] if following is None else following)
 
     def _start_read(self, layer: int) -> _PendingRead:
         slot = self.slot_of(layer)
