@@ -29,7 +29,7 @@ LayerCache = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class LinearContext:
-    """Of a linear's input rows."""
+    """LoRA adapters of a linear's input rows."""
 
     adapter_slots: Tensor | None = None  # [rows] int64; None: no row has an adapter
     row_order: Tensor | None = None  # [rows] int64, GPU only: row indices sorted by adapter
@@ -86,7 +86,7 @@ class LinearWithLora(ABC):
 
     @abstractmethod
     def put_adapter(self, slot: int, packed: Any) -> None:
-        """For the next calls; None clears the slot."""
+        """Takes effect at the next call. None clears the slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +99,14 @@ class QuantizedEmbedding:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Layout of one step: T tokens of S sequences, on the model's device.
+    """One step's T tokens of S sequences, on the model's device.
 
     Sequence s owns tokens query_start[s] to query_start[s + 1], the last of its context_lens[s]; all KV is in the
     blocks of block_table[s], in order.
     """
 
     query_start: Tensor  # [S + 1] int32, cumulative
-    context_lens: Tensor  # [S] int32, keys per sequence, including this step's tokens
+    context_lens: Tensor  # [S] int32, keys, including this step's
     key_start: Tensor  # [S + 1] int32, cumulative context_lens
     block_table: Tensor  # [S, max blocks] int32, padded with any valid block id
     positions: Tensor  # [T] int64, absolute
@@ -167,11 +167,11 @@ class Operations(ABC):
 
     @abstractmethod
     def apply_linear(self, linear: Linear, x: Activations, context: LinearContext) -> Tensor:
-        """Does not change x."""
+        """x stays unchanged."""
 
     @abstractmethod
     def run_moe(self, moe: MoE, x: Tensor, router_input: Tensor) -> Tensor:
-        """Does not change x and router_input, maybe one tensor."""
+        """x and router_input, maybe one tensor, stay unchanged."""
 
     @abstractmethod
     def all_reduce(self, x: Tensor, group: Collective | None) -> Tensor:
@@ -235,9 +235,9 @@ class Operations(ABC):
     ) -> Tensor:
         """Causal attention of q [T, H, D] over paged KV: [T, H, D], or [T, H, AttentionParams.value_dim].
 
-        Position p sees keys from AttentionParams.first_visible_key(p) to p. Quantized KV is used as rounded, this
-        step's included. Query head h reads KV head h // (H / K). Scores and sums are float32. A row's bits do not
-        depend on the batch, chunks or block ids, except on GPU backends that are not deterministic.
+        Position p sees keys from AttentionParams.first_visible_key(p) to p, quantized ones as rounded. Query head h
+        reads KV head h // (H / K). Scores and sums are float32. A row's bits do not depend on the batch, chunks or
+        block ids, except on GPU backends that are not deterministic.
         """
 
     def context_parallel_attention(
@@ -320,12 +320,12 @@ class Backend(Operations):
     def unsupported_reason(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
     ) -> str | None:
-        """In one line with a remedy, or None. Other methods may be called only after None. softcap: attention scores
-        are capped.
+        """Why the model cannot be served, in one line with a remedy, or None. Other methods may be called only after
+        None. softcap: attention scores are capped.
         """
 
     def unsupported_kv_dtype_reason(self, kv_dtype: torch.dtype) -> str | None:
-        """Why KV blocks cannot hold this quantized dtype, in one line with a remedy, or None."""
+        """Why KV blocks cannot hold this quantized dtype, as in unsupported_reason."""
         return None
 
     def unsupported_attention_reason(self, *, sinks: bool, latents: bool, chunks: bool) -> str | None:
@@ -338,7 +338,7 @@ class Backend(Operations):
 
     @abstractmethod
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-        """Of a layer's key cache, and of its value cache; the first axis is the block.
+        """Shape of a layer's key cache, and of its value cache; the first axis is the block.
 
         dtype is that of q, k and v, or one of QUANTIZED_KV_DTYPES. A block has block_size * K * D elements, or
         block_size * K * (D + num_scale_elements) if quantized. Blocks of more than 16 tokens are [tokens, ...], so that
@@ -397,14 +397,14 @@ class Backend(Operations):
     def record_layers(
         self, layers: Sequence[LayerFunction], hidden: int, dtype: torch.dtype, *, starts: bool, groups: int
     ) -> RecordedLayers | None:
-        """One call with the same bits; None if unsupported. hidden, dtype: of the residual stream, which begins in the
-        first layer if `starts`. groups: block tables in the metadata.
+        """Combine layers into one call with the same bits; None if unsupported. hidden and dtype are the residual
+        stream's, which begins in the first layer if `starts`. groups: block tables in the metadata.
         """
         return None
 
     def create_rank_memory(self, count: int, row_bytes: int) -> int | None:
-        """Descriptor of memory shared by `count` processes of one machine, which must inherit it; None if unsupported.
-        row_bytes: longest row to gather.
+        """Descriptor of memory that `count` processes of one machine inherit; None if unsupported. row_bytes: longest
+        row to gather.
         """
         return None
 
@@ -418,7 +418,7 @@ class Backend(Operations):
 
     @abstractmethod
     def sample_tokens(self, logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:
-        """Sample a token per row of logits [R, vocab] float32: [R] int64.
+        """Logits [R, vocab] float32 to tokens [R] int64.
 
         filters [R, 4] float64 are temperature (above 0), top_k (1 to vocab), top_p and min_p. Top-k, then top-p of the
         rest (Holtzman et al., 2020), then min-p keep logits from a threshold up, so equal ones stay together. The first

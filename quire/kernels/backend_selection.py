@@ -129,8 +129,8 @@ def select_backend(
     activation_bits: str = "auto",
     trials: Sequence[BackendTrial] = (),
 ) -> tuple[Backend, str]:
-    """Return a backend, and one line on the choice. trials: the backend must pass the first; if no fast one does, the
-    next decides.
+    """Return a backend, and one line on the choice. It must pass the first of the trials; if no fast one does, the next
+    decides.
 
     Raises ValueError for an unknown name, for a named backend that cannot serve the model or fails the first trial, and
     if none passes any.

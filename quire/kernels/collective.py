@@ -14,9 +14,8 @@ class RankEnded(Exception):
 
 
 class Collective(ABC):
-    """One rank's view of the group. All ranks call the same methods in the same order, with equally many rows; no row's
-    bits depend on other rows. Methods raise RankEnded. Those with NotImplementedError exist only for ranks that meet at
-    a store.
+    """All ranks call the same methods in the same order, with equally many rows; no row's bits depend on other rows.
+    Methods raise RankEnded. Those with NotImplementedError exist only for ranks that meet at a store.
     """
 
     rank: int

@@ -1,5 +1,3 @@
-"""MoE in plain PyTorch, and the base of experts on disk."""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,6 @@
-"""Search for scales and offsets of 4-bit weight groups. Besides round-to-nearest it tries smaller steps, which clip the
-ends, fits scale and offset to the codes of each by least squares, and takes the best, rounded to half floats. Zero
-points, which checkpoints use instead of offsets, are tried around the nearest one, with bfloat16 scales.
+"""Scales and offsets of 4-bit weight groups. Besides round-to-nearest it tries smaller steps, which clip the ends, fits
+scale and offset to the codes of each by least squares, and takes the best, rounded to half floats. Zero points, which
+checkpoints use instead, are tried around the nearest one, with bfloat16 scales.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 GROUP_SIZE = 32
 _RANGE_FACTORS = tuple(1 - 0.03 * step for step in range(11))
-"""Of a group's range that the 15 steps cover."""
+"""Fractions of a group's range that 15 steps cover."""
 _GROUPS_PER_BATCH, _GPU_GROUPS_PER_BATCH = 1 << 9, 1 << 18
 """On a CPU few enough to stay in the caches and wake no PyTorch threads; elsewhere enough to keep the device busy."""
 _MIN_SCALE = 2.0**-100

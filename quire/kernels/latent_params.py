@@ -1,6 +1,6 @@
-"""What a token keeps under MLA (DeepSeek-V2, 2024): one latent, from which keys and values of all heads derive, and one
-rotated key for all heads. They are stored as one key of one head, L + R numbers; the value is the first L. Queries are
-absorbed into latent space before attention, and its output is brought out after.
+"""Under MLA (DeepSeek-V2, 2024) a token keeps one latent, from which keys and values of all heads derive, and one
+rotated key for all heads: one key of one head, L + R numbers; the value is the first L. Queries are absorbed into
+latent space before attention, and its output is brought out after.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from quire.kernels.qk_norm_rope import rms_norm
 
 @dataclass(frozen=True, slots=True)
 class LatentNormRopeParams:
-    """Norm of latents and RoPE of the rotated part, before they are stored."""
-
     norm_weight: Tensor
     """[L] float32."""
     eps: float

@@ -1,5 +1,3 @@
-"""LoRA in plain PyTorch."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -167,12 +167,12 @@ class ActivationRounding(ABC):
 
 class RoundedInputLinear:
     def input_roundings(self, rows: int) -> tuple[ActivationRounding | None, ...]:
-        """Of each part, for x of `rows` rows; None: unrounded."""
+        """One per part, for `rows` rows; None: unrounded."""
         raise NotImplementedError
 
 
 def choose_rounding_and_needs_unrounded(readers: Sequence[object], x: Any) -> tuple[ActivationRounding, bool] | None:
-    """How to round x for these linears, and whether some need it unrounded or rounded differently; None: do not round."""
+    """How to round x for these linears, and whether some need it otherwise; None: do not round."""
     if not any(isinstance(each, RoundedInputLinear) for each in readers):
         return None
     roundings = [

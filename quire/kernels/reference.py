@@ -353,10 +353,8 @@ def _can_pack_onednn(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _pack_onednn(weight: Tensor, bias: Tensor | None) -> Linear:
-    """A blocked layout, up to twice as fast as F.linear at 1 to 16 rows.
-
-    A row has the same bits for 2 or more rows (measured for float32 and bfloat16; F.linear fails this in float32). One
-    row takes another path, so it is doubled.
+    """Its blocked layout is up to twice as fast as F.linear at 1 to 16 rows. A row has the same bits for 2 or more rows
+    (measured for float32 and bfloat16; F.linear fails this in float32). One row takes another path, so it is doubled.
     """
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     multiply = torch.ops.mkldnn._linear_pointwise

@@ -18,14 +18,14 @@ LinearFunction = Callable[[Tensor, Any], Tensor]
 
 
 MoE = Callable[[Tensor, Tensor], Tensor]
-"""Experts' and router's input [rows, hidden] to the weighted sum of the chosen experts' outputs. Implementations
-default the router's to the experts'.
+"""Maps the experts' and the router's input [rows, hidden] to the weighted sum of chosen experts' outputs. The router's
+input defaults to the experts'.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class MoEComponents:
-    """MLPs of which a router chooses some per token (Shazeer et al., 2017)."""
+    """A router chooses some of these MLPs for each token (Shazeer et al., 2017)."""
 
     router: LinearFunction
     """[T, hidden] to scores [T, experts] float32."""
@@ -35,7 +35,7 @@ class MoEComponents:
     clamped_swiglu: ClampedSwiGLU | None = None
     """None: plain SiLU gate."""
     activation: Activation | None = None
-    """Of MLPs without gates; `gate_up` is the up projection alone."""
+    """For MLPs without gates; `gate_up` is the up projection alone."""
     score_correction_bias: Tensor | None = None
     """[experts] float32; affects the choice alone (DeepSeek-V3, 2024)."""
     expert_scales: Tensor | None = None

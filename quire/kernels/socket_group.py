@@ -20,8 +20,7 @@ from torch import Tensor, uint8
 _CHUNK_BYTES = 1 << 16
 """Sockets take this while the peer does not read: all ranks send a chunk before they read, so sends must not block."""
 _KEY_BYTES = 16
-"""Of the key that a rank publishes in the store and requires of a connecting peer, before a byte with the peer's rank.
-"""
+"""Length of the key that a rank publishes in the store and requires of a connecting peer."""
 _CONNECT_SECONDS = 60.0
 _POLL_SECONDS = 0.02
 _GREETING_SECONDS = 1.0
@@ -98,7 +97,6 @@ class SocketGroup:
                 peer.shutdown(socket.SHUT_RDWR)  # wakes waiting threads
 
     def _exchange_buffers(self, outgoing: Sequence[memoryview], out: Tensor) -> CompletedWork:
-        """All of equal length; out is in rank order."""
         self._connect_peers()
         parts = [_tensor_bytes(part) for part in out.view(self._count, -1)]
         parts[self._rank][:] = outgoing[self._rank]

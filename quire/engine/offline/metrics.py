@@ -1,4 +1,4 @@
-"""Engine gauges and counters under the names of the server's /metrics, which are vLLM's."""
+"""Engine metrics under vLLM's names."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Gauge(Metric):
 
 @dataclass(frozen=True, slots=True)
 class Counter(Metric):
-    """Count since the engine's start."""
+    """Since the engine's start."""
 
     value: int
 
 
 @dataclass(frozen=True, slots=True)
 class Vector(Metric):
-    """Counters by position."""
+    """By position."""
 
     values: list[int]
 

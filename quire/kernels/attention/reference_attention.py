@@ -21,7 +21,7 @@ LOG2E = 1.4426950408889634
 
 
 class PartialSoftmax(NamedTuple):
-    """Of T tokens and H heads, in float32, or float64 if q is."""
+    """T tokens and H heads, in float32, or float64 if q is."""
 
     weighted_values: Tensor  # [T, H, V]: sum of values times exp(score - max)
     max_scores: Tensor  # [T, H]; -inf: no key was seen

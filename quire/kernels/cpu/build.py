@@ -1,8 +1,8 @@
 """Compiles the C++ kernels into `<set>.so`, one library per instruction set.
 
 `python build.py` builds the plain set and the best that this machine has; `python build.py all` builds all, for wheels
-and slow tests. g++ (or $CXX, through ccache if present) needs no headers of Python or PyTorch, so one wheel serves all
-their versions. Imports only the standard library, to run inside pip's build.
+and slow tests. g++ (or $CXX) needs no headers of Python or PyTorch, so one wheel serves all their versions. Imports
+only the standard library, to run inside pip's build.
 """
 
 from __future__ import annotations

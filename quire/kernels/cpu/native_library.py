@@ -1,5 +1,3 @@
-"""Loads the kernels built by build.py."""
-
 from __future__ import annotations
 
 import ctypes
@@ -320,7 +318,6 @@ class NativeLibrary:
         return function
 
     def call_wrapper_address(self, kernel: str, dtype: torch.dtype) -> int | None:
-        """For recorded.cpp."""
         return ctypes.cast(getattr(self._library, f"call_{kernel}_{_SUFFIXES[dtype]}"), _POINTER).value
 
 

@@ -1,4 +1,4 @@
-"""Copies between host and device; with CUDA neither waits."""
+"""With CUDA neither host nor device waits."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ _ALIGNMENT = 16
 
 
 def upload_arrays(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """In one piece, from pinned memory with CUDA, which PyTorch keeps until the copy is done. On the CPU the tensors
-    share the arrays' memory.
-    """
+    """Copies in one piece, from pinned memory with CUDA. On the CPU the tensors share the arrays' memory."""
     if device.type == "cpu":
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
     size = _end_offsets(arrays)[-1]
@@ -63,7 +61,7 @@ def _end_offsets(arrays: Sequence[np.ndarray]) -> list[int]:
 
 
 class HostDownload:
-    """On a side stream, so that later computations do not wait."""
+    """Copies on a side stream, so that later computations do not wait."""
 
     def __init__(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
         """stream: None if the tensors are on the host, or the device is not CUDA; `wait_for_copy` then copies."""

@@ -60,8 +60,6 @@ _DEVICE_NUMBERS: dict[GPUTarget, int] = {}
 
 
 class CompileOnlyDriver:
-    """Only answers the compiler's question for the target."""
-
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
         # Triton keys its compiled kernels by device index.
@@ -94,7 +92,7 @@ def dry_run_for_variants(function: Callable[[], None]) -> list[KernelVariant]:
         variants[
             KernelVariant(fn.module, fn.name, compile["specialization_data"], (gpu.backend, gpu.arch, gpu.warp_size))
         ] = None
-        return True  # do not compile
+        return True
 
     def run_without_launch(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         return run(kernel, *args, grid=grid, warmup=True, **options)

@@ -26,7 +26,7 @@ class PrefillDecodeSplit:
     query_start: np.ndarray  # [prompts + 1] int32
     key_start: np.ndarray  # [prompts + 1] int32
     max_context_lens: tuple[int, int]
-    """Of the decodes, and of the rest."""
+    """Decodes, and the rest."""
     is_full_prefill: bool
     """True if all keys of the rest are this step's."""
 
@@ -48,8 +48,8 @@ class PrefillDecodeSplit:
     def metadata_with_parts(
         self, metadata: AttentionMetadata, query_start: Tensor, key_start: Tensor, block_size: int
     ) -> AttentionMetadata:
-        """A copy with parts, also in other groups. query_start and key_start: this split's, on the device. Parts hold
-        only what attention needs.
+        """Parts hold only what attention needs, also in other groups. query_start and key_start: this split's, on the
+        device.
         """
         first, behind = slice(self.num_decodes), slice(self.num_decodes, None)
         pages = [-(-longest // block_size) for longest in self.max_context_lens]

@@ -21,9 +21,7 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _find_tile_sequence(query_start, num_seqs, tile, BLOCK_Q: tl.constexpr):
-    """And the tile's index there. Sequence s starts at tile query_start[s] // BLOCK_Q + s: enough room, known without
-    the host.
-    """
+    """Sequence s starts at tile query_start[s] // BLOCK_Q + s: enough room, known without the host."""
     low, high = num_seqs * 0, num_seqs
     while high - low > 1:
         middle = (low + high) // 2
@@ -53,7 +51,7 @@ def local_to_global_position(key, rank, RANKS: tl.constexpr, PAGE: tl.constexpr)
 
 @triton.jit
 def merge_softmax_parts(peak, total, acc, peak2, total2, acc2):
-    """Parts are maximum in base 2, sum of weights, and weighted values."""
+    """Of maximum in base 2, sum of weights, and weighted values."""
     top = tl.maximum(peak, peak2)
     anchor = tl.where(top == float("-inf"), 0.0, top)
     keep, add = tl.exp2(peak - anchor), tl.exp2(peak2 - anchor)
@@ -225,7 +223,7 @@ def attend(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """out [T, HEADS, D], or [T, HEADS, D + 2] with RANKS. SPLIT: keys per part of the softmax; 0: one part."""
+    """SPLIT: keys per part of the softmax; 0: one part."""
     seq, queried, position, row, filled, begin, full, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, window, rank,
         HEADS, HEADS // KV_HEADS, D, D_PAD, PAGE, BLOCK_M, BLOCK_N, ONE_TOKEN, WINDOWED, RANKS,
@@ -272,9 +270,7 @@ def attend_splits(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """peaks, totals [T * HEADS, splits], weighted [.., D].
-
-    SPLIT: keys per split, counted from position 0; 0: a tile's keys are split evenly, one split per program, maybe
+    """SPLIT: keys per split, counted from position 0; 0: a tile's keys are split evenly, one split per program, maybe
     empty with the peak -inf.
     """
     seq, queried, position, row, filled, begin, full, end = _load_query_tile(
@@ -316,7 +312,6 @@ def reduce_even_splits(
     out, sinks, weighted, peaks, totals, splits, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     MOST_SPLITS: tl.constexpr, RANKS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """From all parts at once."""
     row = tl.program_id(0).to(tl.int64)
     split, d = tl.arange(0, MOST_SPLITS), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = split < splits
@@ -343,7 +338,7 @@ def reduce_fixed_splits(
     BLOCK_D: tl.constexpr, PAGE: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, RANKS: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
-    """From parts in key order, as `attend` merges them."""
+    """In key order, as `attend` merges parts."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     position = tl.load(positions + row // HEADS).to(tl.int32)
@@ -372,7 +367,6 @@ def merge_ranks(
     out, sinks, parts, rows, HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, RANKS: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, D] from parts [RANKS, rows, D + 2] in rank order."""
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, D_PAD)
     peak, total, acc = float("-inf"), 0.0, tl.zeros([D_PAD], tl.float32)
     for rank in range(RANKS):

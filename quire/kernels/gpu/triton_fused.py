@@ -95,7 +95,7 @@ def row_block_size_and_warps(size: int) -> tuple[int, int]:
 
 @triton.jit
 def gated_activation(gate_up, size, i, inside, GELU: tl.constexpr):
-    """A row has `size` gates, then what they gate."""
+    """A row holds `size` gates, then the values that they gate."""
     gate = tl.load(gate_up + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + size + i, mask=inside, other=0.0)
     slope = gate

@@ -53,7 +53,7 @@ def num_even_splits(
 
 @cache
 def num_multiprocessors(device: int | None) -> int:
-    """Any under the interpreter (device None)."""
+    """Arbitrary under the interpreter (device None)."""
     return 16 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -67,14 +67,14 @@ def shared_memory_bytes(device: int | None) -> int:
 
 
 def is_hopper(device: int | None) -> bool:
-    """True if kernels are compiled for compute capability 9.0, with tensor cores of 64 rows and 227 KB of shared memory
-    per program: for this device, or the target of `set_compile_target`.
+    """True if kernels are compiled for compute capability 9.0 (tensor cores of 64 rows, 227 KB of shared memory per
+    program): for this device, or `set_compile_target`'s.
     """
     return _has_capability(device, 90)
 
 
 def is_consumer_blackwell(device: int | None) -> bool:
-    """Compute capability 12.0, for which the same tiles need more registers."""
+    """Compute capability 12.0; the same tiles need more registers."""
     return _has_capability(device, 120)
 
 

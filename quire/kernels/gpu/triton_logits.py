@@ -49,7 +49,6 @@ def apply_penalties(logits, counts, rows, repetitions, presences, frequencies, v
 
 @triton.jit(do_not_specialize=["number"])
 def add_at(logits, rows, tokens, values, number, vocab):
-    """Pairs are distinct."""
     i = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
     token = tl.load(tokens + i, mask=i < number, other=-1)
     inside = (token >= 0) & (token < vocab)
@@ -60,7 +59,6 @@ def add_at(logits, rows, tokens, values, number, vocab):
 
 @triton.jit(do_not_specialize=["stride"])
 def ban_words(logits, tokens, rows, slots, positions, words, ends, stride, vocab):
-    """rows, slots, positions [words]; words: all words' tokens, with boundaries ends [words + 1]."""
     index = tl.program_id(0)
     begin, last = tl.load(ends + index), tl.load(ends + index + 1) - 1
     tail = tokens + tl.load(slots + index) * stride + tl.load(positions + index) - (last - begin)

@@ -107,7 +107,7 @@ def choose_attention_tiles(
     five. hopper: wgmma needs 64 rows, with which other GPUs spill at 256 numbers.
     """
     rows, wide = next_power_of_2(group * max_query_len), padded_dim > 128
-    if dtype == torch.float32:  # full precision uses no tensor cores
+    if dtype == torch.float32:  # no tensor cores
         tiles = AttentionTiles(16, 16, 4, 2) if wide else AttentionTiles(16, 32, 4, 3)
     elif fixed:
         tiles = AttentionTiles(64 if hopper else 32, 32, 8, 3) if wide else AttentionTiles(64, 32, 4, 4)

@@ -1,5 +1,4 @@
-"""Samples tokens without sorting; the host does not wait. Logits, parameters, seed and position give the same token as
-engine/worker/sampling/sampler.py.
+"""Samples tokens without sorting; the host does not wait. Results are those of engine/worker/sampling/sampler.py.
 
 A token's weight is exp(scaled logit - largest), in fixed point, so sums are exact in any order, and neither chunks nor
 batches change a sample. A filter keeps tokens from a threshold weight up, found by bisection over float32 bits: among
@@ -27,7 +26,6 @@ MAX_VOCAB = 2**19 - 1
 
 @triton.jit
 def _load_token_weights(logits, at, inside, temperature, peak):
-    """float32 bits, and fixed point, relative to the row's largest logit."""
     scaled = tl.div_rn(tl.load(logits + at, mask=inside, other=float("-inf")), temperature)
     top = tl.div_rn(peak, temperature)
     weight = tl.where(scaled == float("-inf"), 0.0, tl.exp(scaled - top))
@@ -42,7 +40,6 @@ def _row_peak(peaks, row, chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def find_chunk_peaks(peaks, places, logits, vocab, chunks):
-    """Each chunk's largest logit and its first token: [rows, chunks]."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * _CHUNK + tl.arange(0, _CHUNK)
     value = tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf"))
@@ -56,7 +53,7 @@ def sum_chunk_weights(
     counts, masses, kept, logits, peaks, temperatures, min_ps, vocab, chunks,
     CHUNKS: tl.constexpr, FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """kept [rows, chunks]: weight after min-p. FILTERED: counts and masses [rows, chunks, levels] before min-p."""
+    """kept: weight after min-p. FILTERED: counts and masses by level, before min-p."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + row)
     if temperature > 0:
@@ -77,7 +74,7 @@ def sum_chunk_weights(
 
 @triton.jit
 def _find_cutoff_level(counts, masses, row, chunks, top_k, top_p, vocab, CHUNKS: tl.constexpr):
-    """The level in which top-k or top-p cuts, each chunk's tokens [CHUNKS] down to it, and the weight of all levels."""
+    """The level in which top-k or top-p cuts, each chunk's tokens down to it, and the weight of all levels."""
     chunk, level = tl.arange(0, CHUNKS)[:, None], tl.arange(0, _LEVELS)
     at = (row * chunks + chunk) * _LEVELS + level[None, :]
     count = tl.load(counts + at, mask=chunk < chunks, other=0)
@@ -95,7 +92,7 @@ def gather_candidates(
     bits_found, tokens_found, counts, masses, logits, peaks, temperatures, top_ks, top_ps, vocab, chunks,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Weight bits and tokens [rows, _CANDIDATES] that may be kept, in vocabulary order, unless there are more."""
+    """In vocabulary order, unless there are more than _CANDIDATES."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
     if (temperature > 0) & ((top_k < vocab) | (top_p < 1)):
@@ -129,7 +126,6 @@ def _mix(z):
 
 @triton.jit
 def _first_cumsum_above(mass, target):
-    """The index of [N], and the sum before it."""
     sums = tl.cumsum(mass, 0)
     index = tl.min(tl.where(sums > target, tl.arange(0, mass.shape[0]), mass.shape[0] - 1), 0)
     return index, tl.sum(tl.where(tl.arange(0, mass.shape[0]) < index, mass, 0), 0)
@@ -145,7 +141,6 @@ def _draw_target_mass(mass, u):
 def _count_and_mass_at_least(
     least, bits, mass, row, logits, peaks, temperature, vocab, chunks, CHUNKS: tl.constexpr, ALL: tl.constexpr
 ):
-    """Of candidates, or ALL of the vocabulary. least: bits."""
     if ALL:
         count, total = least * 0, (least * 0).to(tl.int64)
         peak = _row_peak(peaks, row, chunks, CHUNKS)
@@ -165,7 +160,6 @@ def _top_k_top_p_threshold(
     bits, mass, whole, top_k, top_p, row, logits, peaks, temperature, vocab, chunks,
     CHUNKS: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """Bits of the smallest kept weight; `whole` is all weight."""
     least = top_k * 0
     if top_k < vocab:
         for i in range(30):
@@ -205,7 +199,6 @@ def _pick_candidate(bits_found, tokens_found, found, whole, least, u, row, top_k
 
 @triton.jit
 def _pick_in_chunk(logits, peak, temperature, row, chunk, left, least, vocab):
-    """First token at which the cumulative weight of tokens from `least` up exceeds `left`."""
     token = chunk * _CHUNK + tl.arange(0, _CHUNK)
     bits, mass = _load_token_weights(logits, row * vocab + token, token < vocab, temperature, peak)
     index, _before = _first_cumsum_above(tl.where(bits >= least, mass, 0), left)
@@ -236,7 +229,6 @@ def pick_tokens(
     temperatures, top_ks, top_ps, min_ps, seeds, positions, vocab, chunks,
     CHUNKS: tl.constexpr, FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """picks [rows] int64."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, CHUNKS)
     temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
     peak = _row_peak(peaks, row, chunks, CHUNKS)

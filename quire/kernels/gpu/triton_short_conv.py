@@ -19,7 +19,7 @@ _MAX_CHANNELS = 512
 
 @triton.jit
 def _load_step_column(bcx, token, i, channels, wanted, GATED: tl.constexpr):
-    """Of bcx [T, 3 * channels], rounded to its dtype, or x [T, channels]; 0 unless `wanted`."""
+    """Gated columns are rounded to bcx's dtype."""
     if not GATED:
         return tl.load(bcx + token * channels + i, mask=wanted, other=0.0)
     at = bcx + token * 3 * channels + i
@@ -32,7 +32,6 @@ def _load_step_column(bcx, token, i, channels, wanted, GATED: tl.constexpr):
 def _page_column_pointer(
     ends, table, row, table_stride, at, channels, BEFORE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr
 ):
-    """Of a position at a piece's end."""
     page = tl.load(table + row * table_stride + at // (PIECE * PIECES)).to(tl.int64)
     piece = page * PIECES + at % (PIECE * PIECES) // PIECE
     return ends + (piece * BEFORE + at % PIECE - (PIECE - BEFORE)) * channels
@@ -48,7 +47,7 @@ def _store_conv_columns_kernel(
     BEFORE: tl.constexpr, KEPT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, GATED: tl.constexpr,
     IN_PAGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """In their blocks, or in the slots those that blocks do not hold."""
+    """Slots hold the columns that blocks do not."""
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row, at = tl.load(rows + token), tl.load(positions + token)
     is_end, inside = (at % PIECE >= PIECE - BEFORE) & (PIECES > 0), i < channels

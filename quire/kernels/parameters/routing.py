@@ -9,7 +9,7 @@ SCORE_FUNCTIONS = ("softmax", "sigmoid", "mixer")
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Of equal scores the first wins."""
+    """The first of equal scores wins."""
 
     top_k: int
     score_function: Literal["softmax", "sigmoid", "mixer"] = "softmax"
@@ -23,7 +23,7 @@ class Routing:
     scale: float = 1.0
     """Factor of the final weights."""
     num_groups: int = 1
-    """Of consecutive experts, all of one size."""
+    """Groups of equally many consecutive experts."""
     top_k_groups: int = 1
     """Chosen first; experts are chosen within these (DeepSeek-V2, 2024)."""
     group_score_top_k: Literal[1, 2] = 1

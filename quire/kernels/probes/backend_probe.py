@@ -37,7 +37,7 @@ class BackendProbe(ABC):
     device: torch.device
     dtype: torch.dtype
     capture: GraphCapture | None = field(default=None, kw_only=True)
-    """If decodes will become graphs."""
+    """Set if decodes will become graphs."""
     kv_dtype: torch.dtype | None = field(default=None, kw_only=True)
     """None: the model's dtype."""
 
@@ -63,7 +63,7 @@ class PagedAttentionProbe(BackendProbe):
     head_dim: int
     softcap: float | None = None
     has_windows: bool = False
-    """Of sliding attention, which a library may be built without."""
+    """A library may be built without them."""
     has_sinks: bool = False
     only_prefill_graph: bool = False
     """Only try a graph with a prefill chunk, of which it knows the maximum length."""

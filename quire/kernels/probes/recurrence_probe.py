@@ -82,8 +82,6 @@ def _step_metadata(
 
 
 class _ProbeLayer:
-    """Its state has three slots."""
-
     def __init__(self, backend: Backend, rule: Any, value: int, device: torch.device, dtype: torch.dtype) -> None:
         self._backend = backend
         self._rule = rule

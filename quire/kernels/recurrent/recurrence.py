@@ -15,8 +15,6 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RecurrentStates:
-    """By slot."""
-
     matrices: Tensor
     """[slots, heads, key, value] float32"""
     draft_inputs: Tensor
@@ -102,7 +100,7 @@ def run_recurrence(
 def _run_sequence(
     inputs: Tensor, rule: Recurrence, states: RecurrentStates, slot: int, context: int, seen: int, known: int
 ) -> list[Tensor]:
-    """Of the last tokens of `context`. The first `known` are verified; the matrices hold the first `seen`."""
+    """The first `known` of `context` tokens are verified; the matrices hold the first `seen`."""
     first, most = context - len(inputs), states.draft_inputs.shape[1]
     stop = min(max(known, seen), context)
     if not 0 <= first - seen <= most or context - stop > most:

@@ -29,7 +29,7 @@ class ShortConv:
 
     @property
     def num_input_parts(self) -> int:
-        """Per channel and token."""
+        """Inputs per channel and token."""
         return 3 if self.is_gated else 1
 
 

@@ -32,7 +32,7 @@ class StateSpace(Recurrence):
     """[heads * value] float32; None: no norm."""
     eps: float
     num_groups: int
-    """Of consecutive heads, all of one size."""
+    """Groups of equally many consecutive heads."""
     key_dim: int
     value_dim: int
     dt_limits: tuple[float, float] = (0.0, float("inf"))

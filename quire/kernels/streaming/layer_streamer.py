@@ -21,13 +21,13 @@ class LayerHooks:
     """Ascending; known after loading."""
 
     def begin_pass(self) -> None:
-        """Before the first layer."""
+        """Called before the first layer."""
 
     def enter_layer(self, layer: int) -> None:
-        """Before a layer is computed; work queued after this finds its weights."""
+        """Called before a layer is computed; work queued after this finds its weights."""
 
     def leave_layer(self, layer: int) -> None:
-        """Once a layer is computed, or its work is queued."""
+        """Called once a layer is computed, or its work is queued."""
 
 
 class LayerStreamer(LayerHooks, WeightOffloader):
@@ -45,7 +45,7 @@ class LayerStreamer(LayerHooks, WeightOffloader):
 
     @abstractmethod
     def register_packed_linear(self, layer: int, linear: Linear) -> None:
-        """After a linear of this process was packed."""
+        """Called after a linear of this process was packed."""
 
     def is_streamed(self, layer: int) -> bool:
         return layer in self._stream_positions
@@ -55,7 +55,6 @@ class LayerStreamer(LayerHooks, WeightOffloader):
         return self._stream_positions[layer] % self._num_slots
 
     def next_in_slot(self, layer: int) -> int | None:
-        """In this pass."""
         following = self._stream_positions[layer] + self._num_slots
         return self.streamed_layers[following] if following < len(self.streamed_layers) else None
 

@@ -1,5 +1,3 @@
-"""Weights on disk or in a GPU's host memory."""
-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -10,17 +8,17 @@ if TYPE_CHECKING:
 
 
 class OffloadCounts(NamedTuple):
-    """Of this process since weights were loaded."""
+    """Since this process loaded its weights."""
 
     experts_read: int = 0
-    """Once a step each."""
+    """Each expert counts once a step."""
     experts_kept: int = 0
     """Experts read that were in memory."""
     experts_guessed: int = 0
     """Prefetched before their layer's router had chosen."""
     experts_guessed_right: int = 0
     disk_bytes: int = 0
-    """See disk_read_bytes."""
+    """0 if the OS does not report them."""
 
 
 class WeightOffloader(ABC):
@@ -28,7 +26,7 @@ class WeightOffloader(ABC):
 
     @abstractmethod
     def finish_loading(self) -> None:
-        """After all weights are loaded. Raises ValueError if none can be offloaded, or if the resident ones do not fit."""
+        """After all weights are loaded. Raises ValueError if none can be offloaded, or resident ones do not fit."""
 
     @property
     @abstractmethod

@@ -1,5 +1,3 @@
-"""Kernel and arguments of each operation of a layer."""
-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -60,7 +58,7 @@ class KernelCalls(ABC):
 
     @abstractmethod
     def rows_and_width(self, x: Any) -> tuple[Any, Any]:
-        """Along x's last axis."""
+        """Rows along x's last axis, and their width."""
 
     @abstractmethod
     def num_tokens_argument(self, x: Any) -> Any: ...

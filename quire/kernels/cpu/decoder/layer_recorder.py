@@ -32,13 +32,11 @@ _ALIGNMENT = 64
 
 
 class _UnsupportedOperation(Exception):
-    """No compiled kernel has it."""
+    """No compiled kernel supports it."""
 
 
 @dataclass(slots=True, eq=False)
 class _StepArgument:
-    """Its value is known at each step."""
-
     kind: int
     value: int
 
@@ -88,7 +86,7 @@ class _LayerRecorder(KernelCalls, Operations):
         self._recorded_calls: list[tuple[str, tuple[Any, ...]]] = []
         self._attention_dtype = dtype
         self._layer_ends = [0]  # index of each layer's first call, and of the end
-        self._used_bytes = self._token_bytes = 0  # buffer bytes per token: of this layer, maximum over layers
+        self._used_bytes = self._token_bytes = 0  # buffer bytes per token: this layer, maximum
         step: Any = (_STARTS, _CONTEXTS, None, None, _POSITIONS, None, 0, 0, LinearContext(cast(Any, _ADAPTERS)))
         paged: list[Any] = [_StepArgument(_STEP_VALUE, _FIRST_TABLE + number) for number in range(2 * groups)]
         per_layer_inputs: Any = _PER_LAYER_INPUTS

@@ -32,7 +32,7 @@ _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class RelocatableWeights(NamedTuple):
-    """Found by kernels through a pointer."""
+    """Weights that kernels find through a pointer."""
 
     pointer_address: int
     weights: Tensor
@@ -40,7 +40,7 @@ class RelocatableWeights(NamedTuple):
 
 
 class ReopenedFile:
-    """For direct I/O if the file system allows. The file need not have a name."""
+    """A second descriptor, for direct I/O if the file system allows. The file need not have a name."""
 
     def __init__(self, descriptor: int) -> None:
         again, flags = f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC
@@ -186,11 +186,10 @@ class MappedDiskExperts(DiskExperts):
         )
 
     def drop_cached_pages(self) -> None:
-        """For measurements: no memory for the file."""
+        """For measurements, as if the OS had no memory for them."""
         self._arena.flush_and_drop_pages()
 
     def set_prefetching(self, is_on: bool) -> None:
-        """For measurements."""
         following = [*(ctypes.addressof(each) for each, _ in self._arena.moes[1:]), None]
         for noted, mixture in zip(self._tables.structs, following, strict=True):
             noted.next = mixture if is_on else None
@@ -274,7 +273,7 @@ def _aligned_bytes(weights: Tensor) -> int:
 
 
 def disk_read_bytes() -> int:
-    """By this process, page faults and prefetches included; 0 if the OS does not report them."""
+    """Of this process, page faults and prefetches included; 0 if the OS does not report them."""
     try:
         lines = _PROCESS_IO_FILE.read_text().splitlines()
     except OSError:

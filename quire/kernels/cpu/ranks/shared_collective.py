@@ -1,5 +1,3 @@
-"""Collectives through shared memory (collective.cpp)."""
-
 from __future__ import annotations
 
 import ctypes

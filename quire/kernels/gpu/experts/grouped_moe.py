@@ -97,7 +97,7 @@ class ExpertLinearGroup:
 
 
 class GroupedMoE:
-    """Sums of a row do not depend on others; with fixed tiles its bits do not either."""
+    """A row's sums do not depend on other rows; with fixed tiles its bits do not either."""
 
     def __init__(
         self, backend: Backend, experts: MoEComponents, gate_up: ExpertLinearGroup, down: ExpertLinearGroup

@@ -51,7 +51,7 @@ def choose_experts(
 
 @triton.jit(do_not_specialize=["rows", "first"])
 def sort_rows(chosen, order, starts, rows, first, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Stable sort of chosen [rows] int64 into order [rows] int32; EXPERTS experts from `first` on are on this rank."""
+    """Stable. EXPERTS experts from `first` on are on this rank; order is int32."""
     expert, i = tl.program_id(0), tl.arange(0, BLOCK)
     before = expert * 0
     for begin in range(0, rows, BLOCK):
@@ -93,8 +93,8 @@ def multiply_experts(
     FACTORED: tl.constexpr, BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     LINES: tl.constexpr,
 ):  # fmt: skip
-    """OF_TOKENS: x [tokens, inner] to sorted out [rows, outs]; otherwise sorted x to out in row order. codes, scales,
-    factors, bias only give types.
+    """OF_TOKENS: x [tokens, inner] to sorted out; otherwise sorted x to out in row order. codes, scales, factors, bias
+    only give types.
     """
     tile = tl.program_id(0) % tiles
     expert, begin, end = _locate_expert_tile(starts, tile, EXPERTS, EXPERTS_PAD, BLOCK_M)
@@ -137,9 +137,7 @@ def multiply_experts(
 def combine_expert_outputs(
     out, given, shares, chosen, size, first, EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Sum given [tokens * PER_TOKEN, size] with shares into out [tokens, size], in order of choice, without experts of
-    other ranks.
-    """
+    """Sums in order of choice, without experts of other ranks."""
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for choice in tl.static_range(PER_TOKEN):

@@ -27,8 +27,7 @@ def attend_bidirectional(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
 ) -> Tensor:
     """For queries that see all keys. With a window, which reaches back from each query, they must be the sequence's
-    last. Consecutive sequences of one shape are one call. The host waits for the device only if metadata.query_key_lens
-    is empty.
+    last. The host waits for the device only if metadata.query_key_lens is empty.
     """
     out = torch.empty_like(q)
     row = 0

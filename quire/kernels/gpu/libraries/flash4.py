@@ -45,7 +45,6 @@ class Flash4Backend(FlashLibraryBackend):
         return reason
 
     def can_split_keys(self, device: torch.device) -> bool:
-        """Whether thread blocks can share a sequence's keys."""
         return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
 
     def attend_batch_part(

@@ -35,9 +35,7 @@ class FlashPagedBackend(PagedAttentionBackend):
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(deterministic=deterministic)
         self.reference: Backend = ReferenceBackend()
-        """For all but attention outside a GPU."""
         self.fused_ops = _make_fused_backend(deterministic=deterministic)
-        """For all but attention on a GPU."""
         self.keeps_weights_quantized = self.fused_ops.keeps_weights_quantized
 
     def unsupported_reason(
@@ -186,10 +184,9 @@ def unsupported_architecture_reason(device: torch.device, majors: tuple[int, ...
 
 
 def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> bool:
-    """True if code for these architectures ("sm_90", "compute_120", as in `torch.cuda.get_arch_list`) runs on the GPU.
-
-    Machine code (sm) runs on its major version from its minor version on; PTX (compute) on all later versions. Suffix
-    "a" ties code to one version, "f" to one major version.
+    """architectures: "sm_90", "compute_120", as in `torch.cuda.get_arch_list`. Machine code (sm) runs on its major
+    version from its minor version on; PTX (compute) on all later versions. Suffix "a" ties code to one version, "f" to
+    one major version.
     """
     for kind, major, minor, suffix in re.findall(r"\b(sm|compute)_(\d+)(\d)([af]?)\b", " ".join(architectures)):
         target = (int(major), int(minor))

@@ -1,8 +1,6 @@
-"""LoRA (Hu et al., 2021) for many adapters in one batch.
-
-As in Punica (Chen et al., 2023) and S-LoRA (Sheng et al., 2023) one kernel shrinks inputs to the rank, another expands
-them. Rows are sorted by adapter; each adapter of a tile has a program, which masks other rows. Tiles and inner splits
-are fixed, so a row's bits depend on the row and its adapter alone.
+"""LoRA (Hu et al., 2021) for many adapters in one batch, as in Punica (Chen et al., 2023) and S-LoRA (Sheng et al.,
+2023): one kernel shrinks inputs to the rank, another expands them. Each adapter of a tile of sorted rows has a program,
+which masks other rows. Tiles and inner splits are fixed, so a row's bits depend on the row and its adapter alone.
 """
 
 from __future__ import annotations
@@ -37,7 +35,6 @@ _MAX_SHRINK_RANKS, _MAX_EXPAND_RANKS = 64, 32
 
 @triton.jit
 def _tile_rows_of_adapter(adapters, order, rows, tile, nth, BLOCK_M: tl.constexpr):
-    """Rows of a tile, a mask of those with its nth adapter, and its slot (0: none)."""
     i = tl.arange(0, BLOCK_M)
     at = tile * BLOCK_M + i
     inside = at < rows
@@ -55,7 +52,7 @@ def _shrink_kernel(
     PARTS: tl.constexpr, RANKS: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """middle [splits, rows, PARTS * RANKS] = x [rows, inner] @ down [slots, PARTS * RANKS, inner].T."""
+    """middle [splits, rows, PARTS * RANKS]; down [slots, PARTS * RANKS, inner]."""
     row, mine, slot = _tile_rows_of_adapter(
         adapters, order, rows, tl.program_id(0) // most, tl.program_id(0) % most, BLOCK_M
     )
@@ -86,8 +83,8 @@ def _expand_kernel(
     PARTS: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add middle @ up to out [rows, outs]. up [slots, RANKS * outs] holds [RANKS, outs of the part] part by part.
-    places [blocks, 4]: part, its first output, its end, the block's first output.
+    """up [slots, RANKS * outs] holds [RANKS, outs of the part] part by part. places [blocks, 4]: part, its first
+    output, its end, the block's first output.
     """
     row, mine, slot = _tile_rows_of_adapter(
         adapters, order, rows, tl.program_id(0) // most, tl.program_id(0) % most, BLOCK_M

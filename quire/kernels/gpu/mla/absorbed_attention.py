@@ -102,11 +102,11 @@ def attend_absorbed(
 
 
 def choose_absorbed_tiles(rows: int, dtype: torch.dtype, *, coded: bool, fixed: bool, hopper: bool) -> AttentionTiles:
-    """rows: heads times queries of a sequence; if fixed heads, as one size serves all steps. coded: quantized pages
-    take registers. Measured on an H100 with 16-bit pages. Without hopper (wgmma's tiles of 64 rows) all fit in a
-    consumer GPU's 99 KB of shared memory.
+    """rows: heads times queries of a sequence; if fixed, heads. coded: quantized pages take registers. Measured on an
+    H100 with 16-bit pages. Without hopper (wgmma's tiles of 64 rows) all fit in a consumer GPU's 99 KB of shared
+    memory.
     """
-    if dtype == torch.float32:  # full precision uses no tensor cores
+    if dtype == torch.float32:  # no tensor cores
         return AttentionTiles(16, 16, 4, 1)
     if rows <= 16 or (fixed and (coded or not hopper)):
         return AttentionTiles(16, 32, 8 if coded or fixed else 4, 3)

@@ -16,8 +16,8 @@ from quire.kernels.gpu.triton_launch_sizes import AttentionTiles, is_hopper, nex
 def run_expanded_attention(
     q: Tensor, halves: tuple[Tensor, Tensor], cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
 ) -> Tensor:
-    """[T, H * V] for rotated queries [T, H, P + R]. halves of kv_b_proj: [H, L, P], which absorbs queries, and [H, V,
-    L], which makes values. cache [P, page size, 1, L + R] holds all latents of these tokens.
+    """[T, H * V] for rotated queries [T, H, P + R]. halves of kv_b_proj: [H, L, P] absorbs queries, [H, V, L] makes
+    values. cache [P, page size, 1, L + R] holds all latents of these tokens.
     """
     q = q.contiguous()
     tokens, heads, width = q.shape
@@ -46,7 +46,7 @@ def choose_expanded_tiles(widest: int, dtype: torch.dtype, *, hopper: bool) -> A
     """widest: size of a key or value. Measured on an H100; without hopper tiles fit in a consumer GPU's 99 KB of shared
     memory.
     """
-    if dtype == torch.float32:  # full precision uses no tensor cores
+    if dtype == torch.float32:  # no tensor cores
         return AttentionTiles(16, 16, 4, 1)
     if hopper:
         return AttentionTiles(128, 64, 8, 3 if widest <= 128 else 2)

@@ -53,9 +53,7 @@ def attend_expanded(
     HEADS: tl.constexpr, P: tl.constexpr, P_PAD: tl.constexpr, R: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr,
     KEPT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out [T, HEADS, V] for q [T, HEADS, P + R], plain [HEADS, T, P], v [HEADS, T, V] and turned [T, KEPT], equal for
-    all heads, with R used numbers (maybe 0). Sequences are whole.
-    """
+    """turned [T, KEPT] has R used numbers (maybe 0), equal for all heads. Sequences are whole."""
     head, tile = tl.program_id(0).to(tl.int64), tl.num_programs(1) - 1 - tl.program_id(1)
     seq, tile = find_tile_sequence(query_start, num_seqs, tile, 1, BLOCK_M)
     start = tl.load(query_start + seq).to(tl.int64)

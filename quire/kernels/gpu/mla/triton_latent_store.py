@@ -1,5 +1,3 @@
-"""Norm, RoPE and store of latents (kernels/latent_params.py)."""
-
 from __future__ import annotations
 
 import triton

@@ -15,9 +15,7 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def find_tile_sequence(query_start, num_seqs, tile, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """And the tile's index there. Sequence s starts at tile query_start[s] * HEADS // BLOCK_M + s: enough room, known
-    without the host.
-    """
+    """Sequence s starts at tile query_start[s] * HEADS // BLOCK_M + s: enough room, known without the host."""
     low, high = num_seqs * 0, num_seqs
     while high - low > 1:
         middle = (low + high) // 2
@@ -39,7 +37,6 @@ def _load_latent_rows(at, inside, d, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr)
 
 @triton.jit
 def _load_page_ids(table, begin, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """One number if a page holds the whole tile."""
     if PAGE % BLOCK_N == 0:
         return tl.load(table + begin // PAGE, mask=begin < end, other=0)
     else:
@@ -141,9 +138,7 @@ def attend_latents(
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, SPLIT: tl.constexpr,
     HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """out [T, HEADS, L], or [T, HEADS, L + 2] with RANKS, for q [T, HEADS, L + R]. SPLIT: keys per part of the softmax;
-    0: one.
-    """
+    """SPLIT: keys per part of the softmax; 0: one part."""
     seq, q_low, q_turned, position, row, real, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, rank, HEADS, L, L_PAD, R, R_PAD, PAGE, BLOCK_M, ONE_TOKEN, RANKS
     )  # fmt: skip

@@ -33,7 +33,7 @@ class EightBitRounding(ActivationRounding):
     is_integer: bool
     """Otherwise float8."""
     has_block_scales: bool
-    """[blocks, rows], one per BLOCK inputs of a row; otherwise [rows]."""
+    """One per BLOCK inputs of a row, [blocks, rows]; otherwise [rows]."""
     pair_distance: int
     """Inputs per step if codes are ordered as in the weights' words; 0: natural order."""
 
@@ -129,7 +129,7 @@ class EightBitRounding(ActivationRounding):
 
 
 def can_fuse(form: EightBitRounding, inner: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Narrow rows do not fill a norm's block."""
+    """False for narrow rows, which do not fill a norm's block."""
     if inner < SCALE_BLOCK:
         return False
     return device.type != "cuda" or trial_failure_reason(form, dtype, device) is None

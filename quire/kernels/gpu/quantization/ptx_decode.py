@@ -51,7 +51,7 @@ def _float_decode_asm(to: str, source: str, wide: bool, at: int, bits: int, mant
 
 
 def _nibble_decode_asm(floats: bool, wide: bool, part: int) -> str:
-    """Of both 16-bit words in $1: integers minus 8, or doubled floats (e2m1). wide: to bfloat16."""
+    """Decode the part-th nibble of both 16-bit words in $1: integers minus 8, or doubled floats (e2m1)."""
     if floats:
         # e2m1's exponent bias is 1; doubling adds 1.
         body = _float_decode_asm("$0", "$1", wide, 4 * part, 4, 1, 127 if wide else 15)
@@ -63,7 +63,7 @@ def _nibble_decode_asm(floats: bool, wide: bool, part: int) -> str:
 
 
 def _byte_decode_asm(floats: bool, wide: bool, part: int) -> str:
-    """Of both 16-bit words in $1: float8 (e4m3), or integers."""
+    """Decode the part-th byte of both 16-bit words in $1: float8 (e4m3), or integers."""
     magic = _MAGIC_BITS[wide]
     if floats:
         body = _float_decode_asm("$0", "$1", wide, 8 * part, 8, 3, 120 if wide else 8)

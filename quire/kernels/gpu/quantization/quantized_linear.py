@@ -39,11 +39,10 @@ _MIN_DEQUANTIZED_ROWS = 256
 _LONG_STEP, _LONG_STEP_BYTES = 64, 112 * 1024
 """Words, and the shared memory of three steps with _MAX_SOME_ROWS rows."""
 _COLUMN_BLOCK = 1024
-"""Per program."""
 _PROGRAMS_PER_PROCESSOR = 4
 """Hides memory latency."""
 _MIN_STEPS = 4
-"""Per part of a split inner dimension."""
+"""Per part of a split."""
 
 
 class TritonQuantizedLinear(RoundedInputLinear):
@@ -65,7 +64,6 @@ class TritonQuantizedLinear(RoundedInputLinear):
         self.bias = bias
         self.has_float32_output = wide
         self.dequantized_bytes = torch_matmul.DEQUANTIZED_BYTES
-        """Maximum at once."""
         self._has_fixed_tiles = fixed
         self._outs = sum(each.out_features for each in parts)
         parts_and_matmuls = zip(parts, self._matmuls, strict=True)
@@ -87,7 +85,7 @@ class TritonQuantizedLinear(RoundedInputLinear):
         return self._fused_roundings if self._should_round(rows) else self._unrounded
 
     def _should_round(self, rows: int) -> bool:
-        """Few rows take the time of reading the weights."""
+        """False for few rows, which take the time of reading weights."""
         return self._has_fixed_tiles or rows > _MAX_FEW_ROWS
 
     def __call__(self, x: Activations, context: LinearContext) -> Tensor:
@@ -219,7 +217,7 @@ def choose_matmul_tiles(rows: int, dtype: torch.dtype, *, fixed: bool, part: Pac
     """Small for few rows, which take the time of reading weights; fixed: one size. part: a weight that is decoded
     first. Measured on an H100.
     """
-    if dtype == torch.float32:  # full precision uses no tensor cores
+    if dtype == torch.float32:  # no tensor cores
         return MatmulTiles(32, 64, 4, 2)
     nibbles = False
     long = False

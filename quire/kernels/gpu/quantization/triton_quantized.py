@@ -121,8 +121,8 @@ def accumulate_output_tile(  # noqa: PLR0912
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Sums [BLOCK_N, BLOCK_M] over words first to end. The lowest codes of BLOCK_K words are consecutive inputs, then
-    the next codes. Scales are read one step ahead: Triton prefetches only dot operands.
+    """Sums words first to end. The lowest codes of BLOCK_K words are consecutive inputs, then the next codes. Scales
+    are read one step ahead: Triton prefetches only dot operands.
     """
     parts: tl.constexpr = _codes_per_word(KIND, lines.dtype.element_ty.primitive_bitwidth)
     dtype: tl.constexpr = x_rows.dtype.element_ty
@@ -160,7 +160,7 @@ def accumulate_output_tile(  # noqa: PLR0912
                     offset = own_offsets[part].to(tl.float32)
                     if dtype == tl.float32:
                         total += offset[:, None] * tl.sum(right, 0)[None, :]
-                    else:  # tensor cores are idle enough
+                    else:
                         ones = tl.full((BLOCK_N, BLOCK_K), 1.0, tl.float32).to(dtype)
                         total += tl.dot(ones, right) * offset[:, None]
             else:
@@ -187,9 +187,7 @@ def multiply_weight_only(
     BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
     NESTED: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, outs] for x [rows, inner] and codes [outs, stride]. NESTED: each of `parts` parts of a line, `length`
-    words, has its own sum.
-    """
+    """NESTED: each of `parts` parts of a line, `length` words, has its own sum."""
     tiles_m = tl.cdiv(rows, BLOCK_M)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -217,7 +215,7 @@ def multiply_split_k(
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """sums [parts, rows, outs] float32, each of `length` words of every line."""
+    """Sums of `length` words of every line, [parts, rows, outs] float32."""
     tiles_m, part = tl.cdiv(rows, BLOCK_M), tl.program_id(1)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -253,7 +251,6 @@ def dequantize_weights(
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """From output `first` on."""
     parts: tl.constexpr = _codes_per_word(KIND, codes.dtype.element_ty.primitive_bitwidth)
     row, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     n = first + row
@@ -279,7 +276,7 @@ def multiply_block_scaled_codes(
     x, x_scales, codes, scales, factors, bias, out, rows, outs, inner, out_stride, group,
     SCALED: tl.constexpr, BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_K inputs share a scale in x (triton_rounded.py), and in the weights."""
+    """BLOCK_K inputs share a scale in x, and in the weights."""
     tiles_m = tl.cdiv(rows, BLOCK_M)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -307,8 +304,8 @@ def multiply_integers(
     BIASED: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """int8 x [rows, inner] and codes [outs, inner], with a scale per row and a factor per output. WHOLE: inner is a
-    multiple of BLOCK_K. TOGETHER row tiles are neighbors in the grid, to share the cache.
+    """One scale per row and factor per output. WHOLE: inner is a multiple of BLOCK_K. TOGETHER row tiles are neighbors
+    in the grid, to share the cache.
     """
     tiles_m = tl.cdiv(rows, BLOCK_M)
     width = TOGETHER * tl.cdiv(outs, BLOCK_N)
@@ -342,7 +339,6 @@ def multiply_integers(
 
 @triton.jit
 def scale_sums(sums, x_scales, factors, bias, out, outs, out_stride, BIASED: tl.constexpr, BLOCK: tl.constexpr):
-    """From integer sums, with a scale per row and a factor per output."""
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = n < outs
     total = tl.load(sums + row * outs + n, mask=inside, other=0).to(tl.float32) * tl.load(x_scales + row)
@@ -359,7 +355,6 @@ def look_up_embedding_rows(
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     STEP: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """STEP: BLOCK_K of the products."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
     row = tl.load(ids + tl.program_id(0)).to(tl.int64)

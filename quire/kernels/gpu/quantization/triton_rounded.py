@@ -13,7 +13,6 @@ from quire.kernels.gpu.triton_kv_quantization import to_float8, to_integer
 
 @triton.jit
 def _quantization_scale(most, KIND: tl.constexpr):
-    """most: largest magnitude."""
     steps: tl.constexpr = 127.0 if KIND == 0 else 448.0
     return tl.maximum(tl.div_rn(most, steps), 1.1754943508222875e-38)
 
@@ -65,7 +64,6 @@ def round_per_block(
     x, codes, scales, rows, size,
     KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Codes [rows, size] and scales [blocks, rows]."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
     column = (first + tl.arange(0, BLOCKS))[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     numbers = tl.load(x + row * size + column, mask=column < size, other=0.0).to(tl.float32)
@@ -74,7 +72,6 @@ def round_per_block(
 
 @triton.jit
 def round_per_row(x, codes, scales, size, KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr):
-    """Codes [rows, size] and scales [rows]."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     most, bad = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
     for begin in range(0, size, BLOCK):
@@ -96,8 +93,8 @@ def norm_rounded(
     SIZE: tl.constexpr, ROW: tl.constexpr, ADD: tl.constexpr, CENTRED: tl.constexpr, WHOLE: tl.constexpr,
     KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr, BY_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """WHOLE: also unrounded, to out. Codes are stored from blocks: in the layout of the sum, with 16 bytes per thread,
-    threads would have 16 numbers instead of the norm kernel's 8, which changes the order of the sum.
+    """WHOLE: also unrounded, to out. Codes are stored from blocks: in the layout of the sum threads would have 16
+    numbers instead of the norm kernel's 8, which changes the order of the sum.
     """
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, ROW)
     at, inside = row * SIZE + i, i < SIZE
@@ -122,7 +119,6 @@ def gate_rounded(
     GELU: tl.constexpr, WHOLE: tl.constexpr, KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Codes [rows, size] and scales [blocks, rows]."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
     column = (first + tl.arange(0, BLOCKS))[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = column < size
@@ -137,7 +133,7 @@ def gate_rounded_per_row(
     out, codes, scales, gate_up, size,
     GELU: tl.constexpr, WHOLE: tl.constexpr, KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Codes [rows, size] and scales [rows]. The second read of inputs is from the cache."""
+    """The second read of inputs is from the cache."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     most, bad = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
     for begin in range(0, size, BLOCK):

@@ -79,7 +79,6 @@ class PackedWeight:
 
     @property
     def kernel_scales_and_offsets(self) -> tuple[Tensor, Tensor]:
-        """Other tensors replace missing ones."""
         scales = self.factors if self.scales is None else self.scales
         return scales, scales if self.offsets is None else self.offsets
 

@@ -1,5 +1,4 @@
-"""Small sums in one launch over GPUs of one machine that reach each other's memory: launches are the time of a decode
-step's sum.
+"""Small sums in one launch over GPUs of one machine: launches are the time of a decode step's sum.
 
 Memory is shared by CUDA IPC. PyTorch's symmetric memory does not serve: its rendezvous changes between versions, its
 sums never end without all ranks, and timeouts end the CUDA context.
@@ -35,7 +34,6 @@ _TRIAL_POLLS = 2**26
 _TRIAL_SECONDS = 45.0
 """A rank that failed waits a minute at the store for the others' answers."""
 SumShape = tuple[int, torch.dtype]
-"""Number of elements and dtype."""
 _TRIAL_SUMS: tuple[SumShape, ...] = (
     (1, torch.bfloat16),
     (5000, torch.float16),
@@ -134,7 +132,7 @@ def connect_one_shot(
     storages: Any = torch.UntypedStorage,
     trial: Callable[[OneShotAllReduce, int, int, torch.device], None] = verify_all_reduce,
 ) -> OneShotAllReduce | None:
-    """Called by all ranks, with the same result: None, and a log entry, if a GPU does not reach another's memory or the
+    """All ranks call it, with the same result: None, and a log entry, if a GPU does not reach another's memory or the
     trial fails. Raises RuntimeError if a rank does not come. storages: PyTorch's class that shares GPU memory.
     """
 

@@ -1,12 +1,12 @@
 """Sum over ranks in one kernel: each rank writes its numbers to its own memory, which all can read, signals the others,
 waits for their signals, and adds all numbers in float32 and rank order.
 
-A program waits only for the same program of other ranks. Its signal is its count of sums, in memory for CUDA graphs.
-Two places alternate: a rank reuses one once all have signaled the next sum, which they start after reading this one.
+A program waits only for the same program of other ranks, whose signal is a count of sums. Two places alternate: a rank
+reuses one once all have signaled the next sum, which they start after reading this one. A release of system scope after
+a barrier makes stores visible; readers poll with acquires.
 
-A release of system scope after a barrier makes stores visible; readers poll with acquires. Polls are counted, and a
-stop flag in host memory is polled, so nothing waits forever. After one gives up, its rank never signals again, so that
-no rank adds invalid numbers.
+Polls are counted, and a stop flag in host memory is polled, so nothing waits forever. After one gives up, its rank
+never signals again, so that no rank adds invalid numbers.
 """
 
 from __future__ import annotations

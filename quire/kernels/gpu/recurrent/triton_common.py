@@ -1,8 +1,6 @@
-"""Shared parts of the kernels advance_delta, advance_scan and advance_space.
-
-A program has some columns of one head's matrix of a sequence, and computes token by token: read [T, HEADS, VALUE] and
-matrices. One warp keeps sums over a column within it. One loop body serves decodes, prompts and drafts, so a token's
-bits depend on the matrix before it and its inputs alone.
+"""A program of advance_delta, advance_scan or advance_space has some columns of one head's matrix of a sequence, and
+computes token by token: read [T, HEADS, VALUE] and matrices. One warp keeps sums over a column within it. One loop body
+serves decodes, prompts and drafts, so a token's bits depend on the matrix before it and its inputs alone.
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ SEQUENCE_POINTERS = ["query_start", "contexts", "seen", "known", "slots"]
 
 @triton.jit
 def load_sequence_bounds(row, query_start, contexts, seen, known, guessed):
-    """Index of a sequence's first token in the step; positions of that token, of the first token not yet in the matrix,
-    of the first draft token, and of the end. guessed: there are StateAndVerifiedCounts.
+    """Index of a sequence's first token in the step; positions of that token, of the first token not in the matrix, of
+    the first draft token, and of the end.
     """
     start = tl.load(query_start + row)
     context = tl.load(contexts + row)
@@ -31,7 +29,7 @@ def load_sequence_bounds(row, query_start, contexts, seen, known, guessed):
 
 @triton.jit
 def uses_chunked_kernel(first, begin, stop, context, long):
-    """True if it has at least `long` tokens (0: never), none a draft or accepted draft."""
+    """True for at least `long` tokens (0: never), none a draft or accepted draft."""
     return (long > 0) & (begin == first) & (stop == context) & (context - first >= long)
 
 
@@ -62,7 +60,7 @@ def store_draft_inputs(
     guesses, given, beside, query_start, contexts, seen, known, slots,
     INPUTS: tl.constexpr, BESIDE: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Runs after all programs have read the previous step's from the same places."""
+    """After all programs have read the previous step's."""
     row = tl.program_id(0)
     start, first, _, stop, context = load_sequence_bounds(row, query_start, contexts, seen, known, True)
     position = tl.maximum(stop, first) + tl.program_id(1)

@@ -1,6 +1,4 @@
-"""`Operations.run_recurrence` in Triton; the host never waits. Long prompts are computed by chunks if bits may depend
-on how a prompt was cut.
-"""
+"""Long prompts are computed by chunks if bits may depend on how a prompt was cut. The host never waits."""
 
 from __future__ import annotations
 
