@@ -22,7 +22,7 @@ from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 from quire.kernels.routing import MoE, MoEComponents
 
 CachePair = tuple[Tensor, Tensor]
-CudaGraphSupport = Literal["steps", "decodes", "nothing"]  # operations that a CUDA graph can hold
+CudaGraphSupport = Literal["steps", "decodes", "nothing"]  # what a CUDA graph can hold
 LayerCache = tuple[Tensor, ...]
 """The first axis is the KV block, or the sequence's slot."""
 

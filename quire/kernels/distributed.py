@@ -146,6 +146,7 @@ class DistributedCollective(Collective):
         return self._small_all_reduce
 
     def _run_collective(self, begin: Callable[[], dist.Work] | None, on_gpu: bool) -> None:
+        """begin: called once all have joined."""
         if self._closed.is_set():
             raise RankEnded
         if self._is_suspended:

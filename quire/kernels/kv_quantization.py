@@ -46,6 +46,7 @@ def quantize_kv(x: Tensor, kv_dtype: torch.dtype, scale: float) -> tuple[Tensor,
 
 
 def dequantize_kv(codes: Tensor, scales: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
+    """codes are [..., D], dtype is wider."""
     wide = codes.to(dtype)
     return wide * scale if scales is None else wide * scales.to(dtype).unsqueeze(-1)
 

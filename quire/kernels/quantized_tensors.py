@@ -47,6 +47,7 @@ class GroupedWeight:
 
     @property
     def group_size(self) -> int:
+        """Inputs per scale."""
         return self.shape[1] // self.scales.shape[1]
 
     def to_factors_and_half_scales(self) -> tuple[Tensor, Tensor | None, Tensor | None]:

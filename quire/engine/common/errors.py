@@ -105,7 +105,8 @@ class RequestQuarantined(EngineError):
 
 
 class ConfigError(QuireError, ValueError):
-    """A ValueError, as programs that create an LLM expect. Code that catches ValueErrors of a library must let it pass."""
+    """A ValueError, as programs that create an LLM expect. Code that catches a library's ValueErrors must let it pass.
+    """
 
 
 class ModelError(ConfigError):

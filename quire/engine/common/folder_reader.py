@@ -46,6 +46,7 @@ def open_if_present(path: Path) -> BinaryIO | None:
 
 
 def open_required(path: Path) -> BinaryIO:
+    """Raises ModelError also if the file does not exist."""
     file = open_if_present(path)
     if file is None:
         raise ModelError(f"model: there is no {path.name}")

@@ -17,5 +17,6 @@ def token_hex(size: int) -> str:
 
 
 def uuid_hex() -> str:
+    """Version 4."""
     drawn = token_hex(16)
     return f"{drawn[:12]}4{drawn[13:16]}{'89ab'[int(drawn[16], 16) & 3]}{drawn[17:]}"

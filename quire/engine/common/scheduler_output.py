@@ -124,6 +124,8 @@ class BlockLoadRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Never reaches the API process."""
+
     scheduled_requests: list[ScheduledRequest]
     new_requests: list[NewRequestData] = []
     block_copies: list[BlockCopy] = []

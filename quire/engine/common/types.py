@@ -137,9 +137,9 @@ class PrefixDivergence(msgspec.Struct, frozen=True, array_like=True, gc=False):
     common_ids: list[int]
     """Last tokens of the common prefix."""
     earlier_ids: list[int]
-    """Of the earlier sequence, from there."""
+    """Tokens of the earlier sequence after the prefix."""
     prompt_ids: list[int]
-    """From there."""
+    """Tokens of the prompt after the prefix."""
 
 
 class PrefixMissReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -148,7 +148,7 @@ class PrefixMissReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tokens_by_reason: list[tuple[MissReason, int]]
     """Most tokens first."""
     compute_seconds: float
-    """Their share of the prompt's steps."""
+    """Of those tokens, as their share of the prompt's steps."""
     conversation: str
     """Id of the conversation's first request."""
     turn: int

@@ -31,7 +31,7 @@ class InProcessClient(ExclusiveClient):
         """Set if there may be work."""
         self._task: asyncio.Task[None] | None = None
         self._memory_plan: dict[str, int] = {}
-        """Of the first engine, for later ones."""
+        """Capacity settings of the first engine, for later ones."""
         self._has_given_tensors = False
         """No file has the weights."""
         self._earlier_stats = EngineStats()

@@ -158,15 +158,12 @@ class LLMEngine:
         *,
         priority: int = 0,
     ) -> str:
-        """Submit a prompt, a text or token ids.
+        """Submit a prompt, a text or token ids, and return the id.
 
         Args:
             params: `output_kind` decides what `step` returns.
             arrival_time: Ignored.
             priority: Lower goes first.
-
-        Returns:
-            The id.
 
         Raises:
             InvalidRequest: The request cannot be served, or its id is in use.

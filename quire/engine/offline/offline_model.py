@@ -50,7 +50,7 @@ Message = Mapping[str, Any]
 
 class EncodedPrompt(NamedTuple):
     text: str | None
-    """None for token ids."""
+    """None if the prompt was token ids."""
     token_ids: list[int]
     spans: tuple[types.MediaSpan, ...] = ()
     images: tuple[types.Image, ...] = ()
@@ -289,7 +289,7 @@ class LLMBase:
 
 
 def check_request_id_unused(request_id: object, open_ids: Container[str]) -> None:
-    """Raise InvalidRequest for an open id, or no text."""
+    """Raises InvalidRequest."""
     if not isinstance(request_id, str) or request_id in open_ids:
         what = "is in use" if isinstance(request_id, str) else "must be a text"
         raise InvalidRequest(f"request_id {request_id!r} {what}", param="request_id")

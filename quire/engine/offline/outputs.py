@@ -37,7 +37,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     """Stop string, or id of stop_token_ids."""
     weights_versions: Versions = field(default_factory=list)
-    """Of a finished, whole answer, each with the number of tokens it computed."""
+    """Weights of a finished, whole answer, each with the number of tokens it computed."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -75,9 +75,9 @@ class RequestOutput:
     """Set when finished."""
     num_cached_tokens: int = 0
     weights_version: str = ""
-    """Of the last token so far."""
+    """Weights of the last token so far."""
     num_missed_tokens: int = 0
-    """Prompt tokens computed before, and again."""
+    """Prompt tokens that were computed again although they had been computed before."""
     miss_reason: types.MissReason | None = None
     """See docs/guides/prefix-caching.md."""
     receipt: Receipt | None = None

@@ -28,6 +28,7 @@ class PartialSoftmax(NamedTuple):
     exp_sums: Tensor  # [T, H], sum of exp(score - max)
 
     def normalize(self, sinks: Tensor | None) -> Tensor:
+        """[T, H, V]."""
         totals = (
             self.exp_sums if sinks is None else self.exp_sums + torch.exp(sinks.to(self.max_scores) - self.max_scores)
         )
@@ -59,6 +60,7 @@ def merge_shard_attention(parts: Tensor, sinks: Tensor | None) -> Tensor:
 def compute_partial_softmax(
     q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: AttentionParams, shard: ContextShard
 ) -> PartialSoftmax:
+    """q is [T, H, D]. Sinks are left out."""
     tokens, heads = q.shape[:2]
     kind = torch.float64 if q.dtype == torch.float64 else torch.float32
     softmax_sums = PartialSoftmax(

@@ -361,5 +361,6 @@ def is_amx_refused() -> bool:
 
 
 def _cpu_supported_isas() -> list[str]:
+    """Needs the plain library."""
     bits = ctypes.CDLL(str(HERE / "plain.so")).usable_isas()
     return [isa for index, isa in enumerate(ISAS) if bits >> index & 1]

@@ -43,7 +43,7 @@ def programs_per_tile(num_tiles: int, device: int | None, programs_per_processor
 def num_even_splits(
     wanted: int, seen: int, one_token: bool, *, least: int = _MIN_EVEN_SPLIT, most: int = MAX_SPLITS
 ) -> int:
-    """At most `most`, none shorter than `least` keys of the tile's `seen`. In a decode none is longer than
+    """At most `most`, none shorter than `least` of the tile's `seen` keys. In a decode none is longer than
     _MAX_EVEN_SPLIT, as one long context would hold up all others.
     """
     if one_token:

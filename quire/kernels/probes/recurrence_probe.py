@@ -24,8 +24,8 @@ _CONV_WIDTH = 4
 @dataclass(frozen=True, slots=True)
 class RecurrenceProbe(BackendProbe):
     """A recurrence after a convolution: prompts, drafts in a mixed step, their acceptance, and a decode graph. The
-    reference also rounds the convolution's output and the result to the model's dtype: in a state space of 128 numbers
-    unrounded inputs change some results by more than a useful tolerance.
+    reference also rounds the convolution's output and the result: in a state space of 128 numbers unrounded inputs
+    change some results by more than a useful tolerance.
     """
 
     rule: Any

@@ -1,8 +1,8 @@
 """Layers in pinned host memory (--cpu-offload-gb). A side stream copies each to its slot on the GPU while earlier
 layers are computed.
 
-A pass leaves no copy in flight, so a CUDA graph may hold it, copies included. A slot is overwritten after the event
-that its layer was computed; a layer is computed after the event that its copy has arrived.
+A pass leaves no copy in flight, so a CUDA graph may hold it. A slot is overwritten after the event that its layer was
+computed; a layer is computed after the event that its copy has arrived.
 """
 
 from __future__ import annotations

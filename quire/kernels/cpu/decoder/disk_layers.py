@@ -24,7 +24,6 @@ from quire.kernels.streaming.layer_streamer import LayerSelector, LayerStreamer
 from quire.kernels.streaming.weight_offloader import OffloadCounts
 
 _READ_BYTES = 16 << 20
-"""Per read."""
 
 
 class _PendingRead(NamedTuple):

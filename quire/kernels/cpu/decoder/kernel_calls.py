@@ -29,6 +29,7 @@ class StepInputs(NamedTuple):
     context_lens: Any
     block_table: Any
     table_stride: Any
+    """Columns of the block table."""
     num_sequences: Any
     state_slots: Any
     num_state_tokens: Any

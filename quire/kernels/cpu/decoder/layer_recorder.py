@@ -212,6 +212,7 @@ class _LayerRecorder(KernelCalls, Operations):
         return result
 
     def finish_recording(self) -> None:
+        """Call after the last layer."""
         self._calls = (native_library.Call * len(self._recorded_calls))()
         for call, (kernel, arguments) in zip(self._calls, self._recorded_calls, strict=True):
             encoded = [

@@ -58,6 +58,7 @@ class _FileExtent(NamedTuple):
     """Page-aligned."""
     offset: int
     size: int
+    """Bytes."""
 
 
 class MappedWeightArena(native_library.WeightArena):
@@ -158,6 +159,7 @@ class MappedDiskExperts(DiskExperts):
         self._initial_disk_bytes = disk_read_bytes()
 
     def _pin_initial_experts(self) -> None:
+        """Pins equally many of each layer, while their use is unknown."""
         self._slot_bytes = max(sum(_aligned_bytes(held.weights) for held in expert) for expert in self._experts)
         slots = min(self._memory // self._slot_bytes, len(self._experts))
         if self._memory and not slots:

@@ -18,6 +18,7 @@ class RecurrenceKernelArguments(NamedTuple):
     kernel: str
     weights: tuple[Tensor | None, ...]
     sizes: tuple[int, int, int, int]
+    """Groups of heads, heads, key and value dimensions."""
     rules: tuple[float, ...]
 
 

@@ -172,6 +172,7 @@ def import_library(name: str, what: str, install: str) -> ModuleType | str:
 
 
 def gather_step_kv(cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    """Keys or values [T, K, D] of the step's tokens."""
     return cache.flatten(0, 1)[metadata.slot_mapping]
 
 

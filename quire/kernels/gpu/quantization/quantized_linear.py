@@ -39,6 +39,7 @@ _MIN_DEQUANTIZED_ROWS = 256
 _LONG_STEP, _LONG_STEP_BYTES = 64, 112 * 1024
 """Words, and the shared memory of three steps with _MAX_SOME_ROWS rows."""
 _COLUMN_BLOCK = 1024
+"""Columns per program."""
 _PROGRAMS_PER_PROCESSOR = 4
 """Hides memory latency."""
 _MIN_STEPS = 4
@@ -305,6 +306,7 @@ def _multiply_rounded_codes(
 
 
 def look_up_rows(part: PackedWeight, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """[ids, inner]."""
     ids = ids.contiguous()
     out = torch.empty((len(ids), part.in_features), dtype=dtype, device=ids.device)
     if len(ids):

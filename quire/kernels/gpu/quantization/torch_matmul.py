@@ -19,6 +19,7 @@ from quire.kernels.gpu.triton_launch_sizes import AttentionTiles, cdiv, num_mult
 from quire.kernels.quantized_tensors import RoundedActivations
 
 _SCALE_BLOCK = 1024
+"""Outputs per program."""
 DEQUANTIZED_BYTES = 128 * 2**20
 """On an H100 products of many outputs gain more than fitting the L2 cache does."""
 _MIN_TRITON_ROWS, _MIN_PROGRAM_SHARE = 64, 3

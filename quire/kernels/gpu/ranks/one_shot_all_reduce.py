@@ -34,6 +34,7 @@ _TRIAL_POLLS = 2**26
 _TRIAL_SECONDS = 45.0
 """A rank that failed waits a minute at the store for the others' answers."""
 SumShape = tuple[int, torch.dtype]
+"""Number of elements and dtype."""
 _TRIAL_SUMS: tuple[SumShape, ...] = (
     (1, torch.bfloat16),
     (5000, torch.float16),

@@ -33,6 +33,7 @@ def advance_space(
     GROUPS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
     MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Steps are clamped to `least` and `most`."""
     row, head = tl.program_id(0), tl.program_id(1)
     k_at, v_at = tl.arange(0, KEY_PAD), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     start, first, begin, stop, context = load_sequence_bounds(row, query_start, contexts, seen, known, guessed)
