@@ -246,7 +246,8 @@ class Operations(ABC):
         """paged_attention of ranks that divide every sequence's tokens.
 
         q [T, H / ranks, D] and `softmax.sinks` are this rank's heads; the caches hold its tokens of all K heads,
-        `softmax.relative_bias` all heads. Bits depend on the number of ranks, except on CPUs. Raises RankEnded.
+        `softmax.relative_bias` all heads. Bits depend on the number of ranks; the CPU kernels give those of one
+        process. Raises RankEnded.
         """
         raise NotImplementedError
 

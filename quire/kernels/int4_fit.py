@@ -36,7 +36,6 @@ def fit_int4(groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tens
 
 
 def _fit_with_offsets(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [n, 32], 0 to 15, scales and offsets [n]."""
     low, high = groups.aminmax(dim=1, keepdim=True)
     tiny = torch.finfo(torch.float32).tiny
     middle, least = groups.mean(1, keepdim=True), torch.full_like(low, torch.inf)
@@ -62,7 +61,6 @@ def _fit_with_offsets(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fit_with_zero_points(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [n, 32], 0 to 15, scales and zero points [n]."""
     low, high = groups.amin(1, keepdim=True).clamp(max=0), groups.amax(1, keepdim=True).clamp(min=0)
     least = torch.full_like(low, torch.inf)
     scale = torch.ones_like(low)

@@ -287,7 +287,6 @@ def logits_to_filtered_probs(logits: Tensor, filters: Tensor) -> Tensor:
 
 
 def _min_kept_prob(probs: Tensor, k: Tensor, nucleus: Tensor) -> Tensor:
-    """[R, 1] by top-k, then by top-p of the rest."""
     vocab = probs.shape[-1]
     limited = int(torch.where(k < vocab, k, 0).max())
     width = min(vocab, max(limited, _INITIAL_CANDIDATES))

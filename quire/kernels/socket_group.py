@@ -18,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, uint8
 
 _CHUNK_BYTES = 1 << 16
-"""Sockets take this while the peer does not read: all ranks send a chunk before they read, so sends must not block."""
+"""Sockets take this many while the peer does not read: all ranks send a chunk before they read, so sends must not
+block.
+"""
 _KEY_BYTES = 16
 """Length of the key that a rank publishes in the store and requires of a connecting peer."""
 _CONNECT_SECONDS = 60.0
@@ -50,9 +52,7 @@ class SocketGroup:
     def alltoall_base(
         self, out: Tensor, x: Tensor, output_split_sizes: Sequence[int], input_split_sizes: Sequence[int]
     ) -> CompletedWork:
-        """Part r of out = rank r's part of x for this rank. Both are contiguous with equal parts; split sizes must be
-        [].
-        """
+        """Part r of out = rank r's part of x for this rank. Both are contiguous with equal parts; split sizes are []."""
         assert not output_split_sizes
         assert not input_split_sizes
         return self._exchange_buffers([_tensor_bytes(part) for part in x.view(self._count, -1)], out)

@@ -109,7 +109,7 @@ class SpeculativeConfig(BaseModel):
     model: str | None = None
     """Local directory or hub id of a smaller model with the same vocabulary, or of heads."""
     num_speculative_tokens: int = Field(8, ge=1, le=32)
-    """Per sequence and step."""
+    """Maximum per sequence and step."""
     prompt_lookup_min: int = Field(1, ge=1, le=32)
     """Tokens that must match."""
 

@@ -105,8 +105,7 @@ class RequestQuarantined(EngineError):
 
 
 class ConfigError(QuireError, ValueError):
-    """A ValueError, as programs that create an LLM expect. Code that catches a library's ValueErrors must let it pass.
-    """
+    """A ValueError, as programs that create an LLM expect. Code that catches a library's ValueErrors must let it pass."""
 
 
 class ModelError(ConfigError):

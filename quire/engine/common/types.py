@@ -211,7 +211,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     rope_context: int | None = None
     """Tokens for which RoPE was chosen; None: it does not depend on them."""
     context_pages: int = 1
-    """Blocks of a full context. This and stats count per KV cache group; num_blocks counts over all `page_groups`."""
+    """Most blocks of a full context. This and stats count per KV cache group; num_blocks counts over all `page_groups`.
+    """
     state_bytes: int = 0
     """Recurrent state of all slots, besides KV blocks."""
     kv_cache_dtype: str = "auto"

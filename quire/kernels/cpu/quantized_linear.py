@@ -108,7 +108,6 @@ def _pack_part(library: native_library.NativeLibrary, weight: GroupedWeight, inn
 
 
 def _choose_activation_block_size(weights: Sequence[GroupedWeight], inner: int) -> int:
-    """As many inputs per scale as the groups allow, up to _MAX_SCALE_BLOCK."""
     common = math.gcd(*(each.group_size for each in weights if each.scales.shape[1] > 1)) or inner
     sizes = [size for size in range(16, _MAX_SCALE_BLOCK + 1, 16) if common % size == 0]
     return max(sizes, default=64)  # one group of all inputs, which are padded

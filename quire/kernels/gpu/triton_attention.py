@@ -105,7 +105,6 @@ def _online_softmax_step(
     KV_WIDTH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """MASKED: only keys before `end`."""
     k_cache, v_cache, k_scales, v_scales, table, k_stride, v_stride = cache
     scale, value_scale, softcap, window, rank = rules
     d = tl.arange(0, D_PAD)
@@ -183,7 +182,6 @@ def _load_query_tile(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """row: index of each packed row in [T * HEADS]; filled [BLOCK_M, D_PAD]: mask of real elements."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     seq = tile

@@ -1,8 +1,8 @@
 """Samples tokens without sorting; the host does not wait. Results are those of engine/worker/sampling/sampler.py.
 
 A token's weight is exp(scaled logit - largest), in fixed point, so sums are exact in any order, and neither chunks nor
-batches change a sample. A filter keeps tokens from a threshold weight up, found by bisection over float32 bits: among
-the candidates that a histogram by powers of two leaves or, in a flat distribution, in the whole vocabulary.
+batches change a sample. A filter's threshold weight is found by bisection over float32 bits: among the candidates that
+a histogram by powers of two leaves or, in a flat distribution, in the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ def sum_chunk_weights(
     counts, masses, kept, logits, peaks, temperatures, min_ps, vocab, chunks,
     CHUNKS: tl.constexpr, FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """kept: weight after min-p. FILTERED: counts and masses by level, before min-p."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + row)
     if temperature > 0:
@@ -74,7 +73,6 @@ def sum_chunk_weights(
 
 @triton.jit
 def _find_cutoff_level(counts, masses, row, chunks, top_k, top_p, vocab, CHUNKS: tl.constexpr):
-    """The level in which top-k or top-p cuts, each chunk's tokens down to it, and the weight of all levels."""
     chunk, level = tl.arange(0, CHUNKS)[:, None], tl.arange(0, _LEVELS)
     at = (row * chunks + chunk) * _LEVELS + level[None, :]
     count = tl.load(counts + at, mask=chunk < chunks, other=0)

@@ -175,7 +175,6 @@ class KernelCalls(ABC):
         *more: int,
         num_ranks: int = 1,
     ) -> Any:
-        """num_ranks: each has q's number of heads."""
         pages, kernel_caches = len(caches[0]), _kernel_cache_arguments(q, caches, softmax.kv_scales)
         (*_, heads, dim), step = q.shape, self.step_inputs(metadata)
         out = self.empty_per_token(q, heads, softmax.value_dim or dim)

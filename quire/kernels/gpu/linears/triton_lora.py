@@ -52,7 +52,6 @@ def _shrink_kernel(
     PARTS: tl.constexpr, RANKS: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """middle [splits, rows, PARTS * RANKS]; down [slots, PARTS * RANKS, inner]."""
     row, mine, slot = _tile_rows_of_adapter(
         adapters, order, rows, tl.program_id(0) // most, tl.program_id(0) % most, BLOCK_M
     )

@@ -32,7 +32,7 @@ memory.
 _REDUCE_SHAPES = ((32, 512, 8), (_MAX_SPLITS, 64, 4))
 """(maximum of splits, numbers of a row per program, warps)."""
 _FIXED_REDUCE_BLOCK = 128
-"""Of a row per program, if splits follow each other."""
+"""Numbers of a row per program if splits follow each other."""
 
 
 def attend_absorbed(

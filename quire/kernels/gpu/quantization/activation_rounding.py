@@ -35,7 +35,7 @@ class EightBitRounding(ActivationRounding):
     has_block_scales: bool
     """One per BLOCK inputs of a row, [blocks, rows]; otherwise [rows]."""
     pair_distance: int
-    """Inputs per step if codes are ordered as in the weights' words; 0: natural order."""
+    """Inputs per step if codes are in the order of the weights' words; 0: natural order."""
 
     def round_rows(self, x: Tensor) -> RoundedActivations:
         x = x.contiguous()

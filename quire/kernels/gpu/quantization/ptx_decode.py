@@ -29,7 +29,6 @@ def _shift_asm(to: str, source: str, left: int) -> str:
 
 
 def _multiply_add_asm(to: str, wide: bool, factor: int, added: str) -> str:
-    """added: bits, or a register."""
     kind = "bf16x2" if wide else "f16x2"
     return f"mov.b32 o, {_paired_half_literal(factor)}; mov.b32 m, {added}; fma.rn.{kind} {to}, t, o, m;"
 

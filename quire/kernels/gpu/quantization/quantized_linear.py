@@ -43,7 +43,7 @@ _COLUMN_BLOCK = 1024
 _PROGRAMS_PER_PROCESSOR = 4
 """Hides memory latency."""
 _MIN_STEPS = 4
-"""Per part of a split."""
+"""Per part of a split inner dimension."""
 
 
 class TritonQuantizedLinear(RoundedInputLinear):

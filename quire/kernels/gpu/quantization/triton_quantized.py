@@ -215,7 +215,6 @@ def multiply_split_k(
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Sums of `length` words of every line, [parts, rows, outs] float32."""
     tiles_m, part = tl.cdiv(rows, BLOCK_M), tl.program_id(1)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -276,7 +275,6 @@ def multiply_block_scaled_codes(
     x, x_scales, codes, scales, factors, bias, out, rows, outs, inner, out_stride, group,
     SCALED: tl.constexpr, BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_K inputs share a scale in x, and in the weights."""
     tiles_m = tl.cdiv(rows, BLOCK_M)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)

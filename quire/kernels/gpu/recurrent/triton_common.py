@@ -29,7 +29,7 @@ def load_sequence_bounds(row, query_start, contexts, seen, known, guessed):
 
 @triton.jit
 def uses_chunked_kernel(first, begin, stop, context, long):
-    """True for at least `long` tokens (0: never), none a draft or accepted draft."""
+    """True for sequences of at least `long` tokens (0: never), none a draft or accepted draft."""
     return (long > 0) & (begin == first) & (stop == context) & (context - first >= long)
 
 
@@ -60,7 +60,7 @@ def store_draft_inputs(
     guesses, given, beside, query_start, contexts, seen, known, slots,
     INPUTS: tl.constexpr, BESIDE: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """After all programs have read the previous step's."""
+    """Runs after all programs have read the previous step's inputs."""
     row = tl.program_id(0)
     start, first, _, stop, context = load_sequence_bounds(row, query_start, contexts, seen, known, True)
     position = tl.maximum(stop, first) + tl.program_id(1)
