@@ -315,7 +315,7 @@ class Backend(Operations):
 
     @abstractmethod
     def description(self) -> str:
-        """For the log: library and version, instruction set."""
+        """Text for the log: library and version, instruction set."""
 
     @abstractmethod
     def unsupported_reason(

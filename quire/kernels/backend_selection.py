@@ -77,7 +77,6 @@ class AttentionRequirements:
     kv_dtype: dtype | None = None
     """None: the model's dtype."""
     ranks: int = 1
-    """Ranks of decode context parallelism."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,8 @@ GROUP_SIZE = 32
 _RANGE_FACTORS = tuple(1 - 0.03 * step for step in range(11))
 """Fractions of a group's range that 15 steps cover."""
 _GROUPS_PER_BATCH, _GPU_GROUPS_PER_BATCH = 1 << 9, 1 << 18
-"""On a CPU few enough to stay in the caches and wake no PyTorch threads; elsewhere enough to keep the device busy."""
+"""Few enough to stay in a CPU's caches and wake no PyTorch threads; enough to keep other devices busy."""
 _MIN_SCALE = 2.0**-100
-"""With zero points."""
 
 
 def fit_int4(groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:

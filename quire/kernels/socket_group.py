@@ -43,7 +43,7 @@ class SocketGroup:
         self._aborted = threading.Event()
 
     def allgather_base(self, out: Tensor, x: Tensor) -> CompletedWork:
-        """In rank order; both contiguous."""
+        """Gathers in rank order; both are contiguous."""
         return self._exchange_buffers([_tensor_bytes(x.flatten())] * self._count, out)
 
     _allgather_base = allgather_base
@@ -52,13 +52,13 @@ class SocketGroup:
     def alltoall_base(
         self, out: Tensor, x: Tensor, output_split_sizes: Sequence[int], input_split_sizes: Sequence[int]
     ) -> CompletedWork:
-        """Part r of out = rank r's part of x for this rank. Both are contiguous with equal parts; split sizes are []."""
+        """Part r of out = rank r's part of x for this rank. Both are contiguous with equal parts; split sizes: []."""
         assert not output_split_sizes
         assert not input_split_sizes
         return self._exchange_buffers([_tensor_bytes(part) for part in x.view(self._count, -1)], out)
 
     def broadcast(self, tensors: Sequence[Tensor], options: object = None) -> CompletedWork:
-        """From rank 0."""
+        """Sends rank 0's."""
         self._connect_peers()
         (x,) = tensors
         if self._rank:

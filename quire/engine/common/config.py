@@ -20,10 +20,10 @@ from quire.engine.common.types import EngineInfo
 PRESETS_FOLDER = Path(__file__).resolve().parents[2] / "configs"
 DEMO_MODEL = str(PRESETS_FOLDER / "demo")
 DEFAULT_DISK_GIB = 10
-"""Of --kv-offload-dir."""
+"""Default limit of --kv-offload-dir."""
 
 DEFAULT_STEP_TOKENS, LARGE_GPU_STEP_TOKENS = 2048, 8192
-"""max_num_batched_tokens; the latter on GPUs with at least LARGE_GPU_BYTES."""
+"""Defaults of max_num_batched_tokens; the latter on GPUs with at least LARGE_GPU_BYTES."""
 LARGE_GPU_BYTES = 40 * 10**9
 
 MAX_SEQUENCES = 4096
@@ -251,12 +251,12 @@ class EngineConfig(BaseModel):
 
     @property
     def online_quantization(self) -> OnlineQuantization | None:
-        """At load."""
+        """Format to which weights are quantized at load."""
         return self.quantization if self.quantization in get_args(OnlineQuantization) else None  # type: ignore[return-value]
 
     @property
     def required_checkpoint_quant_method(self) -> str | None:
-        """In config.json; None: any."""
+        """quant_method of config.json; None: any."""
         quantization = None if self.online_quantization else self.quantization
         return quantization and quantization.removesuffix("_marlin")
 

@@ -28,7 +28,7 @@ class QuireError(Exception):
     """Clients see `str(error)`, so it must contain no stack traces and no paths of the server."""
 
     code: str | None = None
-    """Of OpenAI's error object."""
+    """`code` of OpenAI's error object."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         """param: wrong field or configuration key."""
@@ -105,7 +105,7 @@ class RequestQuarantined(EngineError):
 
 
 class ConfigError(QuireError, ValueError):
-    """A ValueError, as programs that create an LLM expect. Code that catches a library's ValueErrors must let it pass."""
+    """A ValueError, as programs that create an LLM expect. Handlers of a library's ValueErrors must let it pass."""
 
 
 class ModelError(ConfigError):

@@ -95,4 +95,4 @@ class Executor(Protocol):
         """Moves slots (Sublayer.slot_tensor_specs)."""
 
     def preload_grammar_compiler(self) -> None:
-        """In the background; otherwise the first grammar loads it."""
+        """Load in the background; otherwise the first grammar loads it."""

@@ -11,7 +11,7 @@ from quire.engine.common.sampling_field import MAX_TOKENS, NamedSamplingField, S
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
-"""Of all stop strings: held-back text is compared with each."""
+"""Total of all stop strings: held-back text is compared with each."""
 
 
 class Grammar(msgspec.Struct, frozen=True):
@@ -229,7 +229,7 @@ BOUNDED_SAMPLING_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.m
 MODEL_DEFAULT_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.has_model_default)
 """generation_config.json may set them."""
 SETTING_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.setting_label)
-"""Of the page's settings and of presets."""
+"""Fields of the page's settings and of presets."""
 COPIED_SAMPLING_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.is_copied)
 """Request bodies have them under the same name."""
 

@@ -13,18 +13,18 @@ MAX_TOKENS = 2**31 - 1
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingField:
     text: str
-    """For the reference."""
+    """Text in the reference."""
     minimum: float | None = None
     maximum: float | None = None
     excludes_minimum: bool = False
     is_copied: bool = True
     """Requests have a field of this name and type."""
     has_model_default: bool = False
-    """In generation_config.json."""
+    """True if generation_config.json has a default."""
     setting_label: str = ""
-    """On the page and in presets; "": not a setting."""
+    """Label on the page and in presets; "": not a setting."""
     setting_step: float = 1.0
-    """Of the page's arrow buttons."""
+    """Step of the page's arrow buttons."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ class NewRequestData(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """0: base model."""
     spans: tuple[MediaSpan, ...] = ()
     images: tuple[Image, ...] = ()
-    """Of the spans, each once."""
+    """Images of the spans, each once."""
     cache_salt: str = ""
     """Requests with the same one share encoder outputs."""
 
@@ -32,7 +32,7 @@ class EncoderChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     digest: bytes
     end_progress: int
-    """After this chunk, in units of Image.encoder_cost."""
+    """Progress after this chunk, in units of Image.encoder_cost."""
     total_cost: int
 
     @property
@@ -61,7 +61,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """False for pooling: the device pools in the step with the prompt's last token."""
     draft_token_ids: list[int] = []
     encoder_chunks: list[EncoderChunk] = []
-    """Maybe alone, with `num_tokens` 0."""
+    """A request may have only these, with `num_tokens` 0."""
 
 
 class HeadDraftRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -69,10 +69,10 @@ class HeadDraftRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     slot: int
     num_tokens: int
-    """With the last step's sampled one."""
+    """Includes the token that the last step sampled."""
     num_drafts: int
     block_ids: list[int]
-    """Of the head, for all tokens and drafts."""
+    """The head's own blocks, for all tokens and drafts."""
 
 
 class DrafterCatchUp(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -89,7 +89,7 @@ class DrafterCatchUp(msgspec.Struct, frozen=True, array_like=True, gc=False):
     block_ids: list[int]
     new_request: NewRequestData | None
     wants_draft: bool
-    """After the last token."""
+    """Draft a token after the last one."""
 
 
 class DraftToken(NamedTuple):
@@ -98,7 +98,7 @@ class DraftToken(NamedTuple):
 
 
 class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Of the first `num_tokens` tokens, in every layer."""
+    """Copies the first `num_tokens` tokens in every layer."""
 
     source: int
     target: int
@@ -106,7 +106,7 @@ class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SlotCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Of recurrent states, in every layer."""
+    """Copies recurrent states in every layer."""
 
     source: int
     target: int
@@ -129,7 +129,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     scheduled_requests: list[ScheduledRequest]
     new_requests: list[NewRequestData] = []
     block_copies: list[BlockCopy] = []
-    """In order, before anything is computed."""
+    """Done in order, before anything is computed."""
     preempted_ids: list[str] = []
     loaded_blocks: list[BlockLoadRecord] = []
     """Since the previous step."""
@@ -138,11 +138,11 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     freed_slots: list[int] = []
     """Since the previous step."""
     slot_copies: list[SlotCopy] = []
-    """In order, before anything is computed."""
+    """Done in order, before anything is computed."""
 
     @property
     def without_encoder_only(self) -> SchedulerOutput:
-        """Without requests that have only encoder chunks."""
+        """A copy without requests that have only encoder chunks."""
         rows = [row for row in self.scheduled_requests if row.num_tokens]
         return (
             self
@@ -175,7 +175,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
     logprobs: dict[str, list[TokenLogprob]] = {}
     """One per token, if requested."""
     prompt_logprobs: dict[str, list[TokenLogprob]] = {}
-    """Of the next token for each prompt token of the chunk."""
+    """Log probability of the next token for each prompt token of the chunk."""
     errors: dict[str, RequestFailure] = {}
     """These requests end."""
     vectors: dict[str, bytes] = {}

@@ -43,7 +43,7 @@ class Image(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Resized for the model, not normalized."""
 
     digest: bytes
-    """Of all other fields but encoder_cost."""
+    """Hash of all other fields but encoder_cost."""
     height: int
     width: int
     pixels: bytes
@@ -70,7 +70,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     seed: int
     """64 bits; with a token's position it fixes the token's random number."""
     emitted_ids: list[int] = []
-    """From before an engine died; generation continues after them."""
+    """Output from before an engine died; generation continues after it."""
     session: str = ""
     """Caller's name of the conversation; its blocks are pinned."""
     keep_seconds: float = 0.0
@@ -87,7 +87,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     spans: tuple[MediaSpan, ...] = ()
     """In order, not overlapping."""
     images: tuple[Image, ...] = ()
-    """Of each span, once."""
+    """Content of each span, once."""
 
     @property
     def encoder_inputs(self) -> tuple[tuple[MediaSpan, ...], tuple[Image, ...], str]:
@@ -130,7 +130,7 @@ MissReason = (
 
 
 class PrefixDivergence(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """From the tenant's closest earlier sequence."""
+    """Divergence from the tenant's closest earlier sequence."""
 
     num_common: int
     diverges_in: Literal["prompt", "answer"]
@@ -148,11 +148,11 @@ class PrefixMissReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tokens_by_reason: list[tuple[MissReason, int]]
     """Most tokens first."""
     compute_seconds: float
-    """Of those tokens, as their share of the prompt's steps."""
+    """Time to compute them, as their share of the prompt's steps."""
     conversation: str
     """Id of the conversation's first request."""
     turn: int
-    """From 1."""
+    """Number from 1."""
     own_load: bool = False
     """For evictions: what the tenant has computed since would have filled the cache alone."""
     nearest: PrefixDivergence | None = None
@@ -178,10 +178,10 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Prompt tokens from the prefix cache."""
     error: str | None = None
     vector: bytes | None = None
-    """With finish_reason "stop": float32, little-endian."""
+    """float32, little-endian, with finish_reason "stop"."""
     cause: ErrorCause = "engine"
     prefix: PrefixMissReport | None = None
-    """With the first output, if the prefix cache was searched."""
+    """Set with the first output, if the prefix cache was searched."""
 
 
 NO_IMAGES_REASON = "this model reads no images"
@@ -192,7 +192,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     dtype: str
     device: str
     backend: str
-    """Of attention, and why it was chosen."""
+    """Attention backend, and why it was chosen."""
     max_model_len: int
     num_blocks: int
     block_size: int

@@ -39,10 +39,9 @@ class CacheConfig:
     block_size: int
     """Tokens."""
     num_gpu_blocks: int
-    """On any device."""
     enable_prefix_caching: bool
     num_cpu_blocks: int
-    """Of earlier prompts, in host memory."""
+    """Blocks of earlier prompts in host memory."""
     gpu_memory_utilization: float
     cache_dtype: str
 
@@ -53,7 +52,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_model_len: int
     long_prefill_token_threshold: int
-    """Per prompt and step; 0: no limit."""
+    """Most tokens of a prompt per step; 0: no limit."""
     policy: Literal["priority", "fcfs"]
     enable_chunked_prefill: bool = True
 
@@ -68,7 +67,7 @@ class ParallelConfig:
 
     @property
     def world_size(self) -> int:
-        """Of one replica."""
+        """Processes of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
@@ -219,7 +218,7 @@ class LLMEngine:
         return list(outputs.values())
 
     def abort_request(self, request_ids: str | Sequence[str]) -> None:
-        """Without further outputs. Ids that are not open are ignored."""
+        """End requests without further outputs. Ids that are not open are ignored."""
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             if request_id in self._open_requests:
                 _, work = self._open_requests.pop(request_id)

@@ -19,14 +19,14 @@ class Gauge(Metric):
 
 @dataclass(frozen=True, slots=True)
 class Counter(Metric):
-    """Since the engine's start."""
+    """Counts from the engine's start."""
 
     value: int
 
 
 @dataclass(frozen=True, slots=True)
 class Vector(Metric):
-    """By position."""
+    """Counters by position."""
 
     values: list[int]
 

@@ -254,7 +254,7 @@ _VLLM_ALTERNATIVES = {
         ("init_weight_transfer_engine", "start_weight_update", "finish_weight_update"), _WEIGHT_UPDATE_HINT
     ),
 }
-"""Instead of missing vLLM methods."""
+"""Replacements of missing vLLM methods."""
 
 
 class LLMBase:
@@ -275,7 +275,7 @@ class LLMBase:
         return self.tokenizer.to_transformers()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """From the model's generation_config.json; used by calls without sampling_params."""
+        """Defaults of generation_config.json; used by calls without sampling_params."""
         return self._input_processor.default_sampling_params()
 
     def register_failure_callback(self, callback: Callable[[EngineError], None]) -> None:

@@ -32,7 +32,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     """Sum of the tokens' log probabilities; None unless logprobs were requested."""
     logprobs: list[dict[int, Logprob]] | None = None
-    """Per token, by id: its own and the requested alternatives'."""
+    """One dict per token, by id: its own and the requested alternatives."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """Stop string, or id of stop_token_ids."""

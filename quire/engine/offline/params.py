@@ -33,7 +33,7 @@ _VLLM_ALTERNATIVES = {
     "repetition_detection": "not there for programs; the server's requests have it",
     "extra_args": "there are no plugins that would read it",
 }
-"""Instead of missing vLLM parameters."""
+"""Replacements of missing vLLM parameters."""
 _NON_ENGINE_FIELDS = (
     "bad_words",
     "structured_outputs",
@@ -49,8 +49,6 @@ _T = TypeVar("_T")
 
 
 class RequestOutputKind(Enum):
-    """What AsyncLLM.generate yields."""
-
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2

@@ -34,7 +34,7 @@ class PoolingOutput:
 
 @dataclass(slots=True)
 class PoolingRequestOutput:
-    """Of a prompt or a pair of texts. A comparison of two embeddings has no prompt."""
+    """Result for a prompt or a pair of texts. A comparison of two embeddings has no prompt."""
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -61,7 +61,7 @@ def encode_pairs_with_pooling_params(
     instruction: str | None,
     limit: int | None,
 ) -> tuple[list[list[int]], list[PoolingParams]]:
-    """Of at most `limit` tokens; one label is the pair's score. Raises InvalidRequest."""
+    """Prompts have at most `limit` tokens; their one label is the pair's score. Raises InvalidRequest."""
     if pooling.classifier_tokens is not None:
         prompts = encode_reranker_prompts(tokenizer, pairs, instruction, limit)
         return prompts, [PoolingParams(task="classify")] * len(prompts)

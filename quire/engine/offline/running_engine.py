@@ -44,14 +44,14 @@ class RunningEngine:
         self.client = EngineClient(InProcessClient(config)) if is_here else processes(config)
         self.hashes = ModelHasher(config, self.input_processor.tokenizer, self.client.engine_core.weights_paths)
         self.close = weakref.finalize(self, _stop_engine, self.client, self._loop, thread, self._pid)
-        """Also runs at garbage collection and interpreter exit."""
+        """Runs also at garbage collection and interpreter exit."""
         self.info = self.run_coroutine(self.client.engine_core.start())
         for note in self.info.notes:
             _log.warning("%s: %s", self.info.model, note)
         self.input_processor.pass_engine_info_to_adapters(self.info)
 
     def run_coroutine(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """On the engine's loop; an interrupt of the waiting thread cancels it."""
+        """Run it on the engine's loop; an interrupt of the waiting thread cancels it."""
         future = self.start_coroutine(work)
         try:
             return future.result()
@@ -85,7 +85,7 @@ def _stop_engine(client: EngineClient, loop: asyncio.AbstractEventLoop, thread: 
 
 @contextmanager
 def progress_bar(description: str, total: int, visible: bool) -> Iterator[Callable[[], None]]:
-    """On stderr; call the yielded function for each finished item."""
+    """Bar on stderr; call the yielded function for each finished item."""
     columns = (TextColumn(description), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not visible) as progress:
         bar = progress.add_task("", total=total)

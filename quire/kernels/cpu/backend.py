@@ -38,9 +38,9 @@ from quire.kernels.routing import MoE, MoEComponents
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 _PIECE_TOKENS, _TILE_TOKENS = 16, 256
-"""Of a block, and of the tiles that attention merges in order."""
+"""Tokens of a block, and of the tiles that attention merges in order."""
 _MAX_VOCAB = 2**19
-"""From this vocabulary size on, the reference samples."""
+"""The reference samples from this vocabulary size on."""
 
 
 class CpuBackend(CpuLinearBackend):

@@ -350,7 +350,6 @@ def loadable_isas() -> list[str]:
 
 
 def best_unbuilt_isa() -> str | None:
-    """This CPU's best instruction set if its library is missing."""
     best = _cpu_supported_isas()[-1]
     return None if (HERE / f"{best}.so").exists() else best
 

@@ -18,8 +18,8 @@ _MAX_SCALE_BLOCK = 96
 """Inputs of x per scale, as in quantized.h."""
 
 _OUTLIER_THRESHOLDS = {"8": math.inf, "auto": 0.4, "16": 0.0}
-"""By activation bits. A block of a row's inputs takes 16 bits instead of 8 if its maximum exceeds this many times the
-root mean square of all blocks' maxima.
+"""A block of a row's inputs takes 16 bits instead of 8 if its maximum exceeds this many times the root mean square of
+all blocks' maxima.
 """
 
 

@@ -1,4 +1,4 @@
-"""With CUDA neither host nor device waits."""
+"""Copies between host and device; with CUDA neither waits."""
 
 from __future__ import annotations
 

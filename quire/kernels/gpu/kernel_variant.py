@@ -81,8 +81,8 @@ def set_compile_target(target: GPUTarget) -> None:
 
 
 def dry_run_for_variants(function: Callable[[], None]) -> list[KernelVariant]:
-    """Those that `function` would launch and that this process has not compiled. Nothing is launched; no other thread
-    may launch kernels meanwhile.
+    """Variants that `function` would launch and that this process has not compiled. Nothing is launched; no other
+    thread may launch kernels meanwhile.
     """
     variants: dict[KernelVariant, None] = {}
     run, hook = JITFunction.run, knobs.runtime.jit_cache_hook

@@ -26,7 +26,7 @@ class PrefillDecodeSplit:
     query_start: np.ndarray  # [prompts + 1] int32
     key_start: np.ndarray  # [prompts + 1] int32
     max_context_lens: tuple[int, int]
-    """Decodes, and the rest."""
+    """Longest context of the decodes, and of the rest."""
     is_full_prefill: bool
     """True if all keys of the rest are this step's."""
 

@@ -51,7 +51,7 @@ def local_to_global_position(key, rank, RANKS: tl.constexpr, PAGE: tl.constexpr)
 
 @triton.jit
 def merge_softmax_parts(peak, total, acc, peak2, total2, acc2):
-    """Of maximum in base 2, sum of weights, and weighted values."""
+    """A part is a maximum in base 2, a sum of weights, and weighted values."""
     top = tl.maximum(peak, peak2)
     anchor = tl.where(top == float("-inf"), 0.0, top)
     keep, add = tl.exp2(peak - anchor), tl.exp2(peak2 - anchor)
@@ -336,7 +336,7 @@ def reduce_fixed_splits(
     BLOCK_D: tl.constexpr, PAGE: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, RANKS: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
-    """In key order, as `attend` merges parts."""
+    """Merges parts in key order, as `attend` does."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     position = tl.load(positions + row // HEADS).to(tl.int32)

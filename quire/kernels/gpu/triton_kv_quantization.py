@@ -56,7 +56,7 @@ def from_float8(codes):
 
 @triton.jit
 def kv_codes_to_unscaled_floats(codes, HELD: tl.constexpr, like):
-    """In the dtype of `like`, which holds them exactly."""
+    """The dtype of `like` holds them exactly."""
     if HELD == 1:
         return codes.to(tl.float32).to(like.dtype)
     elif HELD == 2:

@@ -43,7 +43,7 @@ def programs_per_tile(num_tiles: int, device: int | None, programs_per_processor
 def num_even_splits(
     wanted: int, seen: int, one_token: bool, *, least: int = _MIN_EVEN_SPLIT, most: int = MAX_SPLITS
 ) -> int:
-    """At most `most`, none shorter than `least` of the tile's `seen` keys. In a decode none is longer than
+    """Splits of up to `seen` keys: at most `most`, none shorter than `least`. In a decode none is longer than
     _MAX_EVEN_SPLIT, as one long context would hold up all others.
     """
     if one_token:
@@ -59,7 +59,7 @@ def num_multiprocessors(device: int | None) -> int:
 
 @cache
 def shared_memory_bytes(device: int | None) -> int:
-    """Per program; under the interpreter (device None) a consumer GPU's."""
+    """Bytes per program; under the interpreter (device None) a consumer GPU's."""
     if device is None:
         return 99 * 1024
     num_bytes: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 48 * 1024)

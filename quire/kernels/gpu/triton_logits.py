@@ -82,7 +82,7 @@ def penalize_tokens(
     *,
     longest: int,
 ) -> None:
-    """On rows [P]. `longest`: largest position. Positions and numbers are int64, penalties float32."""
+    """Changes rows [P]. `longest`: largest position. Positions and numbers are int64, penalties float32."""
     vocab, number = logits.shape[1], len(rows)
     counts = torch.zeros((number, vocab), dtype=torch.int32, device=logits.device)
     grid = (number, cdiv(longest, _BLOCK.value))

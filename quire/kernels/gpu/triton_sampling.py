@@ -19,9 +19,8 @@ _LEVELS = tl.constexpr(16)
 """Level 0 is the largest weight, 1; level j is [2^-j, 2^(1 - j)); the last holds the rest."""
 _CANDIDATES = tl.constexpr(4096)
 _ONE = tl.constexpr(float(2**44))
-"""In fixed point; MAX_VOCAB times it fits an int64."""
+"""1 in fixed point; MAX_VOCAB times it fits an int64."""
 MAX_VOCAB = 2**19 - 1
-"""Of `sample_tokens`."""
 
 
 @triton.jit
@@ -90,7 +89,7 @@ def gather_candidates(
     bits_found, tokens_found, counts, masses, logits, peaks, temperatures, top_ks, top_ps, vocab, chunks,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """In vocabulary order, unless there are more than _CANDIDATES."""
+    """Candidates are in vocabulary order, unless there are more than _CANDIDATES."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
     if (temperature > 0) & ((top_k < vocab) | (top_p < 1)):

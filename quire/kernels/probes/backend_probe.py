@@ -205,7 +205,7 @@ def make_mixed_step(
 def last_tokens_metadata(
     device: torch.device, counts: tuple[int, ...], lengths: tuple[int, ...], block_size: int
 ) -> AttentionMetadata:
-    """Of two sequences with pages (3, 1, 4) and (2, ...)."""
+    """The two sequences have pages (3, 1, 4) and (2, ...)."""
     pages = ((3, 1, 4), (2, 2, 2))
     positions = [list(range(end - count, end)) for count, end in zip(counts, lengths, strict=True)]
     slots = [

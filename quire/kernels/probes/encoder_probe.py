@@ -1,7 +1,3 @@
-"""Tries a vision tower's operations: norms, RoPE with its own table, attention among all patches, and bidirectional
-attention within a prompt.
-"""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, replace

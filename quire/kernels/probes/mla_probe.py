@@ -26,8 +26,6 @@ _QUERY_SCALE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class MLAProbe(BackendProbe):
-    """Two sequences, one several pages long: prefill, absorbed and if supported expanded; decode; and a mixed batch."""
-
     heads: int
     dims: tuple[int, int, int, int]
     """Latent, rotated part, other part of a query, value."""

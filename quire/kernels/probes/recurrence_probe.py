@@ -14,8 +14,8 @@ from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 from quire.kernels.reference import ReferenceBackend
 
 _TOKEN_COUNTS = (70, 2)
-"""Of two sequences, in slots 2 and 0; the first is long enough for chunks. Then follow two draft tokens of the first
-and a token of the second, then, with one draft accepted, a token of each.
+"""Tokens of two sequences, in slots 2 and 0; the first is long enough for chunks. Then follow two draft tokens of the
+first and a token of the second, then, with one draft accepted, a token of each.
 """
 _NUM_DRAFTS = 2
 _CONV_WIDTH = 4

@@ -35,7 +35,7 @@ class ShortConv:
 
 @dataclass(frozen=True, slots=True)
 class ConvStates:
-    """In the dtype of the convolution's input."""
+    """Columns in the dtype of the convolution's input."""
 
     piece_ends: Tensor | None
     """[blocks, pieces per block, width - 1, channels]: the last columns of pieces; None: blocks hold none."""

@@ -38,7 +38,7 @@ class _OffloadedTensor:
 
 class HostLayerStreamer(LayerStreamer):
     def __init__(self, backend: Backend, device: torch.device, choice: LayerSelector, slots: int) -> None:
-        """On a CPU, for tests, copies are synchronous."""
+        """Copies are synchronous on a CPU, for tests."""
         super().__init__(choice, slots)
         self.backend, self._device = backend, device
         self._offloaded: dict[int, list[_OffloadedTensor]] = {}

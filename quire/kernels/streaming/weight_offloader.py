@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 class OffloadCounts(NamedTuple):
-    """Since this process loaded its weights."""
+    """Counts since this process loaded its weights."""
 
     experts_read: int = 0
     """Each expert counts once a step."""
@@ -26,7 +26,7 @@ class WeightOffloader(ABC):
 
     @abstractmethod
     def finish_loading(self) -> None:
-        """After all weights are loaded. Raises ValueError if none can be offloaded, or resident ones do not fit."""
+        """Call after all weights are loaded. Raises ValueError if none can be offloaded, or the others do not fit."""
 
     @property
     @abstractmethod

@@ -37,8 +37,6 @@ def _native_routing(rule: Routing, correction: Tensor | None, factors: Tensor | 
 
 
 class CompiledMoE:
-    """MoE in experts.cpp, without adapter slots."""
-
     def __init__(
         self,
         library: native_library.NativeLibrary,

@@ -43,8 +43,6 @@ class _StepArgument:
 
 @dataclass(slots=True, eq=False)
 class _PlaceholderTensor(_StepArgument):
-    """Stands for a tensor [T, *shape]."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
 

@@ -21,9 +21,9 @@ from quire.kernels.experts import DiskExperts
 from quire.kernels.streaming.weight_offloader import OffloadCounts
 
 _CHUNK_BYTES = 64 << 20
-"""Per mapping, and maximum of unwritten bytes during loading."""
+"""Bytes per mapping, and maximum of unwritten bytes during loading."""
 _MAX_MOVED_BYTES = 64 << 20
-"""Per rebalance."""
+"""Limit of a rebalance."""
 _REPLACEMENT_FACTOR = 1.25
 """An expert replaces a pinned one if used this many times as often."""
 _PROCESS_IO_FILE = Path("/proc/self/io")
@@ -72,7 +72,7 @@ class MappedWeightArena(native_library.WeightArena):
         self._chunks: list[tuple[mmap.mmap, int]] = []  # with their offsets in the file
         self._extents: dict[int, _FileExtent] = {}
         self.moes: list[tuple[native_library.Experts, Sequence[Sequence[RelocatableWeights]]]] = []
-        """In layer order, with each expert's weights."""
+        """Layer by layer, with each expert's weights."""
 
     def allocate_bytes(self, size: int) -> Tensor:
         """[size] uint8 on its own pages. Raises OSError if the disk is full."""
@@ -125,8 +125,6 @@ class MappedWeightArena(native_library.WeightArena):
 
 @dataclass(frozen=True, slots=True)
 class _ExpertTables:
-    """Tables of mapped.h, layer by layer."""
-
     structs: Sequence[native_library.MappedExperts]
     extent_lists: Sequence[object]
     starts: Sequence[Tensor]
@@ -275,7 +273,7 @@ def _aligned_bytes(weights: Tensor) -> int:
 
 
 def disk_read_bytes() -> int:
-    """Of this process, page faults and prefetches included; 0 if the OS does not report them."""
+    """Bytes read by this process, page faults and prefetches included; 0 if the OS does not report them."""
     try:
         lines = _PROCESS_IO_FILE.read_text().splitlines()
     except OSError:

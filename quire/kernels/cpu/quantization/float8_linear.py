@@ -11,7 +11,6 @@ from quire.kernels.cpu.linear import CompiledLinearBase
 from quire.kernels.quantized_tensors import Float8Weight, QuantizedWeight
 
 _PANEL_OUTPUTS = 64
-"""Outputs packed together."""
 
 
 def as_float8_weights(weights: Sequence[QuantizedWeight]) -> Sequence[Float8Weight] | None:

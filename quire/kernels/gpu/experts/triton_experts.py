@@ -20,7 +20,7 @@ def choose_experts(
     EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, PER_TOKEN: tl.constexpr, PER_TOKEN_PAD: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, CORRECTED: tl.constexpr,
 ):  # fmt: skip
-    """Without groups; chosen is int64, best first, shares float32."""
+    """Routing without groups; chosen is int64, best first, shares float32."""
     token, i = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS_PAD)
     inside = i < EXPERTS
     score = tl.load(scores + token * EXPERTS + i, mask=inside, other=float("-inf")).to(tl.float32)

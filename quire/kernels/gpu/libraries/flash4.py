@@ -50,7 +50,7 @@ class Flash4Backend(FlashLibraryBackend):
     def attend_batch_part(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        """On Hopper, without split keys, Triton computes decodes. Without explicit counts flash-attn would choose
+        """Triton computes decodes on Hopper, which lacks split keys. Without explicit counts flash-attn would choose
         splits for the whole cache.
         """
         one_each = metadata.max_query_len == 1

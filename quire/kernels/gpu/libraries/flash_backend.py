@@ -130,7 +130,6 @@ class FlashPagedBackend(PagedAttentionBackend):
 
 class FlashLibraryBackend(FlashPagedBackend):
     package = ""
-    """pip name."""
     compute_majors: tuple[int, ...] = ()
     """Supported major compute capabilities; (): flash-attn 2's."""
     batch_variance_reason = ""
@@ -177,7 +176,6 @@ def gather_step_kv(cache: Tensor, metadata: AttentionMetadata) -> Tensor:
 
 
 def unsupported_architecture_reason(device: torch.device, majors: tuple[int, ...]) -> str | None:
-    """Why kernels for these major compute capabilities do not run on the device, or None."""
     major, minor = torch.cuda.get_device_capability(device)
     if major in majors:
         return None

@@ -19,7 +19,7 @@ from quire.kernels.gpu.triton_launch_sizes import cdiv
 _ROWS_PER_TILE = 64
 _INNER_STEP = 64
 _MIN_WIDE_OUTPUTS = 8192
-"""From here on tiles are twice as wide; enough remain to fill the GPU."""
+"""Tiles are twice as wide from here on; enough remain to fill the GPU."""
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -30,7 +30,7 @@ _INNER_STEP = 64
 _SPLIT_INPUTS = 1024
 """Without splits a decode step has too few tiles to fill a GPU."""
 _MAX_SHRINK_RANKS, _MAX_EXPAND_RANKS = 64, 32
-"""Per tile; with 64 float32 ranks the expand kernel spills registers."""
+"""The expand kernel spills registers with 64 float32 ranks per tile."""
 
 
 @triton.jit
@@ -181,7 +181,7 @@ class TritonLinearWithLora(LinearWithLora, RoundedInputLinear):
         return out
 
     def pack_one_adapter(self, deltas: Sequence[LoraDelta]) -> PinnedLoraDeltas:
-        """In pinned memory, for asynchronous copies."""
+        """Uses pinned memory, for asynchronous copies."""
         ranks = torch.zeros(len(self._first_outputs), dtype=torch.int32)
         packed_parts = []
         for delta in deltas:

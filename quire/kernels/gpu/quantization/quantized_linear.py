@@ -35,7 +35,7 @@ log = logging.getLogger("quire.kernels")
 _MAX_FEW_ROWS, _MAX_SOME_ROWS = 16, 64
 """Row counts at which tiles change."""
 _MIN_DEQUANTIZED_ROWS = 256
-"""From here on weights for unrounded x are dequantized, for PyTorch's 16-bit product."""
+"""Weights for unrounded x are dequantized from here on, for PyTorch's 16-bit product."""
 _LONG_STEP, _LONG_STEP_BYTES = 64, 112 * 1024
 """Words, and the shared memory of three steps with _MAX_SOME_ROWS rows."""
 _COLUMN_BLOCK = 1024
@@ -43,7 +43,7 @@ _COLUMN_BLOCK = 1024
 _PROGRAMS_PER_PROCESSOR = 4
 """Hides memory latency."""
 _MIN_STEPS = 4
-"""Per part of a split inner dimension."""
+"""Steps per part of a split inner dimension."""
 
 
 class TritonQuantizedLinear(RoundedInputLinear):

@@ -21,7 +21,7 @@ from quire.kernels.quantized_tensors import RoundedActivations
 _SCALE_BLOCK = 1024
 """Outputs per program."""
 DEQUANTIZED_BYTES = 128 * 2**20
-"""On an H100 products of many outputs gain more than fitting the L2 cache does."""
+"""Products of many outputs gain more, on an H100, than fitting the L2 cache does."""
 _MIN_TRITON_ROWS, _MIN_PROGRAM_SHARE = 64, 3
 """Above this many rows Triton multiplies int8 if its programs are at least 1 / share of the GPU's multiprocessors."""
 _INT8_TILES = AttentionTiles(128, 128, 8, 3)

@@ -24,7 +24,7 @@ def _quantize_values(numbers, scales, KIND: tl.constexpr):
 
 @triton.jit
 def _interleaved_column(column, PAIRED: tl.constexpr):
-    """With PAIRED not 0, the first of two steps of PAIRED columns is the low byte of 16-bit words, the second the high
+    """If PAIRED is not 0, the first of two steps of PAIRED columns is the low byte of 16-bit words, the second the high
     byte.
     """
     if PAIRED:

@@ -15,7 +15,7 @@ _STEP_SIZES = (64, 32, 16)
 SCALE_BLOCK = 128
 """Inputs of x per scale."""
 INTERLEAVED_OUTPUTS = 64
-"""With words side by side, a step of each, for contiguous reads."""
+"""Outputs with words side by side, a step of each, for contiguous reads."""
 _NIBBLES_PER_WORD = 4
 _MAX_PADDING = 0.03
 """Fraction of a line, for a longer step."""
@@ -168,8 +168,8 @@ def _table_values_as_two_int64(values: tuple[int, ...] | None) -> tuple[int, int
 
 
 def _pack_nibbles(codes: Tensor, step: int) -> Tensor:
-    """From 4-bit codes [out, in / 2] (even input in the low half): `step` inputs are the lowest 4 bits of `step` words,
-    the next inputs the bits above, zero-padded.
+    """codes: [out, in / 2], even input in the low half. `step` inputs become the lowest 4 bits of `step` words, the
+    next inputs the bits above, zero-padded.
     """
     each = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
     each = F.pad(each, (0, -each.shape[1] % (_NIBBLES_PER_WORD * step))).unflatten(1, (-1, _NIBBLES_PER_WORD, step))
@@ -182,7 +182,7 @@ def _choose_byte_pair_step(steps: Sequence[int], inner: int) -> int:
 
 
 def _pack_byte_pairs(codes: Tensor, step: int) -> Tensor:
-    """From 8-bit codes [out, in]: the first of two steps is the low bytes, the second the high bytes. Unchanged if the
+    """codes: [out, in]. The first of two steps becomes the low bytes, the second the high bytes. Unchanged if the
     inputs are not a multiple of two steps.
     """
     if codes.shape[1] % (2 * step):

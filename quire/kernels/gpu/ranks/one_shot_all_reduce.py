@@ -66,7 +66,7 @@ class OneShotAllReduce:
         return 0 < x.numel() <= MAX_ELEMENTS and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """In float32 and rank order. A sum that was given up is garbage: see `raise_if_failed`."""
+        """Adds in float32 and rank order. A sum that was given up is garbage: see `raise_if_failed`."""
         x = x.contiguous()
         out, ranks = torch.empty_like(x), len(self.rank_memories)
         sum_over_ranks[cdiv(x.numel(), _ELEMENTS_PER_PROGRAM),](

@@ -20,7 +20,7 @@ from quire.kernels.recurrent.recurrence import RecurrentStates
 from quire.kernels.recurrent.state_space import StateSpace
 
 MIN_CHUNKED_TOKENS = 32
-"""Per sequence."""
+"""Tokens of a sequence."""
 _MAX_KEY_DIM = 128
 """Larger ones are untested."""
 _COLUMN_BLOCK, _PIPELINE_STAGES = 32, 3

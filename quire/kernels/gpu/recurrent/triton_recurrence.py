@@ -18,7 +18,7 @@ from quire.kernels.recurrent.selective_scan import SelectiveScan
 from quire.kernels.recurrent.state_space import StateSpace
 
 _MAX_MATRIX_ELEMENTS, _FIXED_MATRIX_ELEMENTS = 4096, 2048
-"""Per warp: at most 128 registers per thread. In an H100's decodes 32 columns (rows of 128 bytes) move two to three
+"""A warp has at most 128 registers per thread. In an H100's decodes 32 columns (rows of 128 bytes) move two to three
 times the bytes per second of 8. 16 is a compromise if the kernel also computes long prompts.
 """
 _MAX_COLUMNS = 32
