@@ -1,6 +1,5 @@
-"""Activations that give a number the same bits wherever it is in x. PyTorch's own do not on CPUs: they compute the
-remainder after the last whole vector, of x or of a thread's part, with other instructions. Its exp, erf and tanh are
-safe (2.13).
+"""Activations with the same bits at any place in x. PyTorch's on CPUs use other instructions for the remainder after
+the last whole vector; its exp, erf and tanh are safe (2.13).
 """
 
 from __future__ import annotations

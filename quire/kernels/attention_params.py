@@ -16,36 +16,34 @@ class AttentionParams:
     softcap: float | None = None
     """c replaces a score s by c * tanh(s / c)."""
     lookahead: int | None = 0
-    """Later keys that a query sees; None: all. On GPUs torch's scaled_dot_product_attention computes None
-    (kernels/gpu/images/bidirectional_attention.py) and the reference computes other values but 0.
+    """Later keys that a query sees; None: all. On GPUs torch's attention computes None, the reference other values but
+    0.
     """
     relative_bias: Tensor | None = None
     """[H, 2 L + 15] float32 for contexts of up to L tokens: column L - 1 + d is added to the score of a key d tokens
-    after the query (before it: d < 0). The last 16 columns are never used.
+    after the query; d may be negative. The last 16 columns are unused.
     """
     kv_scales: KVScales = UNIT_KV_SCALES
     """For float8 pages."""
     sinks: Tensor | None = None
-    """[H] float32: a score of each head that takes part in the softmax but has no value (gpt-oss, 2025). Support
-    varies, as of the next two: `Backend.unsupported_attention_reason`.
-    """
+    """[H] float32 scores that take part in the softmax without a value (gpt-oss, 2025)."""
     value_dim: int | None = None
-    """If set, the first value_dim numbers of a key are its value, and both caches are the same."""
+    """A key's first value_dim numbers are its value, and both caches are the same."""
     has_chunked_window: bool = False
-    """The window starts at the last multiple of its size instead of moving with the query (Llama 4, 2025)."""
+    """Windows start at multiples of their size (Llama 4, 2025)."""
 
     def first_visible_key(self, position: Any) -> Any:
-        """First key that a query at `position` (a number or tensor) sees; may be below 0."""
+        """May be below 0. position: number or tensor."""
         assert self.window is not None
         return position // self.window * self.window if self.has_chunked_window else position - self.window + 1
 
     @property
     def window_or_negative_chunk(self) -> int:
-        """The window of kernels/cpu/attention_tile.h: 0 for none, below 0 for chunks."""
+        """As in kernels/cpu/attention_tile.h: 0 for none, below 0 for chunks."""
         return (self.window or 0) * (-1 if self.has_chunked_window else 1)
 
     def window_if_limiting(self, longest: int) -> int | None:
-        """The window, or None if it hides no key in contexts of up to `longest`, which is faster. Not for deterministic
-        backends, because `longest` depends on the batch.
+        """None, which is faster, if it hides no key in contexts of up to `longest`. Not for deterministic backends:
+        `longest` depends on the batch.
         """
         return None if self.window is None or self.window >= longest else self.window

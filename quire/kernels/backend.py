@@ -1,6 +1,4 @@
-"""The backends' interface. `ReferenceBackend` (kernels/reference.py) implements all of it and is the judge in tests;
-other backends override what they compute faster.
-"""
+"""The backends' interface. `ReferenceBackend` implements all of it and is the reference in tests."""
 
 from __future__ import annotations
 
@@ -24,9 +22,9 @@ from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 from quire.kernels.routing import MoE, MoEComponents
 
 CachePair = tuple[Tensor, Tensor]
-CudaGraphSupport = Literal["steps", "decodes", "nothing"]  # operations that a CUDA graph can hold
+CudaGraphSupport = Literal["steps", "decodes", "nothing"]  # what a CUDA graph can hold
 LayerCache = tuple[Tensor, ...]
-"""A layer's cache tensors. The first axis is the KV block, or the sequence's slot."""
+"""The first axis is the KV block, or the sequence's slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,7 @@ class LinearContext:
 
     @classmethod
     def from_adapter_slots(cls, adapter_slots: Tensor) -> LinearContext:
-        """Does not synchronize with the host; a CUDA graph can hold it."""
+        """A CUDA graph can hold it."""
         return cls(adapter_slots, torch.argsort(adapter_slots, stable=True) if adapter_slots.is_cuda else None)
 
     def select_rows(self, rows: Tensor) -> LinearContext:
@@ -52,15 +50,14 @@ Linear = Callable[[Tensor, LinearContext], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LoraDelta:
-    """A LoRA adapter's addition to some outputs of a linear (Hu et al., 2021): x @ down.T @ up.T."""
+    """Addition to some outputs of a linear (LoRA, Hu et al., 2021): x @ down.T @ up.T."""
 
     first_output: int
-    """Index of the first affected output. The outputs are those of one of the fused linears; no two deltas share one.
-    """
+    """All affected outputs belong to one of the fused linears; no two deltas share one."""
     down: Tensor
     """[rank, in_features] in the model's dtype."""
     up: Tensor
-    """[outs, rank] in the model's dtype, already multiplied by the adapter's scale."""
+    """[outs, rank] in the model's dtype, times the adapter's scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,29 +66,27 @@ class AdapterSlotSpec:
     """Slots are 1 to num_slots; slot 0 means no adapter."""
     in_features: int
     output_sizes: tuple[int, ...]
-    """Outputs of each fused linear, in order."""
     max_rank: int
     dtype: torch.dtype
-    """Dtype of the inputs."""
     has_float32_output: bool
-    """Outputs are float32 whatever `dtype` is."""
+    """Whatever `dtype` is."""
     device: torch.device
 
 
 class LinearWithLora(ABC):
-    """A linear plus LoRA deltas. Rows without an adapter keep the linear's exact bits; no row depends on others."""
+    """Rows without an adapter keep the linear's exact bits; no row depends on others."""
 
     @abstractmethod
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
-        """Same contract as `Linear`."""
+        """As `Linear`."""
 
     @abstractmethod
     def pack_one_adapter(self, deltas: Sequence[LoraDelta]) -> Any:
-        """Pack an adapter's deltas for `put_adapter`. Any thread may call it at any time."""
+        """Any thread may call it at any time."""
 
     @abstractmethod
     def put_adapter(self, slot: int, packed: Any) -> None:
-        """Use these deltas for the slot's rows from the next call on; None clears the slot."""
+        """Takes effect at the next call. None clears the slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +94,19 @@ class QuantizedEmbedding:
     embed_tokens: Callable[[Tensor], Tensor]
     """Token ids [T] to [T, hidden] in the model's dtype."""
     lm_head: Linear | None
-    """[R, hidden] to [R, vocab] float32 with the same weight; None: embeddings are not tied."""
+    """[R, hidden] to [R, vocab] float32; None: embeddings are not tied."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Layout of one step: T tokens, ragged over S sequences, as tensors on the model's device.
+    """One step's T tokens of S sequences, on the model's device.
 
-    Sequence s owns tokens query_start[s] to query_start[s + 1], the last of its context_lens[s] tokens. The KV of all
-    of these is in the blocks of block_table[s], in order.
+    Sequence s owns tokens query_start[s] to query_start[s + 1], the last of its context_lens[s]; all KV is in the
+    blocks of block_table[s], in order.
     """
 
     query_start: Tensor  # [S + 1] int32, cumulative
-    context_lens: Tensor  # [S] int32, keys per sequence, including this step's tokens
+    context_lens: Tensor  # [S] int32, keys, including this step's
     key_start: Tensor  # [S + 1] int32, cumulative context_lens
     block_table: Tensor  # [S, max blocks] int32, padded with any valid block id
     positions: Tensor  # [T] int64, absolute
@@ -119,21 +114,21 @@ class AttentionMetadata:
     max_query_len: int
     max_context_len: int
     linear_context: LinearContext = NO_ADAPTERS
-    is_full_prefill: bool = False  # all keys are this step's: whole prompts, nothing cached
+    is_full_prefill: bool = False  # all keys are this step's
     other_groups: tuple[AttentionMetadata, ...] = ()
-    """The same for KV cache groups 1 and up. Block table entries before a sliding window belong to no sequence."""
-    state_slots: Tensor | None = None  # [S] int64: where recurrent state is kept; None: there is none
+    """For KV cache groups 1 and up. Block table entries before a sliding window belong to no sequence."""
+    state_slots: Tensor | None = None  # [S] int64; None: no recurrent state
     state_and_verified_counts: StateAndVerifiedCounts | None = None  # None: no draft tokens in this step or the last
     rope_position_override: Tensor | None = None  # [T] int64; None: `positions`
-    mrope_positions: Tensor | None = None  # [T, 3] int64: time, row and column in an image; None: all three are equal
+    mrope_positions: Tensor | None = None  # [T, 3] int64: time, row and column in an image; None: all equal
     bidirectional_spans: BidirectionalSpans | None = None  # None: attention is causal
-    per_layer_inputs: Tensor | None = None  # [T, W], input of layers besides the residual stream
-    recurrence_metadata: RecurrenceMetadata | None = None  # None: the same sequences as attention has
+    per_layer_inputs: Tensor | None = None  # [T, W], additional input of layers
+    recurrence_metadata: RecurrenceMetadata | None = None  # None: attention's sequences
     decode_prefill_parts: tuple[AttentionMetadata, ...] = ()  # of a mixed batch: kernels/gpu/prefill_decode_split.py
     query_key_lens: tuple[tuple[int, int], ...] = ()  # (queries, keys) of each sequence; (): unknown on the host
 
     def with_block_tables(self, tables: Sequence[Tensor], slot_mappings: Sequence[Tensor]) -> AttentionMetadata:
-        """A copy with these block tables and slot mappings per KV cache group; the first must be its own."""
+        """One table and slot mapping per KV cache group, its own first."""
         if len(tables) == 1:
             return self
         pairs = list(zip(tables, slot_mappings, strict=True))
@@ -159,33 +154,33 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class BidirectionalSpans:
-    """Spans of prompts within which tokens also see later tokens. Each span ends in this step."""
+    """Spans of prompts with tokens that also see later ones. Each span ends in this step."""
 
     token_indices: Tensor  # [P] int64, indices among the step's tokens
-    metadata: AttentionMetadata  # of these P alone: one sequence per span, ending where the span does
+    metadata: AttentionMetadata  # of these P: one sequence per span, ending with it
 
 
 class Operations(ABC):
-    """Operations of decoder layers, for T tokens, H query heads, K key-value heads, D head_dim. A backend computes them
-    at once, or records them for later (`Backend.record_layers`).
+    """Operations of decoder layers, computed at once or recorded (`Backend.record_layers`): T tokens, H query heads, K
+    KV heads, D head_dim.
     """
 
     @abstractmethod
     def apply_linear(self, linear: Linear, x: Activations, context: LinearContext) -> Tensor:
-        """Does not change x."""
+        """x stays unchanged."""
 
     @abstractmethod
     def run_moe(self, moe: MoE, x: Tensor, router_input: Tensor) -> Tensor:
-        """Does not change x and router_input, which may be the same tensor."""
+        """x and router_input, maybe one tensor, stay unchanged."""
 
     @abstractmethod
     def all_reduce(self, x: Tensor, group: Collective | None) -> Tensor:
-        """Sum x over the ranks; x itself if there is no group. May overwrite x."""
+        """Sum over ranks; x itself without a group. May overwrite x."""
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich, 2019). Arithmetic and weights are
-        float32.
+        """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich, 2019), in float32 with float32
+        weights.
         """
 
     @abstractmethod
@@ -194,7 +189,7 @@ class Operations(ABC):
 
     @abstractmethod
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """(x - mean) / sqrt(variance + eps) * weight + bias (Ba et al., 2016), float32 as in rms_norm."""
+        """(x - mean) / sqrt(variance + eps) * weight + bias (Ba et al., 2016), as rms_norm in float32."""
 
     @abstractmethod
     def add_layer_norm(
@@ -224,13 +219,13 @@ class Operations(ABC):
 
     @abstractmethod
     def mul_by_column_slice(self, x: Tensor, per_layer_inputs: Tensor, first: int) -> Tensor:
-        """Multiply x [T, F] by columns first to first + F of `per_layer_inputs` [T, W]. May overwrite x."""
+        """Multiply x [T, F] by columns from `first` on of `per_layer_inputs` [T, W]. May overwrite x."""
 
     @abstractmethod
     def rope_and_store_kv(
         self, qkv: Tensor, rope: QKNormRopeParams, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """Split qkv [T, (H + 2K) * D], norm and rotate q and k, store k and v, return q [T, H, D]. K is the caches'.
+        """Split qkv [T, (H + 2K) * D], norm and rotate q and k, store k and v, return q [T, H, D].
         `QKNormRopeParams.projections` may leave out K or 2K heads. May overwrite qkv.
         """
 
@@ -240,20 +235,19 @@ class Operations(ABC):
     ) -> Tensor:
         """Causal attention of q [T, H, D] over paged KV: [T, H, D], or [T, H, AttentionParams.value_dim].
 
-        Position p sees keys from AttentionParams.first_visible_key(p), or 0, to p. Quantized KV is used as rounded,
-        this step's included. H is a multiple of K; query head h reads head h // (H / K). Scores and sums are float32.
-        No bit of a row depends on the batch, chunks or block ids, except on a GPU backend that was not made
-        deterministic.
+        Position p sees keys from AttentionParams.first_visible_key(p) to p, quantized ones as rounded. Query head h
+        reads KV head h // (H / K). Scores and sums are float32. A row's bits do not depend on the batch, chunks or
+        block ids, except on GPU backends that are not deterministic.
         """
 
     def context_parallel_attention(
         self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: AttentionParams, group: Collective
     ) -> Tensor:
-        """paged_attention of ranks that divide every sequence's tokens (`Backend.make_context_parallel_backend`).
+        """paged_attention of ranks that divide every sequence's tokens.
 
-        q [T, H / ranks, D] holds this rank's heads, the caches all K heads of its tokens. `softmax.relative_bias`
-        covers all heads, `softmax.sinks` this rank's. Bits depend on the number of ranks; the CPU kernels give those of
-        one process. Raises RankEnded.
+        q [T, H / ranks, D] and `softmax.sinks` are this rank's heads; the caches hold its tokens of all K heads,
+        `softmax.relative_bias` all heads. Bits depend on the number of ranks; the CPU kernels give those of one
+        process. Raises RankEnded.
         """
         raise NotImplementedError
 
@@ -261,15 +255,14 @@ class Operations(ABC):
     def rope_and_store_latent_kv(
         self, q: Tensor, kv: Tensor, latent: LatentNormRopeParams, cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """Norm, rotate and store kv [T, L + R] (kernels/latent_params.py). Returns rotated q [T, H, any + R]. May
+        """Norm, rotate and store kv [T, L + R] (kernels/latent_params.py); return rotated q [T, H, any + R]. May
         overwrite q.
         """
 
     @abstractmethod
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: ConvStates, metadata: AttentionMetadata) -> Tensor:
-        """Short convolution (kernels/recurrent/short_conv.py) of bcx [T, 3 * channels], or x [T, channels] without
-        gates. Returns [T, channels] and stores all columns. A sequence may start from what an earlier one of the step
-        stores in a block.
+        """bcx [T, 3 * channels], or x [T, channels] without gates, to [T, channels]. Stores all columns. A sequence may
+        start from what an earlier one of the step stores.
         """
 
     @abstractmethod
@@ -282,8 +275,8 @@ class Operations(ABC):
         states: RecurrentStates,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Recurrence over inputs [T, rule.input_dim], gates z [T, heads * value] and head_inputs [T,
-        rule.head_inputs_dim]. Returns [T, heads * value] and stores the states.
+        """inputs [T, rule.input_dim], gates z [T, heads * value] and head_inputs [T, rule.head_inputs_dim] to [T, heads
+        * value]. Stores the states.
         """
 
     @abstractmethod
@@ -301,8 +294,8 @@ class Operations(ABC):
 
 LayerFunction = Callable[[Operations, Tensor, Tensor | None, AttentionMetadata], tuple[Tensor, Tensor]]
 RecordedLayers = Callable[[Tensor, Tensor | None, AttentionMetadata, range], tuple[Tensor, Tensor]]
-"""LayerFunction runs one layer, RecordedLayers a range of them. x [T, hidden] is the previous layer's output, not yet
-added to `residual` (None: x is the embeddings). The result has the same form. May overwrite both inputs.
+"""Runs one layer (LayerFunction) or a range. x [T, hidden] is not yet added to `residual` (None: x is the embeddings),
+nor is the result. May overwrite both inputs.
 """
 
 
@@ -311,33 +304,33 @@ class Backend(Operations):
     block_size: int
     """Tokens per KV block."""
     skips_negative_slots = False
-    """Slots below 0 (tokens of other ranks) store nothing; otherwise such tokens are written to a scratch block."""
+    """Slots below 0 (other ranks' tokens) store nothing; otherwise those go to a scratch block."""
     keeps_weights_quantized: bool
-    """Quantized weights stay packed; otherwise they are dequantized at load."""
+    """Otherwise they are dequantized at load."""
     cuda_graph_support: CudaGraphSupport  # "decodes": one token per sequence, no MoE and no recurrent state
 
     def make_context_parallel_backend(self, ranks: int) -> Backend | None:
-        """Return this backend for ranks that each hold an equal part of every block; None if unsupported."""
+        """For ranks that each hold an equal part of every block; None if unsupported."""
         return None
 
     @abstractmethod
     def description(self) -> str:
-        """Text for the log: the library and its version, the instruction set."""
+        """Text for the log: library and version, instruction set."""
 
     @abstractmethod
     def unsupported_reason(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
     ) -> str | None:
-        """Return why this backend cannot serve the model on the device, in one line with a remedy, or None. Other
-        methods may be called only after None. softcap: the model caps its attention scores.
+        """Why the model cannot be served, in one line with a remedy, or None. Other methods may be called only after
+        None. softcap: attention scores are capped.
         """
 
     def unsupported_kv_dtype_reason(self, kv_dtype: torch.dtype) -> str | None:
-        """Return why KV blocks cannot hold this quantized dtype, in one line with a remedy, or None."""
+        """Why KV blocks cannot hold this quantized dtype, as in unsupported_reason."""
         return None
 
     def unsupported_attention_reason(self, *, sinks: bool, latents: bool, chunks: bool) -> str | None:
-        """Return why AttentionParams' sinks, value_dim or has_chunked_window are unsupported, if asked for, or None."""
+        """Why AttentionParams' sinks, value_dim or has_chunked_window are unsupported, or None."""
         return None
 
     @abstractmethod
@@ -346,11 +339,11 @@ class Backend(Operations):
 
     @abstractmethod
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-        """Shape of one layer's key cache, and of its value cache; the first axis is the block.
+        """Shape of a layer's key cache, and of its value cache; the first axis is the block.
 
-        dtype is that of q, k and v, or one of QUANTIZED_KV_DTYPES; methods recognize these by the caches' dtype. A
-        block's layout is the backend's: block_size * K * D elements, or block_size * K * (D + num_scale_elements) if
-        quantized. Blocks of more than 16 tokens are [tokens, ...], so that their first tokens can be copied.
+        dtype is that of q, k and v, or one of QUANTIZED_KV_DTYPES. A block has block_size * K * D elements, or
+        block_size * K * (D + num_scale_elements) if quantized. Blocks of more than 16 tokens are [tokens, ...], so that
+        their first tokens can be copied.
         """
 
     @abstractmethod
@@ -369,36 +362,34 @@ class Backend(Operations):
 
     @abstractmethod
     def pack_per_head_linear(self, weights: Sequence[Tensor], passthrough_dim: int) -> Linear:
-        """[T, B * (in + passthrough)] to [T, B * (out + passthrough)] with B weights [out, in]
-        (kernels/mla/per_head_linear.py).
-        """
+        """[T, B * (in + passthrough)] to [T, B * (out + passthrough)] with B weights [out, in]."""
 
     @abstractmethod
     def pack_quantized(
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool = False
     ) -> Linear:
-        """Fuse weights with the same input into one linear for x of this dtype; they may be dropped afterwards. If x is
-        rounded to integers, each row is rounded by itself. wide: the result is float32.
+        """Fuse weights with the same input, which may be dropped afterwards. If x is rounded to integers, each row is
+        rounded by itself. wide: the result is float32.
         """
 
     @abstractmethod
     def pack_quantized_embedding(
         self, weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool
     ) -> QuantizedEmbedding:
-        """Pack an embedding [vocab, hidden], which may be dropped afterwards. tied: it is the LM head as well."""
+        """weight [vocab, hidden] may be dropped afterwards. tied: it is the LM head as well."""
 
     @abstractmethod
     def make_moe(self, experts: MoEComponents) -> MoE:
-        """Weighted sum of each token's experts."""
+        """Computes the weighted sum of chosen experts."""
 
     @abstractmethod
     def make_linear_with_lora(self, linear: Linear, slots: AdapterSlotSpec) -> LinearWithLora:
-        """Raises ValueError with the reason if this backend cannot serve adapters."""
+        """Raises ValueError if this backend cannot serve adapters."""
 
     @abstractmethod
     def fit_int4(self, groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Quantize weights [n, 32] to 4 bits as kernels/int4_fit.py does: codes [n, 16] uint8 as in GroupedWeight,
-        float32 scales [n] and offsets [n], weight = scale * (code - 8) + offset.
+        """Weights [n, 32] to codes [n, 16] uint8 as in GroupedWeight, float32 scales [n] and offsets [n]: weight =
+        scale * (code - 8) + offset.
 
         With zero_points, weight = scale * (code - zero) with whole zeros from 0 to 15, and scales have bfloat16's 8
         bits.
@@ -407,33 +398,30 @@ class Backend(Operations):
     def record_layers(
         self, layers: Sequence[LayerFunction], hidden: int, dtype: torch.dtype, *, starts: bool, groups: int
     ) -> RecordedLayers | None:
-        """Return consecutive layers as one call with the same bits; None if unsupported. hidden and dtype are the
-        residual stream's, which begins in the first layer if `starts`. groups: block tables in the metadata.
+        """Combine layers into one call with the same bits; None if unsupported. hidden and dtype are the residual
+        stream's, which begins in the first layer if `starts`. groups: block tables in the metadata.
         """
         return None
 
     def create_rank_memory(self, count: int, row_bytes: int) -> int | None:
-        """Return the descriptor of memory shared by `count` processes of one machine, which each must inherit; None if
-        unsupported. row_bytes: longest row to gather.
+        """Descriptor of memory that `count` processes of one machine inherit; None if unsupported. row_bytes: longest
+        row to gather.
         """
         return None
 
     @abstractmethod
     def make_collective(self, descriptor: int, rank: int, count: int, parent: int = 0) -> Collective:
-        """Return one process's view of the ranks; `descriptor` may be closed afterwards. The process ends with
-        `parent`, unless that is 0.
-        """
+        """`descriptor` may be closed afterwards. The process ends with `parent`, unless that is 0."""
 
     @abstractmethod
     def argmax(self, logits: Tensor) -> Tensor:
-        """Index of the first largest value of each row: [R, vocab] to [R] int64."""
+        """First largest value of each row: [R, vocab] to [R] int64."""
 
     @abstractmethod
     def sample_tokens(self, logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:
-        """Sample a token per row of logits [R, vocab] float32: [R] int64.
+        """Logits [R, vocab] float32 to tokens [R] int64.
 
         filters [R, 4] float64 are temperature (above 0), top_k (1 to vocab), top_p and min_p. Top-k, then top-p of the
-        rest (Holtzman et al., 2020), then min-p keep logits from a threshold up, so equal ones stay together. The
-        result is the first kept token, in vocabulary order, at which the cumulative probability exceeds u times the
-        kept total. u [R] float64 is in [0, 1).
+        rest (Holtzman et al., 2020), then min-p keep logits from a threshold up, so equal ones stay together. The first
+        kept token at which the cumulative probability exceeds u [R] float64 in [0, 1) times the kept total is sampled.
         """

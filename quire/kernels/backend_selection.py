@@ -1,5 +1,3 @@
-"""Chooses the fastest backend that can serve a model on a device."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -32,8 +30,8 @@ _PREFERRED = {
     "cuda 9": ("flash3", "flash4", *_GPU_BACKENDS),
     "cuda 10": ("flash4", *_GPU_BACKENDS),
 }
-"""Fastest first, by device and major compute capability. Other GPUs use _GPU_BACKENDS, other devices sdpa. The
-reference is always last.
+"""Fastest first, by device and major compute capability; the reference is always last. Other GPUs use _GPU_BACKENDS,
+other devices sdpa.
 """
 
 
@@ -67,7 +65,7 @@ def _preferred_backends(device: device) -> tuple[str, ...]:
 
 _NO_CONTEXT_PARALLEL = "does not tell what of attention a part of the keys gives, which ranks that divide tokens merge"
 BackendTrial = Callable[[Backend], str | None]
-"""Tries a backend on the device (kernels/probes/backend_probe.py); returns None, or why it cannot compute there."""
+"""Why a backend cannot compute on the device, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +77,6 @@ class AttentionRequirements:
     kv_dtype: dtype | None = None
     """None: the model's dtype."""
     ranks: int = 1
-    """Ranks of decode context parallelism."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +128,11 @@ def select_backend(
     activation_bits: str = "auto",
     trials: Sequence[BackendTrial] = (),
 ) -> tuple[Backend, str]:
-    """Return a backend for a model on a device, and one line on the choice. trials: the backend must pass the first; if
-    no fast one does, the next decides.
+    """Return a backend, and one line on the choice. It must pass the first of the trials; if no fast one does, the next
+    decides.
 
-    Raises ValueError with the reason for an unknown name, for a named backend that cannot serve the model or fails the
-    first trial, and if no backend passes any.
+    Raises ValueError for an unknown name, for a named backend that cannot serve the model or fails the first trial, and
+    if none passes any.
     """
     candidates = _CandidateBackends(device, dtype, head_dim, attention, deterministic, activation_bits)
     attempts: Sequence[BackendTrial | None] = trials or (None,)
@@ -159,9 +156,7 @@ def select_backend(
 
 
 def make_disk_experts(backend: Backend, folder: Path, memory: int) -> DiskExperts | None:
-    """Experts packed and computed as by this backend, but in a file of the folder; None if unsupported. memory: bytes
-    for the most used ones. Raises OSError if no file can be created.
-    """
+    """None if unsupported. memory: bytes for the most used experts. Raises OSError if no file can be created."""
     if not isinstance(backend, CpuBackend):
         return None
     arena = MappedWeightArena(folder)
@@ -171,7 +166,7 @@ def make_disk_experts(backend: Backend, folder: Path, memory: int) -> DiskExpert
 
 
 def make_disk_layer_streamer(backend: Backend, folder: Path, choice: LayerSelector, slots: int) -> LayerStreamer | None:
-    """A streamer of layers from a file of the folder; None if unsupported. Raises OSError if no file can be created."""
+    """None if unsupported. Raises OSError if no file can be created."""
     if not isinstance(backend, CpuBackend):
         return None
     arena = MappedWeightArena(folder)

@@ -1,4 +1,4 @@
-"""Collectives among ranks, processes that each hold a part of every layer."""
+"""Collectives among ranks: processes that each hold a part of every layer."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from torch import Tensor, device
 
 
 class RankEnded(Exception):
-    """Another rank has ended, so this one cannot go on."""
+    """Another rank has ended."""
 
 
 class Collective(ABC):
-    """One rank's view of the group. All ranks call the same methods in the same order, with equally many rows. No row's
-    bits depend on other rows. Methods raise RankEnded; those with NotImplementedError exist only for ranks that meet at
-    a store.
+    """All ranks call the same methods in the same order, with equally many rows; no row's bits depend on other rows.
+    Methods raise RankEnded. Those with NotImplementedError exist only for ranks that meet at a store.
     """
 
     rank: int
@@ -28,34 +27,30 @@ class Collective(ABC):
 
     @abstractmethod
     def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        """Concatenate the ranks' [R, widths[rank]] float32 on the first rank. Others return x itself, or the same
-        result.
-        """
+        """Concatenate [R, widths[rank]] float32 on the first rank. Others return x, or the same result."""
 
     @abstractmethod
     def broadcast(self, x: Tensor) -> Tensor:
-        """Return the first rank's x. May overwrite x; its content on other ranks does not matter."""
+        """The first rank's x; others' content does not matter. May overwrite x."""
 
     def raise_if_failed(self) -> None:
-        """Called after a step: raises RankEnded if a sum is missing and its results are invalid."""
+        """Called after a step. Raises RankEnded if a sum is missing, so that results are invalid."""
         return None
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """The ranks' x in rank order, on each of them: [ranks, *x.shape]."""
+        """The ranks' x in rank order: [ranks, *x.shape]."""
         raise NotImplementedError
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """x [ranks, ...] holds an item for each rank. Returns the items for this rank, in rank order."""
+        """x [ranks, ...] holds an item for each rank. Returns this rank's in rank order."""
         raise NotImplementedError
 
     def all_ranks_succeeded(self, succeeded: bool, device: device) -> bool:
-        """Return the same answer on all ranks. The host waits for them. device: where the ranks' tensors are."""
+        """The same answer on all ranks; the host waits. device: of the ranks' tensors."""
         raise NotImplementedError
 
     def suspend_communication(self) -> AbstractContextManager[None]:
-        """Context in which methods return the right shapes without meeting other ranks. It serves `recorded`
-        (kernels/gpu/kernel_variant.py), under which no kernel runs.
-        """
+        """Methods return the right shapes without meeting other ranks, for `dry_run_for_variants`."""
         raise NotImplementedError
 
     @abstractmethod

@@ -1,6 +1,4 @@
-"""Collectives over torch.distributed's ProcessGroup interface: NCCL between GPUs, our own group between CPUs
-(socket_group.py).
-"""
+"""Collectives over torch.distributed's process groups: NCCL between GPUs, SocketGroup between CPUs."""
 
 from __future__ import annotations
 
@@ -19,9 +17,9 @@ from quire.kernels.collective import Collective, RankEnded
 from quire.kernels.socket_group import SocketGroup
 
 ProcessGroup = Any
-"""A dist.ProcessGroup, or a compatible class; PyTorch's stubs lack its methods."""
+"""dist.ProcessGroup, or a compatible class; PyTorch's stubs lack its methods."""
 _TIMEOUT = timedelta(minutes=10)
-"""Bound on waiting for other ranks. The end of a rank is noticed earlier in other ways."""
+"""A rank's end is noticed earlier in other ways."""
 
 
 class SmallAllReduce(Protocol):
@@ -41,7 +39,7 @@ class SmallAllReduce(Protocol):
 
 
 class DistributedCollective(Collective):
-    """`gather_columns` returns the result on all ranks. On GPUs a CUDA graph can hold every call, and the host never
+    """`gather_columns` returns the result on all ranks. On GPUs CUDA graphs can hold every call, and the host never
     waits.
     """
 
@@ -54,14 +52,12 @@ class DistributedCollective(Collective):
         in_order: bool,
         make_small_all_reduce: Callable[[], SmallAllReduce | None] | None = None,
     ) -> None:
-        """join: creates the group of `count` processes at the first call of a method, so that a rank that fails earlier
-        keeps nobody waiting. The group need not be known to torch.distributed; its timeout bounds waits.
+        """join: creates the group at the first call, so that a rank that fails earlier keeps nobody waiting. Its
+        timeout bounds waits. make_small_all_reduce: called once all have joined.
 
         in_order: add in float32 and rank order. Otherwise an all-reduce adds, which is faster with more than two ranks.
         NCCL gives all ranks the same bits, but its order depends on x's size and the place in x
         (https://github.com/NVIDIA/nccl/issues/157), or is undefined (NVLS, issue 1497).
-
-        make_small_all_reduce: called once all have joined; may return None.
         """
         self.rank, self.world_size = rank, count
         self._join, self._make_small_all_reduce = join, make_small_all_reduce
@@ -100,7 +96,7 @@ class DistributedCollective(Collective):
     def broadcast(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         if x.numel():
-            self._run_collective(lambda: self._group.broadcast([x], dist.BroadcastOptions()), x.is_cuda)  # from rank 0
+            self._run_collective(lambda: self._group.broadcast([x], dist.BroadcastOptions()), x.is_cuda)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -127,7 +123,7 @@ class DistributedCollective(Collective):
             self._is_suspended = False
 
     def send_tensor(self, x: Tensor, rank: int) -> None:
-        """The other rank must call `receive_tensor` with the same size. May wait for it. Raises RankEnded."""
+        """May wait for the other rank's `receive_tensor` of the same size. Raises RankEnded."""
         self._run_collective(lambda: self._group.send([x.contiguous()], rank, 0), x.is_cuda)
 
     def receive_tensor(self, x: Tensor, rank: int) -> None:
@@ -179,9 +175,7 @@ def join_ranks(
     address: str = "127.0.0.1",
     one_shot: bool = False,
 ) -> DistributedCollective:
-    """store: at the first rank. address: of this machine, for other ranks. one_shot: sum few numbers on GPUs of one
-    machine with our own kernel, if possible.
-    """
+    """address: of this machine. one_shot: sum few numbers on GPUs of one machine with our own kernel, if possible."""
 
     def create_group() -> ProcessGroup:
         if device.type == "cuda":

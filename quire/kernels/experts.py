@@ -1,5 +1,3 @@
-"""MoE in plain PyTorch (the judge of kernels/cpu/decoder/experts.cpp), and the base of experts kept on disk."""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -16,9 +14,7 @@ if TYPE_CHECKING:
 
 
 class ReferenceMoE:
-    """Expert by expert: each multiplies the rows that chose it. So a row's sum has one order, whatever other rows
-    chose. The router input defaults to x.
-    """
+    """Expert by expert, so a row's sum does not depend on other rows."""
 
     def __init__(self, backend: Backend, experts: MoEComponents) -> None:
         self._backend = backend
@@ -41,9 +37,7 @@ class ReferenceMoE:
 
 
 def route_tokens(experts: MoEComponents, x: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Experts [T, top_k] int64 and weights of each token for router input [T, hidden], and the number of experts on all
-    ranks.
-    """
+    """Experts [T, top_k] int64 and weights for router input [T, hidden], and the number of experts on all ranks."""
     scores = experts.router(x.float() if experts.has_float32_router else x, NO_ADAPTERS)
     chosen, shares = choose_experts(scores, experts.routing, experts.score_correction_bias)
     return chosen, shares if experts.expert_scales is None else shares * experts.expert_scales[chosen], scores.shape[1]
@@ -62,6 +56,6 @@ def apply_expert_activation(backend: Backend, experts: MoEComponents, gate_up: T
 
 
 class DiskExperts(WeightOffloader):
-    """Routed experts in a file. Make their MoE before `finish_loading`, which raises ValueError also if the memory for
-    cached experts holds less than one.
+    """Make their MoE before `finish_loading`, which raises ValueError also if the memory for cached experts holds less
+    than one.
     """

@@ -1,8 +1,6 @@
-"""Search for scales and offsets of 4-bit weight groups in plain PyTorch: the judge of kernels/cpu/quantization/fit.cpp.
-
-In addition to round-to-nearest this tries somewhat smaller steps, which clip the ends, fits scale and offset to the
-codes of each by least squares, and takes the best, rounded to half floats. Zero points, which checkpoints use instead
-of offsets, are tried around the nearest one, with bfloat16 scales.
+"""Scales and offsets of 4-bit weight groups. Besides round-to-nearest it tries smaller steps, which clip the ends, fits
+scale and offset to the codes of each by least squares, and takes the best, rounded to half floats. Zero points, which
+checkpoints use instead, are tried around the nearest one, with bfloat16 scales.
 """
 
 from __future__ import annotations
@@ -14,11 +12,10 @@ from torch import Tensor
 
 GROUP_SIZE = 32
 _RANGE_FACTORS = tuple(1 - 0.03 * step for step in range(11))
-"""Fractions of a group's range that the 15 steps cover."""
+"""Fractions of a group's range that 15 steps cover."""
 _GROUPS_PER_BATCH, _GPU_GROUPS_PER_BATCH = 1 << 9, 1 << 18
-"""On a CPU few enough to stay in the caches and wake no PyTorch threads; elsewhere enough to keep the device busy."""
+"""Few enough to stay in a CPU's caches and wake no PyTorch threads; enough to keep other devices busy."""
 _MIN_SCALE = 2.0**-100
-"""Used with zero points."""
 
 
 def fit_int4(groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -26,7 +23,7 @@ def fit_int4(groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tens
     scales, offsets = (torch.empty(len(groups), device=groups.device) for _ in range(2))
     size = _GROUPS_PER_BATCH if groups.device.type == "cpu" else _GPU_GROUPS_PER_BATCH
 
-    @torch.inference_mode()  # inference mode is per thread
+    @torch.inference_mode()  # per thread
     def fit_piece(begin: int) -> None:
         piece = slice(begin, begin + size)
         fitted = (_fit_with_zero_points if zero_points else _fit_with_offsets)(groups[piece].float())
@@ -38,7 +35,6 @@ def fit_int4(groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tens
 
 
 def _fit_with_offsets(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [n, 32] from 0 to 15, scales and offsets [n]."""
     low, high = groups.aminmax(dim=1, keepdim=True)
     tiny = torch.finfo(torch.float32).tiny
     middle, least = groups.mean(1, keepdim=True), torch.full_like(low, torch.inf)
@@ -64,7 +60,6 @@ def _fit_with_offsets(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fit_with_zero_points(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [n, 32] from 0 to 15, scales and zero points [n]."""
     low, high = groups.amin(1, keepdim=True).clamp(max=0), groups.amax(1, keepdim=True).clamp(min=0)
     least = torch.full_like(low, torch.inf)
     scale = torch.ones_like(low)
@@ -93,10 +88,10 @@ def _round_mantissa(numbers: Tensor, bits: int) -> Tensor:
 
 
 def _nearest_signed_codes(groups: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    """Codes minus 8, from -8 to 7."""
+    """-8 to 7."""
     return torch.where(scale == 0, 0.0, (groups - offset) / scale).round_().clamp_(-8, 7)
 
 
 def _nearest_codes(groups: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """Codes from 0 to 15."""
+    """0 to 15."""
     return ((groups / scale).round_() + zero).clamp_(0, 15)

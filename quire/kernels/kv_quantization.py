@@ -1,10 +1,9 @@
-"""8-bit keys and values in plain PyTorch.
+"""8-bit keys and values. `torch.int8`: every head of every token has a bfloat16 scale. `torch.float8_e4m3fn`: codes
+alone; a layer may have one scale for keys and one for values, as calibrated checkpoints do. A token's codes depend on
+its own key and value alone.
 
-`torch.int8`: every head of every token has a bfloat16 scale. `torch.float8_e4m3fn`: codes alone; a layer may have one
-scale for keys and one for values, as calibrated checkpoints do. A token's codes depend on its own key and value alone.
-
-Scales lie in the page after its codes, so that they move with it: [tokens, K, D] codes, then [tokens, K] scales in the
-reference and Triton; kernels/cpu/kv_codes.h defines the CPU's page.
+Scales move with their page: [tokens, K, D] codes, then [tokens, K] scales, in the reference and Triton;
+kernels/cpu/kv_codes.h defines the CPU's page.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _MIN_SCALE = 2.0**-126
 
 @dataclass(frozen=True, slots=True)
 class KVScales:
-    """Factors from a layer's 8-bit floats to its keys and values."""
+    """Factors of 8-bit floats."""
 
     key: float = 1.0
     value: float = 1.0
@@ -33,12 +32,12 @@ UNIT_KV_SCALES = KVScales()
 
 
 def num_scale_elements(kv_dtype: torch.dtype) -> int:
-    """Elements that a page adds per head and token for scales."""
+    """Elements per head and token."""
     return SCALE_DTYPE.itemsize if kv_dtype == torch.int8 else 0
 
 
 def quantize_kv(x: Tensor, kv_dtype: torch.dtype, scale: float) -> tuple[Tensor, Tensor | None]:
-    """Codes [..., D] of x [..., D]; for int8 also bfloat16 scales [...]. Ties round to even; floats saturate."""
+    """Codes [..., D]; for int8 also bfloat16 scales [...]. Ties round to even; floats saturate."""
     wide = x.float()
     if kv_dtype != torch.int8:
         return (wide / scale).clamp(-_MAX_FLOAT8, _MAX_FLOAT8).to(kv_dtype), None
@@ -47,13 +46,13 @@ def quantize_kv(x: Tensor, kv_dtype: torch.dtype, scale: float) -> tuple[Tensor,
 
 
 def dequantize_kv(codes: Tensor, scales: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
-    """codes [..., D] to a wider dtype."""
+    """codes are [..., D], dtype is wider."""
     wide = codes.to(dtype)
     return wide * scale if scales is None else wide * scales.to(dtype).unsqueeze(-1)
 
 
 def store_quantized_kv(x: Tensor, cache: Tensor, slots: Tensor, scale: float) -> None:
-    """Write x [T, K, D] to slots [T] of a cache [pages, tokens, K, D + scale bytes]."""
+    """x [T, K, D] to slots [T] of a cache [pages, tokens, K, D + scale bytes]."""
     tokens, kv_heads = cache.shape[1:3]
     flat = cache.view(torch.uint8).view(len(cache), -1)
     page = slots // tokens
@@ -67,13 +66,12 @@ def store_quantized_kv(x: Tensor, cache: Tensor, slots: Tensor, scale: float) ->
 
 
 def _write_page_bytes(flat: Tensor, page: Tensor, begin: Tensor, rows: Tensor) -> None:
-    """Write rows [T, ...] at byte offsets `begin` [T] of their pages."""
     values = rows.view(torch.uint8).flatten(1)
     flat[page[:, None], begin[:, None] + torch.arange(values.shape[1], device=flat.device)] = values
 
 
 def dequantize_kv_pages(pages: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Keys or values [pages * tokens, K, D] in a wider dtype."""
+    """[pages * tokens, K, D] in a wider dtype."""
     count, tokens, kv_heads, size = pages.shape
     dim = size - num_scale_elements(pages.dtype)
     flat = pages.reshape(count, -1)

@@ -1,8 +1,6 @@
-"""What a token keeps under MLA (DeepSeek-V2, 2024), in plain PyTorch.
-
-A token keeps one latent, from which keys and values of all heads derive, and one rotated key for all heads. They are
-stored as one key of one head, L + R numbers; the value is the first L. Queries are absorbed into latent space before
-attention, and its output is brought out after.
+"""Under MLA (DeepSeek-V2, 2024) a token keeps one latent, from which keys and values of all heads derive, and one
+rotated key for all heads: one key of one head, L + R numbers; the value is the first L. Queries are absorbed into
+latent space before attention, and its output is brought out after.
 """
 
 from __future__ import annotations
@@ -18,15 +16,13 @@ from quire.kernels.qk_norm_rope import rms_norm
 
 @dataclass(frozen=True, slots=True)
 class LatentNormRopeParams:
-    """RMSNorm of latents and RoPE of the rotated part, both before they are stored."""
-
     norm_weight: Tensor
     """[L] float32."""
     eps: float
     cos_sin: Tensor
     """[max positions, R] float32: cosines, then sines."""
     is_interleaved: bool
-    """Rotated pairs are neighbors, as in DeepSeek's checkpoints; otherwise pairs are (i, i + R/2)."""
+    """Rotated pairs are neighbors, as in DeepSeek's checkpoints; otherwise (i, i + R/2)."""
     kv_scales: KVScales = UNIT_KV_SCALES
     """For float8 pages; the key scale is the value scale too."""
 
@@ -37,20 +33,20 @@ class LatentNormRopeParams:
 
 
 def rotate_queries(q: Tensor, latent: LatentNormRopeParams, positions: Tensor) -> Tensor:
-    """Rotate the last R numbers of q [T, H, any + R]."""
+    """The last R numbers of q [T, H, any + R]."""
     before, turned = q.split((q.shape[-1] - latent.latent_and_rope_dims[1], latent.latent_and_rope_dims[1]), dim=-1)
     return torch.cat((before, _apply_rope(turned, latent, positions)), dim=-1)
 
 
 def compute_latent_key(kv: Tensor, latent: LatentNormRopeParams, positions: Tensor) -> Tensor:
-    """kv [T, L + R] to the key [T, 1, L + R]."""
+    """kv [T, L + R] to [T, 1, L + R]."""
     compressed, turned = kv.unsqueeze(1).split(latent.latent_and_rope_dims, dim=-1)
     normed = rms_norm(compressed, latent.norm_weight, latent.eps)
     return torch.cat((normed, _apply_rope(turned, latent, positions)), dim=-1)
 
 
 def _apply_rope(x: Tensor, latent: LatentNormRopeParams, positions: Tensor) -> Tensor:
-    """x [T, heads, R]; results are in half layout, even for interleaved pairs."""
+    """Results are in half layout, even for interleaved pairs."""
     cos, sin = latent.cos_sin[positions][:, None].chunk(2, dim=-1)
     first, second = (x[..., ::2], x[..., 1::2]) if latent.is_interleaved else x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -1,5 +1,3 @@
-"""LoRA in plain PyTorch: the judge of kernels/cpu/lora.cpp and of the Triton kernels."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -36,7 +34,7 @@ class ReferenceLinearWithLora(LinearWithLora):
 
 
 def _lora_product(delta: LoraDelta, row: Tensor) -> Tensor:
-    """[in] to [outs], in float32 or float64."""
+    """Computes in float32 or float64."""
     wide = _compute_dtype(row)
     return delta.up.to(wide) @ (delta.down.to(wide) @ row.to(wide))
 

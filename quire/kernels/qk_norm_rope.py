@@ -10,9 +10,9 @@ from torch import Tensor
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
 
 NORM_KINDS = ("heads", "whole", "centred", "after")
-"""The index is the number in kernels/cpu/rope.cpp."""
+"""Numbered as in kernels/cpu/rope.cpp."""
 PROJECTION_KINDS = ("queries", "keys", "all")
-"""The index is the number in kernels/cpu/rope.cpp."""
+"""Numbered as in kernels/cpu/rope.cpp."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,7 @@ class QKNormRopeParams:
 
     head_dim: int
     cos_sin: Tensor | None
-    """[max positions, D] float32: cosines, then sines. Pairs are (i, i + D/2) as in Llama checkpoints. None: no RoPE
-    (NoPE layers).
+    """[max positions, D] float32: cosines, then sines. Pairs are (i, i + D/2) as in Llama checkpoints. None: no RoPE.
     """
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
@@ -30,16 +29,15 @@ class QKNormRopeParams:
     kv_scales: KVScales = UNIT_KV_SCALES
     """For float8 pages."""
     norm_kind: Literal["heads", "whole", "centred", "after"] = "heads"
-    """heads: RMSNorm of each head, weights [D] shared by all heads. whole: RMSNorm of all heads as one row, weights [H
-    * D]. centred: LayerNorm of each head without bias, weights [H * D]. after: as heads, but after RoPE.
+    """heads: RMSNorm of each head, weights [D]. whole: RMSNorm of all heads as one row, weights [H * D]. centred:
+    LayerNorm of each head without bias, weights [H * D]. after: as heads, after RoPE.
     """
     q_scale: Tensor | None = None
-    """[max positions] float32: factor of queries at each position."""
+    """[max positions] float32 factors of queries."""
     v_norm: Tensor | None = None
-    """[D] float32 weights of an RMSNorm of value heads; only with norms of kind "heads"."""
+    """[D] float32 weights of an RMSNorm of value heads; only with norm_kind "heads"."""
     projections: Literal["all", "keys", "queries"] = "all"
-    """all: q, k and v. keys: q and k; the raw k is the value too. queries: q alone; another layer has stored k and v.
-    """
+    """keys: q and k; the raw k is the value too. queries: q alone; another layer has stored k and v."""
 
     @property
     def has_fused_kernel(self) -> bool:
@@ -57,7 +55,6 @@ class QKNormRopeParams:
 
 
 def norm_and_rotate(x: Tensor, weight: Tensor | None, rope: QKNormRopeParams, positions: Tensor) -> Tensor:
-    """Queries or keys x [T, heads, D]."""
     if weight is not None and rope.norm_kind != "after":
         x = norm_heads(x, weight, rope)
     if rope.cos_sin is not None:
@@ -83,6 +80,5 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, D]; cos, sin [T, 1, D / 2] float32."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

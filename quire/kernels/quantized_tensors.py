@@ -1,8 +1,7 @@
-"""Quantized weights in the forms that backends compute with. Loading converts every checkpoint format (GGUF, GPTQ, FP8
-...) to one of them.
+"""Quantized weights in the forms that backends compute with; loading converts every checkpoint format to one of them.
 
-Some linears also multiply x in 8 bits. They declare how (`ActivationRounding`), so that the norm or gate before them
-can produce rounded x directly.
+Linears that multiply x in 8 bits declare how (`ActivationRounding`), so that the norm or gate before them can produce
+rounded x directly.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ class GroupedWeight:
     """
 
     codes: Tensor
-    """8 bits: [out, in] int8, the code is the value. 4 bits: [out, in / 2] uint8, the even input in the low half."""
+    """8 bits: [out, in] int8. 4 bits: [out, in / 2] uint8, the even input in the low half."""
     scales: Tensor
     """[out, in / group] float32."""
     offsets: Tensor | None = None
     """[out, in / group] float32; None: 0."""
     code_values: tuple[int, ...] | None = None
-    """Values of the 16 4-bit codes, -127 to 127; None: code - 8."""
+    """Values of 4-bit codes, -127 to 127; None: code - 8."""
     input_order: Tensor | None = None
     """[in] int64: groups are of x[:, order]; None: of x."""
 
@@ -52,8 +51,8 @@ class GroupedWeight:
         return self.shape[1] // self.scales.shape[1]
 
     def to_factors_and_half_scales(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Factors [out] float32, and float16 scales and offsets [out, groups] that they multiply. An output with a
-        single scale and no offset has that as its factor, and None.
+        """Factors [out] float32, and float16 scales and offsets [out, groups] that they multiply. A single scale
+        without offset is the factor, with None.
         """
         scales, offsets = self.scales.float(), self.offsets
         if scales.shape[1] == 1 and offsets is None:
@@ -90,8 +89,8 @@ class Float8Weight:
     scales: Tensor
     """[ceil(out / block[0]), ceil(in / block[1])] float32."""
     scale_block: tuple[int, int]
-    """(outputs, inputs) per scale: (out, in) is per tensor, (1, in) per output, DeepSeek's is 128 x 128. The last
-    blocks may be smaller.
+    """(outputs, inputs) per scale: (out, in) is per tensor, (1, in) per output, DeepSeek's 128 x 128. The last blocks
+    may be smaller.
     """
 
     @property
@@ -128,17 +127,15 @@ def has_same_input_order(a: Tensor | None, b: Tensor | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RoundedActivations:
-    """Rows in the codes of `rounding`."""
-
     codes: Tensor
     """[rows, in], integers or float8 bits."""
     scales: Tensor
     """float32, in the layout of `rounding`."""
     rounding: ActivationRounding
     dtype: torch.dtype
-    """Dtype before rounding, and of linears' results."""
+    """Before rounding, and of linears' results."""
     unrounded: Tensor | None
-    """The same rows unrounded; None if no linear reads them."""
+    """None if no linear reads them."""
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -152,8 +149,8 @@ Activations = Tensor | RoundedActivations
 
 
 class ActivationRounding(ABC):
-    """How rows become 8 bits. The rounded values always have the model's dtype, as if a norm or gate had stored them,
-    so the bits are those of rounding afterwards. Equal instances give equal bits.
+    """Rounded values have the model's dtype, as if a norm or gate had stored them, so the bits are those of rounding
+    afterwards. Equal instances give equal bits.
     """
 
     @abstractmethod
@@ -161,7 +158,7 @@ class ActivationRounding(ABC):
         self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, *, whole: bool
     ) -> tuple[RoundedActivations, Tensor]:
         """(norm of x + residual, x + residual), all [T, hidden]; residual None: x alone. RMSNorm if bias is None, else
-        LayerNorm. whole: linears also read it unrounded. May overwrite x and residual.
+        LayerNorm. whole: also unrounded. May overwrite x and residual.
         """
 
     @abstractmethod
@@ -170,17 +167,13 @@ class ActivationRounding(ABC):
 
 
 class RoundedInputLinear:
-    """A linear that reads RoundedActivations in at least one of its parts."""
-
     def input_roundings(self, rows: int) -> tuple[ActivationRounding | None, ...]:
-        """How each part reads x of `rows` rows; None: unrounded."""
+        """One per part, for `rows` rows; None: unrounded."""
         raise NotImplementedError
 
 
 def choose_rounding_and_needs_unrounded(readers: Sequence[object], x: Any) -> tuple[ActivationRounding, bool] | None:
-    """Return how to round the input of these linears, with as many rows as x, and whether some need it unrounded or
-    rounded differently; None: do not round.
-    """
+    """How to round x for these linears, and whether some need it otherwise; None: do not round."""
     if not any(isinstance(each, RoundedInputLinear) for each in readers):
         return None
     roundings = [
@@ -193,5 +186,4 @@ def choose_rounding_and_needs_unrounded(readers: Sequence[object], x: Any) -> tu
 
 
 def select_linear_input(linear: object, x: Any) -> Any:
-    """x, rounded or not, as this linear reads it."""
     return x.unrounded if isinstance(x, RoundedActivations) and not isinstance(linear, RoundedInputLinear) else x

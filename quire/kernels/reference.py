@@ -1,5 +1,5 @@
-"""Every kernel in plain PyTorch, on any device: the judge of other backends, and the fallback if nothing was compiled.
-kernels/backend.py documents signatures and shapes. Rows never share a reduction, so results do not depend on the batch.
+"""Every kernel in plain PyTorch, on any device: it defines the results of other backends, and is the fallback if
+nothing was compiled. Rows never share a reduction, so results do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from quire.kernels.recurrent.short_conv import ConvStates, ShortConv, short_conv
 from quire.kernels.routing import MoE, MoEComponents
 
 _INITIAL_CANDIDATES = 1024
-"""Top-p first looks at this many most likely tokens; a flatter distribution is sorted whole."""
+"""Most likely tokens in which top-p looks first; a flatter distribution is sorted whole."""
 
 
 class ReferenceBackend(Backend):
@@ -58,8 +58,8 @@ class ReferenceBackend(Backend):
     context_parallel_ranks = 1
 
     def __init__(self, *, deterministic: bool = False) -> None:
-        """deterministic: on a GPU, no row's bits depend on the batch. It costs speed and needs Triton, so the backends
-        of kernels/gpu implement it. For CPUs see `is_batch_invariant`.
+        """deterministic: on a GPU, batch-invariant. It costs speed and needs Triton, so the backends of kernels/gpu
+        implement it. For CPUs see `is_batch_invariant`.
         """
         self.deterministic = deterministic
 
@@ -75,7 +75,7 @@ class ReferenceBackend(Backend):
         return _can_pack_onednn(device, dtype)
 
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-        """[blocks, this rank's tokens of a block, K, D], plus scales if quantized (kernels/kv_quantization.py)."""
+        """[blocks, this rank's tokens of a block, K, D], plus scales if quantized."""
         return (
             num_blocks,
             self.block_size // self.context_parallel_ranks,
@@ -123,7 +123,7 @@ class ReferenceBackend(Backend):
     def attend_context_shard(
         self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: AttentionParams, shard: ContextShard
     ) -> Tensor:
-        """Attention of q [T, H, D] over this rank's tokens, as `PartialSoftmax.to_packed_tensor` lays it out."""
+        """q [T, H, D] over this rank's tokens, as `PartialSoftmax.to_packed_tensor`."""
         return compute_partial_softmax(q, caches, metadata, softmax, shard).to_packed_tensor()
 
     def merge_shard_attention(self, parts: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -263,7 +263,6 @@ class ReferenceBackend(Backend):
 
 
 def _store_cache(x: Tensor, cache: Tensor, slots: Tensor, scale: float) -> None:
-    """Store keys or values [T, K, D]."""
     if cache.dtype in QUANTIZED_KV_DTYPES:
         store_quantized_kv(x, cache, slots, scale)
     else:
@@ -279,7 +278,7 @@ def sample_tokens(logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:
 
 
 def logits_to_filtered_probs(logits: Tensor, filters: Tensor) -> Tensor:
-    """Probabilities [R, vocab] after `sample_tokens`'s filters. Dropped tokens are 0 and rows are not renormalized."""
+    """[R, vocab]. Dropped tokens are 0 and rows are not renormalized."""
     temperature, top_k, top_p, min_p = filters[:, :, None].unbind(1)
     probs = torch.softmax(logits / temperature.float(), dim=-1)
     if (top_k < logits.shape[1]).any() or (top_p < 1).any():
@@ -288,7 +287,6 @@ def logits_to_filtered_probs(logits: Tensor, filters: Tensor) -> Tensor:
 
 
 def _min_kept_prob(probs: Tensor, k: Tensor, nucleus: Tensor) -> Tensor:
-    """Smallest probability [R, 1] kept by top-k, then by top-p of the rest."""
     vocab = probs.shape[-1]
     limited = int(torch.where(k < vocab, k, 0).max())
     width = min(vocab, max(limited, _INITIAL_CANDIDATES))
@@ -311,7 +309,7 @@ def sample_inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     """First token with a cumulative probability above u [R] times the row's total: [R] int64."""
     mass = probs.cumsum(-1, dtype=torch.float64)
     picks = torch.searchsorted(mass, u[:, None] * mass[:, -1:], right=True).squeeze(-1)
-    # u * total can round up to the total: then take the last token with any probability.
+    # u * total can round up to the total.
     last = probs.shape[-1] - 1 - (probs.flip(-1) > 0).to(torch.int8).argmax(-1)
     return torch.minimum(picks, last)
 
@@ -347,19 +345,15 @@ class _TorchLinear:
 
 
 def _can_pack_onednn(device: torch.device, dtype: torch.dtype) -> bool:
-    """True if oneDNN packs this dtype. F.linear multiplies the rest; it picks an algorithm by the number of rows, so a
-    row's bits may depend on it.
-    """
+    """F.linear multiplies the rest; it picks an algorithm by the number of rows, so a row's bits may depend on it."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _pack_onednn(weight: Tensor, bias: Tensor | None) -> Linear:
-    """oneDNN with the weight in its own blocked layout: up to twice as fast as F.linear at 1 to 16 rows.
-
-    A row has the same bits for 2 or more rows (measured for float32 and bfloat16; F.linear fails this in float32). One
-    row takes another path, so it is doubled.
+    """Its blocked layout is up to twice as fast as F.linear at 1 to 16 rows. A row has the same bits for 2 or more rows
+    (measured for float32 and bfloat16; F.linear fails this in float32). One row takes another path, so it is doubled.
     """
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     multiply = torch.ops.mkldnn._linear_pointwise

@@ -1,4 +1,4 @@
-"""MoE components and routing in plain PyTorch: the judge of kernels/cpu/decoder/routing.h."""
+"""MoE components and routing in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ LinearFunction = Callable[[Tensor, Any], Tensor]
 
 
 MoE = Callable[[Tensor, Tensor], Tensor]
-"""Maps the experts' and the router's input [rows, hidden] to the weighted sum of the chosen experts' outputs."""
+"""Maps the experts' and the router's input [rows, hidden] to the weighted sum of chosen experts' outputs. The router's
+input defaults to the experts'.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class MoEComponents:
-    """MLPs of which a router chooses some for each token (Shazeer et al., 2017)."""
+    """A router chooses some of these MLPs for each token (Shazeer et al., 2017)."""
 
     router: LinearFunction
     """[T, hidden] to scores [T, experts] float32."""
@@ -33,22 +35,20 @@ class MoEComponents:
     clamped_swiglu: ClampedSwiGLU | None = None
     """None: plain SiLU gate."""
     activation: Activation | None = None
-    """For MLPs without gates, for which `gate_up` is the up projection alone."""
+    """For MLPs without gates; `gate_up` is the up projection alone."""
     score_correction_bias: Tensor | None = None
-    """[experts] float32; affects the choice, not the weights."""
+    """[experts] float32; affects the choice alone (DeepSeek-V3, 2024)."""
     expert_scales: Tensor | None = None
     """[experts] float32, factors of the final weights."""
     has_gelu_gates: bool = False
-    """Gates are GELU (tanh approximation), not SiLU."""
+    """GELU's tanh approximation, not SiLU."""
     has_float32_router: bool = False
-    """The router reads x in float32."""
     first_expert: int = 0
-    """Index of this rank's first expert."""
 
 
 def choose_experts(scores: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Experts [T, top_k] int64 and their weights for scores [T, experts]. correction [experts] is added for the choice
-    alone (DeepSeek-V3, 2024).
+    """Experts [T, top_k] int64 and their weights for scores [T, experts]. correction [experts] affects the choice
+    alone.
     """
     if routing.softcap is not None:
         scores = (scores / routing.softcap).tanh() * routing.softcap
@@ -66,7 +66,6 @@ def choose_experts(scores: Tensor, routing: Routing, correction: Tensor | None) 
 
 
 def _top_indices(wanted: Tensor, count: int) -> Tensor:
-    """Indices [T, count] of the largest values per row, largest first."""
     return wanted.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 

@@ -1,8 +1,7 @@
 """Process group of CPU ranks without shared memory: a socket per pair of ranks.
 
-PyTorch's gloo passes each call from thread to thread. Between two processes on a busy machine with two cores it takes a
-median of 330 microseconds to gather 2 to 8 KB and 8 ms for 1.2 MB, this 150 microseconds and 2.6 ms. gloo's `send` and
-`recv` sometimes take 5 ms for 2 KB.
+Between two processes on a busy machine with two cores PyTorch's gloo takes a median of 330 microseconds to gather 2 to
+8 KB and 8 ms for 1.2 MB, this 150 microseconds and 2.6 ms. gloo's `send` and `recv` sometimes take 5 ms for 2 KB.
 """
 
 from __future__ import annotations
@@ -19,25 +18,23 @@ import torch.distributed as dist
 from torch import Tensor, uint8
 
 _CHUNK_BYTES = 1 << 16
-"""Bytes that a socket takes while its peer does not read: all ranks send a chunk before they read, so sends must not
+"""Sockets take this many while the peer does not read: all ranks send a chunk before they read, so sends must not
 block.
 """
 _KEY_BYTES = 16
-"""Bytes of the key that a rank publishes in the store and requires of a connecting peer; one more byte is the peer's
-rank.
-"""
+"""Length of the key that a rank publishes in the store and requires of a connecting peer."""
 _CONNECT_SECONDS = 60.0
 _POLL_SECONDS = 0.02
 _GREETING_SECONDS = 1.0
 
 
 class SocketGroup:
-    """One rank's view of the group. Ranks connect at the first call. Calls are complete when they return, and raise
-    OSError if another rank has ended or another thread called `abort`.
+    """Ranks connect at the first call. Calls are complete when they return, and raise OSError if another rank has ended
+    or another thread called `abort`.
     """
 
     def __init__(self, store: dist.Store, rank: int, count: int, address: str) -> None:
-        """address: of this machine, for the other ranks, which find it in the store."""
+        """address: of this machine, which other ranks find in the store."""
         self._store = store
         self._rank = rank
         self._count = count
@@ -46,7 +43,7 @@ class SocketGroup:
         self._aborted = threading.Event()
 
     def allgather_base(self, out: Tensor, x: Tensor) -> CompletedWork:
-        """out = all ranks' x in rank order; both contiguous."""
+        """Gathers in rank order; both are contiguous."""
         return self._exchange_buffers([_tensor_bytes(x.flatten())] * self._count, out)
 
     _allgather_base = allgather_base
@@ -55,15 +52,13 @@ class SocketGroup:
     def alltoall_base(
         self, out: Tensor, x: Tensor, output_split_sizes: Sequence[int], input_split_sizes: Sequence[int]
     ) -> CompletedWork:
-        """Part r of out = rank r's part of x for this rank. Both are contiguous with equal parts; the split sizes must
-        be [].
-        """
+        """Part r of out = rank r's part of x for this rank. Both are contiguous with equal parts; split sizes: []."""
         assert not output_split_sizes
         assert not input_split_sizes
         return self._exchange_buffers([_tensor_bytes(part) for part in x.view(self._count, -1)], out)
 
     def broadcast(self, tensors: Sequence[Tensor], options: object = None) -> CompletedWork:
-        """From rank 0."""
+        """Sends rank 0's."""
         self._connect_peers()
         (x,) = tensors
         if self._rank:
@@ -102,7 +97,6 @@ class SocketGroup:
                 peer.shutdown(socket.SHUT_RDWR)  # wakes waiting threads
 
     def _exchange_buffers(self, outgoing: Sequence[memoryview], out: Tensor) -> CompletedWork:
-        """Send each rank its buffer, all of equal length, and fill out with theirs in rank order."""
         self._connect_peers()
         parts = [_tensor_bytes(part) for part in out.view(self._count, -1)]
         parts[self._rank][:] = outgoing[self._rank]
@@ -114,7 +108,6 @@ class SocketGroup:
         return CompletedWork()
 
     def _connect_peers(self) -> None:
-        """Connect to lower ranks and accept higher ones."""
         if len(self._peers) == self._count - 1:
             return
         deadline = time.monotonic() + _CONNECT_SECONDS
@@ -146,7 +139,7 @@ class SocketGroup:
                 peers[rank].sendall(bytes.fromhex(key) + bytes([self._rank]))
 
     def _accept_peer(self, listener: socket.socket, key: bytes, peers: dict[int, socket.socket]) -> None:
-        """Reject peers without the key."""
+        """Rejects peers without the key."""
         with suppress(TimeoutError):
             connection, _ = listener.accept()
             connection.settimeout(_GREETING_SECONDS)

@@ -1,5 +1,3 @@
-"""An engine's configuration: one frozen model, filled by `quire.engine.settings.settings_reader`."""
-
 from __future__ import annotations
 
 import json
@@ -258,7 +256,7 @@ class EngineConfig(BaseModel):
 
     @property
     def required_checkpoint_quant_method(self) -> str | None:
-        """Required quant_method in config.json; None: any."""
+        """quant_method of config.json; None: any."""
         quantization = None if self.online_quantization else self.quantization
         return quantization and quantization.removesuffix("_marlin")
 
@@ -267,9 +265,7 @@ class EngineConfig(BaseModel):
         return self.speculative_config is not None and self.speculative_config.has_weights
 
     def without_redundant_quantization(self, quant_method: str | None) -> EngineConfig:
-        """A copy for a checkpoint with this quant_method: fp8 for an fp8 checkpoint means to keep it, not to quantize
-        it again.
-        """
+        """fp8 for an fp8 checkpoint means to keep it, not to quantize it again."""
         if quant_method is None or quant_method != self.online_quantization or self.load_format == "dummy":
             return self
         return self.model_copy(update={"quantization": None})
@@ -283,7 +279,7 @@ class EngineConfig(BaseModel):
         return self.max_num_batched_tokens or DEFAULT_STEP_TOKENS
 
     def with_gpu_default_step_tokens(self, memory: int) -> EngineConfig:
-        """A copy for a GPU with `memory` bytes: large GPUs compute long steps fastest, and have the memory for them."""
+        """memory: bytes. Large GPUs compute long steps fastest, and have the memory for them."""
         if self.max_num_batched_tokens is not None or memory < LARGE_GPU_BYTES:
             return self
         return self.model_copy(update={"max_num_batched_tokens": LARGE_GPU_STEP_TOKENS})
@@ -345,7 +341,7 @@ class EngineConfig(BaseModel):
     @field_validator("kv_cache_memory", mode="before")
     @classmethod
     def parse_gib(cls, value: object) -> object:
-        """Accept bytes as in vLLM's kv_cache_memory_bytes, 10000000000 or 10G: no machine has a million GiB."""
+        """Accept bytes, 10000000000 or 10G, as in vLLM: no machine has a million GiB."""
         if isinstance(value, str) and value[:-1].replace(".", "", 1).isdecimal() and value[-1] in _BYTE_UNITS:
             return float(value[:-1]) * _BYTE_UNITS[value[-1]] / 2**30
         try:

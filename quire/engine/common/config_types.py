@@ -24,12 +24,12 @@ JsonObject = Annotated[dict[str, Any], BeforeValidator(_parse_json_object)]
 
 
 def _normalize_dtype(value: Any) -> Any:
-    """Map vLLM's other names."""
+    """Maps vLLM's other names."""
     return {"half": "float16", "float": "float32"}.get(value, value) if isinstance(value, str) else value
 
 
 def normalize_quantization(value: Any) -> Any:
-    """Map vLLM's other names. Raises ValueError for names of unsupported devices."""
+    """Maps vLLM's other names. Raises ValueError for names of unsupported devices."""
     if (why := unsupported_device_reason(value)) is not None:
         raise ValueError(f"{why}: name a checkpoint in another format")
     return _QUANTIZATION_ALIASES.get(value, value) if isinstance(value, str) else value
@@ -55,7 +55,7 @@ OnlineQuantization = Literal["int8", "int4", "fp8"]
 CheckpointQuantization = Literal[
     "gptq", "gptq_marlin", "awq", "awq_marlin", "compressed-tensors", "bitsandbytes", "mxfp4", "modelopt", "gguf"
 ]
-"""vLLM's names of quantized checkpoint formats, and of its kernels for them."""
+"""vLLM's names of checkpoint formats, and of its kernels for them."""
 
 
 UNSUPPORTED_DRAFT_METHODS = (
@@ -95,30 +95,28 @@ _IGNORED_VLLM_KEYS = {
     "use_local_argmax_reduction",
     "tensor_parallel_size",
 }
-"""vLLM keys that only affect the speed of drafting."""
+"""They only affect the speed of drafting."""
 
 
 class SpeculativeConfig(BaseModel):
-    """Speculative decoding with vLLM's names."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     method: Literal["none", "ngram", "suffix", "grammar", "draft_model", "eagle", "eagle3", "medusa", "mtp"]
     """ngram searches the request's own tokens, suffix also recent answers with the same cache salt. grammar drafts what
-    a grammar forces, which the others do too. draft_model uses `model`; eagle, eagle3 and medusa use heads in `model`;
-    mtp uses a layer of the served checkpoint. vLLM's names of mtp per family, such as deepseek_mtp, are accepted.
+    a grammar forces, as the others do too. draft_model uses `model`; eagle, eagle3 and medusa use heads in `model`; mtp
+    uses a layer of the served checkpoint. vLLM's names of mtp per family are accepted.
     """
     model: str | None = None
-    """Local directory or hub id of a smaller model with the same vocabulary, or of heads for the served model."""
+    """Local directory or hub id of a smaller model with the same vocabulary, or of heads."""
     num_speculative_tokens: int = Field(8, ge=1, le=32)
-    """Most draft tokens of a sequence per step."""
+    """Maximum per sequence and step."""
     prompt_lookup_min: int = Field(1, ge=1, le=32)
-    """Tokens that must match before a place is considered."""
+    """Tokens that must match."""
 
     @model_validator(mode="before")
     @classmethod
     def normalize_vllm_keys(cls, value: object) -> object:
-        """Drop keys that only affect vLLM's speed, and infer a missing method as vLLM does."""
+        """Also infers a missing method as vLLM does."""
         if not isinstance(value, dict):
             return value
         settings = {name: each for name, each in value.items() if name not in _IGNORED_VLLM_KEYS}
@@ -136,7 +134,7 @@ class SpeculativeConfig(BaseModel):
 
     @property
     def uses_hidden_states(self) -> bool:
-        """True if heads draft from the served model's hidden states."""
+        """True if heads draft from hidden states."""
         return self.method in ("eagle", "eagle3", "medusa", "mtp")
 
     @property
@@ -146,14 +144,14 @@ class SpeculativeConfig(BaseModel):
     @model_validator(mode="after")
     def check_model(self) -> SpeculativeConfig:
         if self.method == "mtp":
-            return self  # EngineConfig compares its model with the served one
+            return self
         if self.has_weights != (self.model is not None):
             raise ValueError("draft_model, eagle, eagle3 and medusa need a model, and no other method takes one")
         return self
 
 
 def ignored_speculative_keys_reason(value: object) -> str:
-    """Which part of a speculative_config has no effect, and why; "" if all of it counts."""
+    """Why a part of a speculative_config has no effect; "" if all of it counts."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -186,5 +184,5 @@ _UNSUPPORTED_DEVICES = {
 
 
 def unsupported_device_reason(name: object) -> str | None:
-    """Return why a device of PyTorch or vLLM is not served; None if it is, or is unknown."""
+    """Why a device of PyTorch or vLLM is not served; None if it is, or is unknown."""
     return _UNSUPPORTED_DEVICES.get(name.partition(":")[0]) if isinstance(name, str) else None

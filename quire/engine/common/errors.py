@@ -1,21 +1,21 @@
-"""The errors that Quire raises on purpose, as one class tree. server/error_responses.py maps them to HTTP statuses.
+"""Errors raised on purpose. server/error_responses.py maps them to HTTP statuses.
 
 QuireError
-├── InvalidRequest            the caller's mistake: names the parameter
-│   ├── ContextLengthExceeded prompt longer than the model's context
-│   └── AdapterError          an adapter cannot be read or understood, or is not made for the model
-├── ModelNotFound             a request names a model that is not served
+├── InvalidRequest            the caller's mistake
+│   ├── ContextLengthExceeded
+│   └── AdapterError          an adapter is unreadable, or does not fit the model
+├── ModelNotFound
 ├── RequestNotFound           no open request has that id
-├── Conflict                  what is kept is not what is asked for
-├── RateLimited               a tenant exceeded its requests or tokens per minute
-├── Overloaded                the server has no room for the request now; a later try may succeed
-│   └── QueueTimeout          the request did not start within its queue_timeout
+├── Conflict                  kept content differs from the request's
+├── RateLimited
+├── Overloaded                no room now; a later try may succeed
+│   └── QueueTimeout
 ├── SlowReader                the client reads its answer too slowly
-├── Timeout                   the request was not complete within its timeout
+├── Timeout
 ├── EngineError               the engine failed a request
-│   ├── EngineGone            there is no engine any more: only another server, or another load, can answer
-│   └── RequestQuarantined    the request ended several engine processes and was given up
-└── ConfigError               a bad flag, file or environment variable: names the key; the server does not start
+│   ├── EngineGone            only another server, or another load, can answer
+│   └── RequestQuarantined    the request ended several engine processes
+└── ConfigError               the server does not start
     └── ModelError            the model's files cannot be found, read or understood
 """
 
@@ -25,13 +25,13 @@ from collections.abc import Collection, Mapping
 
 
 class QuireError(Exception):
-    """Base class. Clients see `str(error)`, so it must contain no stack traces and no paths of the server."""
+    """Clients see `str(error)`, so it must contain no stack traces and no paths of the server."""
 
     code: str | None = None
     """`code` of OpenAI's error object."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
-        """param: the wrong field of a request, or configuration key."""
+        """param: wrong field or configuration key."""
         super().__init__(message)
         self.message = message
         self.param = param
@@ -65,7 +65,7 @@ class RateLimited(QuireError):
     code = "rate_limit_exceeded"
 
     def __init__(self, message: str, *, headers: Mapping[str, str]) -> None:
-        """headers: HTTP headers that say when a retry can succeed."""
+        """headers: when a retry can succeed."""
         super().__init__(message)
         self.headers = headers
 
@@ -75,7 +75,7 @@ class Overloaded(QuireError):
 
 
 class ModelNotLoadable(Overloaded):
-    """A model's files are wrong: retrying soon does not help."""
+    """Wrong files: retrying soon does not help."""
 
     code = "model_unloadable"
 
@@ -105,9 +105,7 @@ class RequestQuarantined(EngineError):
 
 
 class ConfigError(QuireError, ValueError):
-    """Also a ValueError, as programs that create an LLM expect. Code that catches ValueErrors of a library must let it
-    pass.
-    """
+    """A ValueError, as programs that create an LLM expect. Handlers of a library's ValueErrors must let it pass."""
 
 
 class ModelError(ConfigError):
@@ -116,7 +114,7 @@ class ModelError(ConfigError):
 
 
 def may_succeed_later(error: Exception) -> bool:
-    """True if the failure was not the request's fault, so a retry may succeed."""
+    """True if the failure was not the request's fault."""
     return isinstance(error, EngineGone | Overloaded) and not isinstance(error, QueueTimeout | ModelNotLoadable)
 
 
@@ -128,7 +126,7 @@ def refuse_setting_if(param: str, *reasons: str | bool | None) -> None:
 
 
 def check_task(task: str, tasks: Collection[str]) -> None:
-    """Raise InvalidRequest for a task that the model does not serve."""
+    """Raises InvalidRequest."""
     if task not in tasks:
         hint = "; with pooling_type='last' it makes vectors" if task == "embed" and "generate" in tasks else ""
         raise InvalidRequest(f"the model serves {' and '.join(tasks)}, not {task}{hint}", param="model")

@@ -1,5 +1,3 @@
-"""Interface of what computes the scheduler's batches: a device (engine/worker/model_runner.py), or a fake in tests."""
-
 from __future__ import annotations
 
 import pickle
@@ -14,17 +12,17 @@ from quire.engine.common.types import Adapter
 
 class PendingOutput(Protocol):
     def result(self) -> ModelRunnerOutput:
-        """Wait for the step's output. Call it once per step, in launch order."""
+        """Call it once per step, in launch order."""
 
 
 class AdapterLoader(Protocol):
-    """Loads adapters into device slots in the background."""
+    """Loads adapters in the background."""
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
-        """Start a load. No scheduled request may use the slot before `install_finished_loads` reports it."""
+        """No scheduled request may use the slot before `install_finished_loads` reports it."""
 
     def install_finished_loads(self) -> list[tuple[int, str | None]]:
-        """Slots whose load ended since the last call, each with None, or the reason of the failure."""
+        """Slots with a load that ended since the last call, each with None or the reason of a failure."""
 
     def wait_for_any_load(self, seconds: float) -> None:
         """Return when a load has ended, or after `seconds`."""
@@ -36,29 +34,29 @@ class BlockMover(Protocol):
     """
 
     block_bytes: int
-    """Size of a block over all layers."""
+    """Over all layers."""
     layout: str
-    """Identifies the bytes of a block: shapes, dtypes, order, and what computed them."""
+    """Identifies a block's bytes: shapes, dtypes, order, and what computed them."""
 
     def announce_block_writes(self, blocks: Sequence[int]) -> None:
-        """The engine's loop calls it before these blocks are written."""
+        """Called by the engine's loop before these blocks are written."""
 
     def read_block(self, block: int) -> memoryview:
-        """Copy a block as the batches launched so far leave it. No batch launched before this returns may write it."""
+        """The content after the batches launched so far. No batch launched before this returns may write it."""
 
     def write_block(self, block: int, content: bytes | memoryview) -> None:
         """No batch launched before this returns may use the block."""
 
 
 RPC_METHODS = ("describe", "parameters")
-"""Methods that may be called by name, without arguments: those of RankWorker in engine/worker/ranks/rank_rpc.py."""
+"""May be called by name, without arguments (RankWorker)."""
 CollectiveRPC = Callable[[bytes], list[bytes]]
-"""Runs an `encode_call` on every rank; returns the results for `decode_results`."""
+"""Runs an `encode_call` on every rank; returns results for `decode_results`."""
 
 
 def encode_call(method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
-    """Encode a call for other processes, which import the function by name with this process's sys.path. Raises
-    InvalidRequest if they cannot, or if arguments cannot be pickled.
+    """For other processes, which import the function by name with this process's sys.path. Raises InvalidRequest if
+    they cannot, or if arguments cannot be pickled.
     """
     if isinstance(method, str) and method not in RPC_METHODS:
         raise InvalidRequest(f"method: there is no {method!r}, but {' and '.join(RPC_METHODS)}", param="method")
@@ -70,7 +68,7 @@ def encode_call(method: str | Callable[..., Any], args: Sequence[Any], kwargs: M
     try:
         path = [] if isinstance(method, str) else sys.path
         return pickle.dumps((path, pickle.dumps((method, tuple(args), dict(kwargs or {})))))
-    except Exception as error:  # a user's object may raise anything
+    except Exception as error:  # a user's object
         why = "a function must be one of a module's, and arguments such as can be pickled"
         raise InvalidRequest(f"method: {why}: {error}", param="method") from error
 
@@ -84,19 +82,17 @@ def decode_results(encoded_results: Sequence[bytes]) -> list[Any]:
 
 
 class Executor(Protocol):
-    """Computes batches in launch order."""
-
     def launch(self, batch: SchedulerOutput) -> PendingOutput:
-        """A later batch may be launched before this one's result is read."""
+        """May be called before earlier results are read."""
 
     def warm_up_next(self) -> bool:
-        """Prepare one thing for later steps, in about a second at most; False if nothing is left."""
+        """Prepare one thing, in about a second at most; False if nothing is left."""
 
     def make_block_mover(self) -> BlockMover | None:
         """None if it keeps no KV blocks."""
 
     def make_state_offload_mover(self) -> BlockMover | None:
-        """A mover of slots (Sublayer.slot_tensor_specs) by their numbers."""
+        """Moves slots (Sublayer.slot_tensor_specs)."""
 
     def preload_grammar_compiler(self) -> None:
-        """Load what grammars need in the background; otherwise the first grammar loads it."""
+        """Load in the background; otherwise the first grammar loads it."""

@@ -1,9 +1,8 @@
 """Reads files of a model's folder, which may be broken or hostile.
 
-Only regular files of bounded size are read, so no file blocks a start or fills the memory. JSON is checked against
-declared types. Every error is one line with the file, the field and the fault. Symbolic links are followed anywhere:
-the hub's cache consists of them, people keep weights on other disks, and a download brings only the cache's own. For
-paths inside files see `find_weight_files`.
+Only regular files of bounded size are read, so no file blocks a start or fills the memory. Every error is one line with
+the file, the field and the fault. Symbolic links are followed anywhere: the hub's cache consists of them, people keep
+weights on other disks, and a download brings only the cache's own. For paths inside files see `find_weight_files`.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from quire.engine.common.errors import ModelError
 
 MIB = 2**20
 MAX_JSON_BYTES = 4 * MIB
-"""Python objects take up to 30 times the size of their JSON. Real files have some KB."""
+"""Python objects take up to 30 times this. Real files have some KB."""
 _FIELD_PATTERN = re.compile(r" - at `\$?([^`]*)`$")
 _MAX_VALUE_LENGTH = 60
-"""Characters of a wrong value in an error."""
+"""Characters in an error."""
 Validated = TypeVar("Validated")
 
 
 def open_if_present(path: Path) -> BinaryIO | None:
-    """None if the file does not exist. Raises ModelError if it is unreadable or not a regular file."""
+    """Raises ModelError if it is unreadable or not a regular file."""
     try:
         # Without O_NONBLOCK, opening a FIFO would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -55,7 +54,7 @@ def open_required(path: Path) -> BinaryIO:
 
 
 def read_bytes_if_present(path: Path, max_bytes: int, *, may_be_empty: bool = False) -> bytes | None:
-    """None if the file does not exist. Raises ModelError, also for more than `max_bytes` bytes."""
+    """Raises ModelError, also for more than `max_bytes` bytes."""
     file = open_if_present(path)
     if file is None:
         return None
@@ -72,7 +71,7 @@ def read_bytes_if_present(path: Path, max_bytes: int, *, may_be_empty: bool = Fa
 
 
 def read_text_if_present(path: Path, max_bytes: int) -> str | None:
-    """None if the file does not exist. Raises ModelError, also if it is not UTF-8."""
+    """Raises ModelError, also if it is not UTF-8."""
     content = read_bytes_if_present(path, max_bytes)
     try:
         return None if content is None else content.decode()
@@ -81,12 +80,12 @@ def read_text_if_present(path: Path, max_bytes: int) -> str | None:
 
 
 def read_json_if_present(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any] | None:
-    """None if the file does not exist. Raises ModelError for anything but a JSON object."""
+    """Raises ModelError for anything but a JSON object."""
     text = read_text_if_present(path, max_bytes)
     if text is None:
         return None
     try:
-        # Not msgspec: config.json of some families contains Infinity, which is not JSON.
+        # Not msgspec: some config.json contain Infinity, which is not JSON.
         content = json.loads(text)
     except RecursionError:
         raise ModelError(f"model: {path.name} is nested too deeply") from None
@@ -98,7 +97,7 @@ def read_json_if_present(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[st
 
 
 def convert_parsed_json(content: dict[str, Any], kind: type[Validated], file: str) -> Validated:
-    """Drops keys that `kind`, a TypedDict, lacks. Raises ModelError, naming the first wrong field."""
+    """Drops keys that `kind`, a TypedDict, lacks. Raises ModelError."""
     try:
         return msgspec.convert(content, kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -106,7 +105,7 @@ def convert_parsed_json(content: dict[str, Any], kind: type[Validated], file: st
 
 
 def decode_json(content: bytes, kind: type[Validated], where: str) -> Validated:
-    """Raises ModelError with the place of the fault."""
+    """Raises ModelError."""
     try:
         return msgspec.json.decode(content, type=kind)
     except msgspec.ValidationError as error:
@@ -116,7 +115,7 @@ def decode_json(content: bytes, kind: type[Validated], where: str) -> Validated:
 
 
 def describe_validation_error(error: msgspec.ValidationError, content: Any = None) -> str:
-    """Text of the form `field: message is expected, got value`."""
+    """As `field: message is expected, got value`."""
     text = str(error)
     field_match = _FIELD_PATTERN.search(text)
     field = field_match.group(1).lstrip(".") if field_match else ""
@@ -130,7 +129,7 @@ def describe_validation_error(error: msgspec.ValidationError, content: Any = Non
 
 
 def _value_at_path(content: Any, field: str) -> Any:
-    """Follow a path such as `rope_parameters.factor` or `layer_types[3]` as far as possible."""
+    """Follows `rope_parameters.factor` or `layer_types[3]` as far as possible."""
     for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", field):
         try:
             content = content[int(index)] if index else content[key]

@@ -1,6 +1,5 @@
-"""Random seeds and names, from the OS or a simulation. Tokens are not sampled with it.
-
-Call `randbits` as an attribute of this module, so that one assignment replaces it everywhere.
+"""Random seeds and names, from the OS or a simulation. Call `randbits` as an attribute of this module, so that one
+assignment replaces it everywhere.
 """
 
 from __future__ import annotations
@@ -9,11 +8,11 @@ import secrets
 from collections.abc import Callable
 
 randbits: Callable[[int], int] = secrets.randbits
-"""A cryptographically random number of this many bits."""
+"""Cryptographically random."""
 
 
 def token_hex(size: int) -> str:
-    """`size` bytes as hexadecimal digits."""
+    """size: bytes."""
     return f"{randbits(8 * size):0{2 * size}x}"
 
 

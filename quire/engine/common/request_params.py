@@ -1,5 +1,3 @@
-"""Sampling and pooling parameters, and the table of sampling fields."""
-
 from __future__ import annotations
 
 from hashlib import blake2b
@@ -17,7 +15,7 @@ MAX_STOP_CHARACTERS = 4096
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """Constraint on the whole text of an answer; engine/text/grammar_compiler.py compiles it."""
+    """Constraint on the whole answer."""
 
     kind: Literal["json", "regex", "lark"]
     text: str
@@ -30,7 +28,7 @@ class ThinkingBudget(msgspec.Struct, frozen=True):
     tokens: int
     end_id: int
     begin_id: int | None
-    """Token that begins the thinking, if the model decides to think; None: every answer starts inside it."""
+    """Begins the thinking; None: every answer starts inside it."""
 
 
 _MIN_TEMPERATURE = 1e-5
@@ -38,7 +36,7 @@ _MIN_TEMPERATURE = 1e-5
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="sampling"):
-    """Raises InvalidRequest, naming the field, for a value out of range."""
+    """Raises InvalidRequest, naming the field."""
 
     n: Annotated[int, SamplingField(text="Answers to each prompt.", minimum=1, maximum=128, is_copied=False)] = 1
     temperature: Annotated[
@@ -136,7 +134,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         int, SamplingField(text="Before so many tokens no answer ends by itself.", minimum=0, maximum=MAX_TOKENS)
     ] = 0
     grammar: Grammar | None = None
-    """The answer ends when it is complete, despite min_tokens and ignore_eos."""
+    """Ends the answer when complete, despite min_tokens and ignore_eos."""
     thinking: ThinkingBudget | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -161,7 +159,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ),
     ] = None
     logprob_token_ids: tuple[int, ...] | None = None
-    """Report these tokens, instead of `logprobs`, in addition to each sampled one. Empty means None."""
+    """Reported instead of `logprobs`, with each sampled token. Empty means None."""
     prompt_logprobs: Annotated[
         int | None,
         SamplingField(text="The same of the prompt's tokens.", minimum=0, maximum=MAX_TOKENS, is_copied=False),
@@ -203,9 +201,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature < _MIN_TEMPERATURE
 
     def choice_seed(self, choice: int) -> int:
-        """63-bit seed of one of n choices; random if the request has none. The first choice uses the request's seed, so
-        it does not depend on n.
-        """
+        """63 bits; random if the request has none. The first choice uses the request's, so it does not depend on n."""
         if self.seed is None:
             return random_source.randbits(63)
         if choice == 0:
@@ -221,7 +217,7 @@ def _list_sampling_fields() -> tuple[NamedSamplingField, ...]:
             declared, field = get_args(hint)
             kind = next(iter(get_args(declared)), declared)
             default = defaults[name]
-            if kind is float:  # a new object: msgspec omits the default object itself, which receipts must write
+            if kind is float:  # msgspec omits the default object itself, which receipts must write
                 default = float(repr(default))
             rows.append(NamedSamplingField(name, kind, default, field))
     return tuple(rows)
@@ -231,11 +227,11 @@ SAMPLING_FIELDS = _list_sampling_fields()
 """In the order of SamplingParams."""
 BOUNDED_SAMPLING_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.minimum is not None)
 MODEL_DEFAULT_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.has_model_default)
-"""Fields that generation_config.json may set."""
+"""generation_config.json may set them."""
 SETTING_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.setting_label)
 """Fields of the page's settings and of presets."""
 COPIED_SAMPLING_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.is_copied)
-"""Fields that a request body has under the same name, passed on unchanged."""
+"""Request bodies have them under the same name."""
 
 
 def find_sampling_field(name: str) -> NamedSamplingField | None:
@@ -249,28 +245,24 @@ Task = Literal["generate", "embed", "classify"]
 
 
 PoolingType = Literal["last", "mean", "cls", "none"]
-"""Hidden states that make the vector: the last token's, the mean, or the first token's; none: a vector per token."""
+"""The last token's hidden state, the mean, or the first token's; none: a vector per token."""
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="pooling"):
-    """Requests a vector of the prompt instead of tokens."""
-
     task: PoolingTask = "embed"
     dimensions: int | None = None
-    """Keep only the first numbers of an embedding (Kusupati et al., 2022, "Matryoshka Representation Learning"); None:
-    all.
-    """
+    """Keep only the first numbers of an embedding (Kusupati et al., 2022, "Matryoshka Representation Learning")."""
     activation: bool | None = None
     """Scale embeddings to length 1, or turn scores into probabilities; None: the model's default."""
     second_segment: int | None = None
-    """Start of the second text in the prompt, for encoders that distinguish two texts."""
+    """Start of the second text, for encoders that distinguish two."""
 
     def __post_init__(self) -> None:
         _check_bounds("dimensions", self.dimensions, 1, MAX_TOKENS)
 
 
 def _check_bounds(name: str, value: float | None, low: Any, high: Any, is_exclusive: bool = False) -> None:
-    """Raise InvalidRequest unless low <= value <= high, or low < value with is_exclusive. NaN fails."""
+    """low <= value <= high, or low < value with is_exclusive. NaN fails. Raises InvalidRequest."""
     if value is None:
         return
     if not ((value > low if is_exclusive else value >= low) and value <= high):

@@ -1,5 +1,5 @@
-"""Annotation of a sampling field. Each field of SamplingParams that a request, a model or the page may set has one; all
-other lists of sampling fields are derived from them.
+"""Each field of SamplingParams that a request, a model or the page may set has such an annotation; all other lists of
+sampling fields are derived from them.
 """
 
 from __future__ import annotations
@@ -13,25 +13,24 @@ MAX_TOKENS = 2**31 - 1
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingField:
     text: str
-    """Description in the reference."""
+    """Text in the reference."""
     minimum: float | None = None
     maximum: float | None = None
-    """Bounds of a number, or None."""
     excludes_minimum: bool = False
     is_copied: bool = True
-    """True if requests have a field of this name and type, passed on unchanged."""
+    """Requests have a field of this name and type."""
     has_model_default: bool = False
-    """True if the default comes from the model's generation_config.json."""
+    """True if generation_config.json has a default."""
     setting_label: str = ""
-    """Label in the page's settings and in presets; "": not a setting."""
+    """Label on the page and in presets; "": not a setting."""
     setting_step: float = 1.0
-    """Step of the arrow buttons on the page."""
+    """Step of the page's arrow buttons."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedSamplingField:
     name: str
     type: type
-    """float, int or bool; for an optional number the number's type."""
+    """float, int or bool, also if optional."""
     default: Any
     field: SamplingField

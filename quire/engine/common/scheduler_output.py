@@ -1,4 +1,4 @@
-"""A step's scheduling decisions and results, as structs that can be sent to other processes."""
+"""A step's decisions and results, as structs that can be sent to other processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.engine.common.types import ErrorCause, Image, MediaSpan, TokenLogprob
 
 
 class NewRequestData(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request that enters a slot of the device: its tokens so far, and how to sample or pool."""
+    """A request that enters a slot of the device."""
 
     slot: int
     token_ids: list[int]
@@ -22,13 +22,13 @@ class NewRequestData(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """0: base model."""
     spans: tuple[MediaSpan, ...] = ()
     images: tuple[Image, ...] = ()
-    """Content of the spans, each image once."""
+    """Images of the spans, each once."""
     cache_salt: str = ""
-    """Only requests with the same cache salt share encoder outputs."""
+    """Requests with the same one share encoder outputs."""
 
 
 class EncoderChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Part of the encoder's work on one image, run before the step's tokens."""
+    """A part of encoding one image, before the step's tokens."""
 
     digest: bytes
     end_progress: int
@@ -41,15 +41,15 @@ class EncoderChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One request's part in a step: tokens start to start + num_tokens of its slot; the device holds their ids.
+    """Tokens start to start + num_tokens of a slot; the device holds their ids.
 
     `new_block_ids` extend the slot's block table, which is empty for a new request. With `should_sample` the device
     samples the token after the last one and writes it to the slot, so that a later step may compute it before the host
     knows it.
 
-    `draft_token_ids` are the last of the `num_tokens` tokens. The device writes them to the slot and samples at the
-    position of each. The step returns sampled tokens up to and including the first that differs from its draft; the KV
-    of later drafts is overwritten.
+    `draft_token_ids` are the last of the `num_tokens` tokens. The device writes them to the slot and samples at each
+    position. The step returns sampled tokens up to and including the first that differs from its draft; the KV of later
+    drafts is overwritten.
     """
 
     request_id: str
@@ -58,26 +58,26 @@ class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_tokens: int
     new_block_ids: list[int]
     should_sample: bool
-    """Always False for pooling: the device pools in the step with the prompt's last token."""
+    """False for pooling: the device pools in the step with the prompt's last token."""
     draft_token_ids: list[int] = []
     encoder_chunks: list[EncoderChunk] = []
     """A request may have only these, with `num_tokens` 0."""
 
 
 class HeadDraftRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request for which a head drafts tokens from hidden states, between two steps."""
+    """A head drafts tokens from hidden states, between two steps."""
 
     slot: int
     num_tokens: int
-    """Including the one that its last step sampled."""
+    """Includes the token that the last step sampled."""
     num_drafts: int
     block_ids: list[int]
     """The head's own blocks, for all tokens and drafts."""
 
 
 class DrafterCatchUp(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a draft model has not yet computed of a request: `num_tokens` tokens from `start` on, in blocks from
-    `first_block` on. A slot keeps its content until another request enters it.
+    """Tokens that a draft model has not computed: `num_tokens` from `start` on, in blocks from `first_block` on. A slot
+    keeps its content until another request enters it.
     """
 
     slot: int
@@ -95,11 +95,10 @@ class DrafterCatchUp(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class DraftToken(NamedTuple):
     token_id: int
     probability: float
-    """According to the draft model."""
 
 
 class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Copy KV of the first `num_tokens` tokens of a block to another, in every layer."""
+    """Copies the first `num_tokens` tokens in every layer."""
 
     source: int
     target: int
@@ -107,14 +106,14 @@ class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SlotCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Copy recurrent states between slots, in every layer."""
+    """Copies recurrent states in every layer."""
 
     source: int
     target: int
 
 
 class BlockLoadRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Blocks of a request's prefix that were loaded from a tier before the step that first schedules it."""
+    """Blocks loaded from a tier before the step that first schedules the request."""
 
     request_id: str
     tier: str
@@ -125,7 +124,7 @@ class BlockLoadRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What one step computes. It never reaches the API process."""
+    """Never reaches the API process."""
 
     scheduled_requests: list[ScheduledRequest]
     new_requests: list[NewRequestData] = []
@@ -135,7 +134,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     loaded_blocks: list[BlockLoadRecord] = []
     """Since the previous step."""
     adapter_loads: list[tuple[str, float]] = []
-    """Names of adapters loaded before the step, and the seconds for which all requests waited."""
+    """Names of adapters, and the seconds for which all requests waited."""
     freed_slots: list[int] = []
     """Since the previous step."""
     slot_copies: list[SlotCopy] = []
@@ -153,14 +152,14 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def has_prefill(self) -> bool:
-        """The other requests decode one token and verify drafts."""
+        """Other requests decode one token and verify drafts."""
         return any(
             not row.should_sample or row.num_tokens > 1 + len(row.draft_token_ids) for row in self.scheduled_requests
         )
 
     @property
     def new_request_ids(self) -> list[str]:
-        """Requests scheduled for the first time, or again after a preemption."""
+        """Scheduled for the first time, or again after a preemption."""
         slots = {new_request.slot for new_request in self.new_requests}
         return [row.request_id for row in self.scheduled_requests if row.slot in slots] if slots else []
 
@@ -171,10 +170,8 @@ class RequestFailure(NamedTuple):
 
 
 class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
-    """What a step computed, by request id."""
-
     token_ids: dict[str, list[int]]
-    """One token per request that samples, plus one per accepted draft."""
+    """One per request that samples, plus one per accepted draft."""
     logprobs: dict[str, list[TokenLogprob]] = {}
     """One per token, if requested."""
     prompt_logprobs: dict[str, list[TokenLogprob]] = {}
@@ -182,5 +179,5 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
     errors: dict[str, RequestFailure] = {}
     """These requests end."""
     vectors: dict[str, bytes] = {}
-    """float32, little-endian, for pooling requests with a complete prompt, which end."""
+    """float32, little-endian, for pooling requests, which end."""
     used_cuda_graph: bool = False

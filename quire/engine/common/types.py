@@ -1,6 +1,4 @@
-"""Frozen structs that flow between server and engine. For statistics see engine/core/stats.py, for steps
-engine/common/scheduler_output.py.
-"""
+"""Frozen structs that flow between server and engine."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 ErrorCause = Literal["engine", "grammar", "constraints", "busy"]
 """busy: too much at a time; constraints: no token is left; grammar: it cannot be followed."""
 DEFAULT_KEEP_SECONDS = 600.0
-"""How long blocks stay pinned for a conversation's next turn."""
+"""How long blocks stay pinned for a next turn."""
 
 
 class Adapter(msgspec.Struct, frozen=True, array_like=True, weakref=True):
@@ -25,27 +23,24 @@ class Adapter(msgspec.Struct, frozen=True, array_like=True, weakref=True):
     digest: str
     """Hash of the content."""
     folder: str
-    """Its files must not change while a request needs them."""
+    """Must not change while a request needs it."""
 
 
 class MediaSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Prompt tokens in whose place the model reads features of an image, or of part of one. `digest` identifies the
-    image.
-    """
+    """Prompt tokens in whose place the model reads features of an image, or of part of one."""
 
     start: int
-    """Index of its first token in the prompt."""
     count: int
     digest: bytes
     kind: Literal["image"] = "image"
     is_bidirectional: bool = False
-    """Its tokens also see later ones of the span, so no step may end within it."""
+    """Its tokens see later ones of the span, so no step may end within it."""
     offset: int = 0
-    """Number of the content's features in earlier spans."""
+    """Features of the content in earlier spans."""
 
 
 class Image(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Content of a span, resized for the model, not yet normalized."""
+    """Resized for the model, not normalized."""
 
     digest: bytes
     """Hash of all other fields but encoder_cost."""
@@ -54,9 +49,9 @@ class Image(msgspec.Struct, frozen=True, array_like=True, gc=False):
     pixels: bytes
     """uint8 [height, width, 3], RGB."""
     original: tuple[int, int] | None = None
-    """Height and width before resizing, if the number of features depends on them."""
+    """Height and width before resizing, if features depend on them."""
     encoder_cost: int = 1
-    """Tokens of step budgets that encoding it takes: VisionSpec.encoder_cost."""
+    """Tokens of step budgets (VisionSpec.encoder_cost)."""
 
     @classmethod
     def from_pixels(cls, height: int, width: int, pixels: bytes, original: tuple[int, int] | None = None) -> Image:
@@ -67,27 +62,27 @@ class Image(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One sequence to generate, or one prompt to pool. A request with n > 1 is submitted as n of these."""
+    """One sequence to generate, or one prompt to pool; n > 1 is n of these."""
 
     id: str
     prompt_ids: list[int]
     params: SamplingParams | PoolingParams
     seed: int
-    """64-bit; with a token's position it fixes the token's random number."""
+    """64 bits; with a token's position it fixes the token's random number."""
     emitted_ids: list[int] = []
-    """Output tokens from before an engine died; generation continues after them."""
+    """Output from before an engine died; generation continues after it."""
     session: str = ""
-    """Caller's name of the conversation; blocks are pinned for its next turn."""
+    """Caller's name of the conversation; its blocks are pinned."""
     keep_seconds: float = 0.0
-    """How long blocks are pinned; 0: the engine decides."""
+    """For pinned blocks; 0: the engine decides."""
     cache_salt: str = ""
-    """Only requests with the same salt share cached prefixes."""
+    """Requests with the same one share cached prefixes."""
     priority: int = 0
     """Lower goes first, and is preempted last."""
     tenant: str = ""
-    """Is charged for the tokens: within a priority, tenants share the engine by weight."""
+    """Within a priority, tenants share the engine by weight."""
     weight: float = 1.0
-    """The tenant's share, above 0."""
+    """Above 0."""
     adapter: Adapter | None = None
     spans: tuple[MediaSpan, ...] = ()
     """In order, not overlapping."""
@@ -96,7 +91,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
     @property
     def encoder_inputs(self) -> tuple[tuple[MediaSpan, ...], tuple[Image, ...], str]:
-        """Inputs of the encoder cache, which the salt separates."""
+        """The salt separates them in the encoder cache."""
         return self.spans, self.images, self.cache_salt
 
     @property
@@ -109,9 +104,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         return "generate" if isinstance(self.params, SamplingParams) else self.params.task
 
     def output_token_limit(self, context_room: int) -> int | None:
-        """Most tokens to generate, if the context has room for `context_room` after the prompt; 0 for pooling; None:
-        the prompt is too long.
-        """
+        """context_room: tokens after the prompt. 0 for pooling; None: the prompt is too long."""
         if self.sampling_params is None:
             return None if context_room < 0 else 0
         max_tokens = self.sampling_params.max_tokens
@@ -119,42 +112,38 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Natural-log probability of a token, from the model's unmodified distribution."""
+    """Natural log, from the model's unmodified distribution."""
 
     token_id: int
     logprob: float
     rank: int
     """1 for the most likely token."""
     top: list[tuple[int, float]]
-    """The requested number of most likely tokens with log probabilities, most likely first. With logprob_token_ids:
-    those and the sampled one, in the same order.
-    """
+    """Most likely first, as many as requested. With logprob_token_ids: those and the sampled one, in the same order."""
 
 
 MissReason = (
     Literal["evicted", "computing", "restarted", "replica", "cache_salt", "adapter", "weights", "prompt_logprobs"]
     | Literal["diverged", "rewritten"]
 )
-"""Why tokens computed before were not found in the prefix cache: engine/prefix_misses/miss_tracker.py."""
+"""Why tokens computed before were not found in the prefix cache."""
 
 
 class PrefixDivergence(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """First divergence of a prompt from the tenant's closest earlier sequence."""
+    """Divergence from the tenant's closest earlier sequence."""
 
     num_common: int
-    """Length of the common prefix."""
     diverges_in: Literal["prompt", "answer"]
-    """Part of the earlier request."""
     common_ids: list[int]
     """Last tokens of the common prefix."""
     earlier_ids: list[int]
-    """The earlier sequence's tokens from there."""
+    """Tokens of the earlier sequence after the prefix."""
     prompt_ids: list[int]
-    """The prompt's tokens from there."""
+    """Tokens of the prompt after the prefix."""
 
 
 class PrefixMissReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens that a prompt could have found in the prefix cache, but did not."""
+    """Tokens computed before, but not found in the prefix cache."""
 
     tokens_by_reason: list[tuple[MissReason, int]]
     """Most tokens first."""
@@ -163,9 +152,9 @@ class PrefixMissReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     conversation: str
     """Id of the conversation's first request."""
     turn: int
-    """Number within the conversation, from 1."""
+    """Number from 1."""
     own_load: bool = False
-    """True if what the tenant had computed since would have filled the cache alone, for evictions."""
+    """For evictions: what the tenant has computed since would have filled the cache alone."""
     nearest: PrefixDivergence | None = None
 
     @property
@@ -174,38 +163,36 @@ class PrefixMissReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a step added to a request. Exactly one with a finish_reason ends every request."""
+    """What a step added. Exactly one with a finish_reason ends every request."""
 
     id: str
     new_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
     """One per new id, if requested."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    """Once, when the prompt is computed: one per prompt token, None for the first."""
+    """Once: one per prompt token, None for the first."""
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
-    """Id of stop_token_ids that ended it; None for the model's own end token."""
+    """Id of stop_token_ids; None for the model's own end token."""
     cached_tokens: int = 0
     """Prompt tokens from the prefix cache."""
     error: str | None = None
     vector: bytes | None = None
-    """Result of pooling, with finish_reason "stop": float32, little-endian."""
+    """float32, little-endian, with finish_reason "stop"."""
     cause: ErrorCause = "engine"
     prefix: PrefixMissReport | None = None
-    """With the first output, if the prefix cache was searched."""
+    """Set with the first output, if the prefix cache was searched."""
 
 
 NO_IMAGES_REASON = "this model reads no images"
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """What the engine reports once it is ready."""
-
     model: str
     dtype: str
     device: str
     backend: str
-    """Attention backend and why it was chosen."""
+    """Attention backend, and why it was chosen."""
     max_model_len: int
     num_blocks: int
     block_size: int
@@ -214,27 +201,27 @@ class EngineInfo(msgspec.Struct, frozen=True):
     load_seconds: float
     arithmetic: str
     deterministic: bool = False
-    """A request's tokens depend on nothing else that runs; `quire verify` checks it."""
+    """A request's tokens depend on nothing else that runs."""
     tasks: tuple[Task, ...] = ("generate",)
     notes: list[str] = []
-    """Notes on non-default choices, one line each."""
+    """Non-default choices, one line each."""
     quantization: str = ""
-    """Weight quantization as text; "": none."""
+    """As text; "": none."""
     page_groups: int = 1
     rope_context: int | None = None
-    """Context in tokens for which RoPE was chosen; None: RoPE does not depend on it."""
+    """Tokens for which RoPE was chosen; None: it does not depend on them."""
     context_pages: int = 1
     """Most blocks of a full context. This and stats count per KV cache group; num_blocks counts over all `page_groups`.
     """
     state_bytes: int = 0
-    """Size of recurrent state in all slots, which KV blocks do not include."""
+    """Recurrent state of all slots, besides KV blocks."""
     kv_cache_dtype: str = "auto"
-    """The setting's name of the dtype; auto: `dtype`."""
+    """auto: `dtype`."""
     no_images: str = NO_IMAGES_REASON
     """Why requests may not contain images; "" if they may."""
     step_tokens: int = 0
     content: str = ""
     code: str = ""
-    """Digests of the model's files, wherever they are (see model_sample_digest), and of the code that computes."""
+    """Digests of the model's files, wherever they are, and of the code that computes."""
     adaptable: dict[str, tuple[int, int]] = {}
-    """(in, out) of linears that may have adapters, for transformers' classes; {}: see lora/target_modules.py."""
+    """(in, out) of linears that may have adapters, of transformers' classes; {}: see lora/target_modules.py."""

@@ -1,4 +1,4 @@
-"""Methods of the process that receives weights from a trainer (worker/weight_receiver.py), each a frame on a socket."""
+"""Methods of the process that receives weights from a trainer."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from abc import ABC, abstractmethod
 class WeightReceiverMethods(ABC):
     @abstractmethod
     def join(self, address: str, port: int, rank: int, world_size: int, backend: str, timeout: float) -> None:
-        """Return when all members have joined. Raises if some do not within `timeout` seconds."""
+        """Returns when all have joined. Raises if some do not within `timeout` seconds."""
 
     @abstractmethod
     def leave(self) -> None: ...
 
     @abstractmethod
     def receive(self, folder: str, tensors: list[tuple[str, str, list[int]]]) -> None:
-        """Write the next tensors that rank 0 broadcasts, by name, dtype and shape, to a new file in the folder. Raises
-        if the group breaks, which is final.
+        """Write tensors that rank 0 broadcasts, by name, dtype and shape, to a new file. Raises if the group breaks,
+        which is final.
         """
 
     @abstractmethod
     def finish(self, folder: str) -> None:
-        """Write the folder's index of all received tensors."""
+        """Write the index of all received tensors."""

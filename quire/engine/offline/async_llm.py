@@ -34,9 +34,8 @@ class AsyncLLM(LLMBase):
     """Streams without a server: `async for output in AsyncLLM(model).generate(prompt, SamplingParams(...))`.
 
     The engine has its own process and serves one event loop. If that process dies it is replaced, and open streams
-    continue with no token lost or changed, as on the server. It starts when the object is created; `start()` or the
-    first call waits until it is ready. End it with `await llm.close()` or `async with`; it ends with this process at
-    the latest.
+    continue with no token lost or changed. It starts when the object is created; `start()` or the first call waits
+    until it is ready. End it with `await llm.close()` or `async with`.
     """
 
     @with_config_docs
@@ -62,7 +61,7 @@ class AsyncLLM(LLMBase):
 
         Raises:
             ConfigError: The engine cannot start with these options.
-            EngineError: The engine ended while it started, or this object was closed.
+            EngineError: The engine ended, or this object was closed.
         """
         if self._close_future is not None:
             raise EngineError("this AsyncLLM was closed")
@@ -171,7 +170,7 @@ class AsyncLLM(LLMBase):
     async def update_weights(
         self, path: str | os.PathLike[str], mode: Mode = "keep", *, version: str | None = None
     ) -> str:
-        """Switch to the weights of a folder or GGUF file with the model's shape, and return their version. `mode`: see
+        """Switch to the weights of a folder or GGUF file with the model's shape; return their version. `mode`: see
         `sleep`. Raises InvalidRequest or ConfigError, and changes nothing, if they cannot be served.
         """
         await self.start()

@@ -19,28 +19,26 @@ if TYPE_CHECKING:
 
 
 class InProcessClient(ExclusiveClient):
-    """An engine core in a task of the current event loop, for `LLM` and tests. Nothing else runs on the loop during a
-    step.
-    """
+    """An engine core in a task of the current event loop. Nothing else runs on the loop during a step."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__()
         self._config = config
         self._engine: EngineCore | None = None
         self._open_requests: dict[str, None] = {}
-        """Ids in order of submission."""
+        """In order of submission."""
         self._work_event = asyncio.Event()
-        """Set when there may be something to compute."""
+        """Set if there may be work."""
         self._task: asyncio.Task[None] | None = None
         self._memory_plan: dict[str, int] = {}
-        """Capacity settings that the first engine found, for later engines."""
+        """Capacity settings of the first engine, for later ones."""
         self._has_given_tensors = False
-        """Whether the weights came as tensors, so no file has them."""
+        """No file has the weights."""
         self._earlier_stats = EngineStats()
-        """Sum of the counters of earlier engines."""
+        """Counters of earlier engines."""
 
     async def start(self) -> EngineInfo:
-        # This imports torch, which modules of the control half may not do at their top.
+        # imports torch
         from quire.engine.engine_core import EngineCore
 
         engine = EngineCore(self._config)
@@ -49,7 +47,7 @@ class InProcessClient(ExclusiveClient):
         return engine.info
 
     async def compute_logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool) -> Logprobs:
-        """Raises EngineError while the engine has no weights."""
+        """Raises EngineError without weights."""
         if self._engine is None:
             raise EngineError("the model sleeps: wake_up() or load_weights() comes first")
         return self._engine.compute_logprobs(token_ids, full_vocabulary=full_vocabulary)
@@ -57,10 +55,10 @@ class InProcessClient(ExclusiveClient):
     async def stop(self) -> None:
         await self._release_engine()
         self.die("the engine was stopped")
-        gc.collect()  # the engine has reference cycles, which would delay freeing its memory
+        gc.collect()  # reference cycles would delay freeing memory
 
     async def rest(self, level: int) -> None:
-        """Both levels are the same here: there is no process to end."""
+        """Both levels are the same: there is no process to end."""
         self.asleep = True
         await self._release_engine()
 
@@ -80,8 +78,8 @@ class InProcessClient(ExclusiveClient):
         return self._config.model_copy(update=self._memory_plan | update)
 
     async def load_tensors(self, tensors: NamedTensors, version: str) -> None:
-        """`load` with tensors under their checkpoint names. On failure the previous weights are restored if a file has
-        them; otherwise the model sleeps until tensors are given.
+        """tensors: by checkpoint name. On failure the previous weights are restored if a file has them; otherwise the
+        model sleeps until tensors are given.
         """
         # An earlier update's folder may be gone by now.
         config = self._config.model_copy(update=self._memory_plan | {"load_format": "auto", "weights": None})
@@ -101,7 +99,7 @@ class InProcessClient(ExclusiveClient):
             traceback.clear_frames(error.__traceback__)  # frames hold what was loaded
             free_engine_memory()
             if before is not None:
-                with suppress(QuireError):  # sleeps if the files are gone; the first error is raised
+                with suppress(QuireError):  # sleeps if the files are gone
                     self._adopt_engine(EngineCore(before.model_copy(update=self._memory_plan)))
             raise
         self._config = config
@@ -110,7 +108,7 @@ class InProcessClient(ExclusiveClient):
         self._adopt_engine(engine)
 
     def _adopt_engine(self, engine: EngineCore) -> None:
-        """Switch to this engine, and resubmit open requests."""
+        """Resubmits open requests."""
         self._engine, self.asleep = engine, False
         self.stats = engine.engine_stats.add_earlier(self._earlier_stats)
         for request_id in self._open_requests:
@@ -118,7 +116,7 @@ class InProcessClient(ExclusiveClient):
         self._task = asyncio.create_task(self._run_steps(engine))
 
     async def _release_engine(self) -> None:
-        """Free the engine, if there is one; open requests stay."""
+        """Open requests stay."""
         task = self._task
         engine = self._engine
         self._task = None

@@ -50,10 +50,10 @@ _W = TypeVar("_W")
 class LLM(LLMBase):
     """Generation without a server, with vLLM's names: `LLM(model).generate(prompts, SamplingParams(...))`.
 
-    The engine runs in this process. With `multiprocessing`, or several replicas (data_parallel_size), it runs in
-    processes of its own, which are replaced when they die. Works in scripts and notebooks, because the engine has its
-    own thread and event loop. On a CPU OMP_WAIT_POLICY=passive can make sampled batches faster, and other PyTorch code
-    in this process slower.
+    The engine runs in this process. With `multiprocessing`, or several replicas (data_parallel_size), it runs in other
+    processes, which are replaced when they die. Works in notebooks, because the engine has its own thread and event
+    loop. On a CPU OMP_WAIT_POLICY=passive can make sampled batches faster, and other PyTorch code in this process
+    slower.
     """
 
     @with_config_docs
@@ -62,7 +62,7 @@ class LLM(LLMBase):
     ) -> None:
         """`model` is a local folder, a .gguf file or a hub id; default: the embedded story-teller. With
         `multiprocessing` the engine has its own process, and an open call continues if that dies. QUIRE_* variables set
-        options that are not given. Raises ConfigError for a bad option, and errors of the engine's start.
+        options that are not given. Raises ConfigError, and errors of the engine's start.
 
         Options:
         """
@@ -117,7 +117,7 @@ class LLM(LLMBase):
         """Answer one or several conversations, rendered by the model's chat template or `chat_template`.
 
         Tools that the template does not render are described in the system message. Calls are not parsed from answers.
-        See `generate` for the other arguments.
+        Other arguments as `generate`.
         """
         prompts = self._input_processor.encode_chats(
             messages,
@@ -156,9 +156,7 @@ class LLM(LLMBase):
         return self._run_concurrently(list(zip(encoded, adapters, strict=True)), search_one, "searching", use_tqdm)
 
     def logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool = False) -> Logprobs:
-        """Log probabilities of given tokens with the model's weights: see `quire.Forward.logprobs`. Raises
-        InvalidRequest unless the engine runs in this process.
-        """
+        """See `quire.Forward.logprobs`. Raises InvalidRequest unless the engine runs in this process."""
         engine_core = self._client.engine_core
         if not isinstance(engine_core, InProcessClient):
             message = "logprobs are computed by an engine in this process: not with multiprocessing or replicas"
@@ -177,7 +175,6 @@ class LLM(LLMBase):
         Args:
             receipt: A receipt, or an answer that has one, as an object or JSON.
             images: Pillow images of its prompts.
-            lora_request: The adapter that it was made with.
 
         Returns:
             Equal, or the first difference, or why the replay was refused.
@@ -203,12 +200,12 @@ class LLM(LLMBase):
         """Call a method or function on every rank, between two steps.
 
         Args:
-            method: `describe`, `parameters`, or a function of a RankWorker (engine/worker/ranks/rank_rpc.py) and the
-                arguments. Ranks in other processes import it by name.
+            method: `describe`, `parameters`, or a function of a RankWorker and the arguments. Ranks in other processes
+                import it by name.
             timeout: Seconds for all ranks together.
 
         Returns:
-            Each rank's result, in rank order.
+            Results in rank order.
 
         Raises:
             EngineError: A rank failed, or the timeout passed.
@@ -296,7 +293,6 @@ class LLM(LLMBase):
 
         Args:
             truncate_prompt_tokens: Most tokens of a text; -1: the model's context.
-            lora_request: See `generate`.
 
         Raises:
             InvalidRequest: The prompt cannot be served, or the model makes no embeddings.
@@ -315,14 +311,14 @@ class LLM(LLMBase):
         use_tqdm: bool = True,
         lora_request: LoRARequests = None,
     ) -> list[PoolingRequestOutput]:
-        """Label probabilities of a classifier for each prompt: `[0].outputs.probs`. Arguments and errors as `embed`."""
+        """Label probabilities of each prompt: `[0].outputs.probs`. Arguments and errors as `embed`."""
         params = msgspec.structs.replace(pooling_params or PoolingParams(), task="classify")
         return self._pool_prompts(
             self._encode_truncated(prompts, truncate_prompt_tokens), params, use_tqdm, lora_request
         )
 
     def reward(self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True) -> list[PoolingRequestOutput]:
-        """Score of a reward model, a classifier with one label, for each prompt: `[0].outputs.score`, any number."""
+        """Score of a reward model, a classifier with one label: `[0].outputs.score`, any number."""
         return self.classify(prompts, pooling_params=PoolingParams(activation=False), use_tqdm=use_tqdm)
 
     def encode(
@@ -357,8 +353,8 @@ class LLM(LLMBase):
         use_tqdm: bool = True,
         lora_request: LoRARequest | None = None,
     ) -> list[PoolingRequestOutput]:
-        """How well one text fits each of several, or texts fit pair by pair: `[0].outputs.score`. Arguments and errors
-        as `embed`.
+        """Score one text with each of several, or texts pair by pair: `[0].outputs.score`. Arguments and errors as
+        `embed`.
         """
         firsts, seconds = ([each] if isinstance(each, str) else list(each) for each in (text_1, text_2))
         if len(firsts) not in (1, len(seconds)):

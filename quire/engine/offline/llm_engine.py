@@ -39,10 +39,9 @@ class CacheConfig:
     block_size: int
     """Tokens."""
     num_gpu_blocks: int
-    """Blocks on any device."""
     enable_prefix_caching: bool
     num_cpu_blocks: int
-    """Blocks of earlier prompts that fit in host memory (kv_offload_memory)."""
+    """Blocks of earlier prompts in host memory."""
     gpu_memory_utilization: float
     cache_dtype: str
 
@@ -53,7 +52,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_model_len: int
     long_prefill_token_threshold: int
-    """Most tokens of one prompt per step; 0: no limit."""
+    """Most tokens of a prompt per step; 0: no limit."""
     policy: Literal["priority", "fcfs"]
     enable_chunked_prefill: bool = True
 
@@ -77,22 +76,21 @@ RequestOrPoolingOutput = RequestOutput | PoolingRequestOutput
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _OpenRequestHandle:
-    """One of several successive requests that may share an id."""
+    """Successive requests may share an id."""
 
     id: str
     wants_deltas: bool
 
 
 _OutputQueue = queue.SimpleQueue[tuple[_OpenRequestHandle, RequestOrPoolingOutput | Exception]]
-"""Outputs of requests, or their errors."""
 
 
 class LLMEngine:
     """vLLM's LLMEngine: `add_request`, then `step` as long as `has_unfinished_requests`. Its creation raises what LLM's
     does.
 
-    The engine computes on a thread of its own, so a step returns all that has come since the last one, which may be
-    several tokens of a request. Use it from one thread. It ignores requests of an LLM's own methods.
+    The engine has its own thread, so a step returns all that has come since the last one, maybe several tokens of a
+    request. Use it from one thread. It ignores requests of an LLM's own methods.
     """
 
     def __init__(self, running_engine: RunningEngine) -> None:
@@ -128,9 +126,8 @@ class LLMEngine:
         self._running_engine = running_engine
         self._open_requests: dict[str, tuple[_OpenRequestHandle, Future[None]]] = {}
         self._output_queue: _OutputQueue = queue.SimpleQueue()
-        """Filled by the engine's thread."""
         self._unread_outputs: deque[tuple[_OpenRequestHandle, RequestOrPoolingOutput | Exception]] = deque()
-        """Taken from the queue, but left for the next step."""
+        """Left for the next step."""
         self._request_numbers = count()
         """An aborted request may still be ending when another takes its id."""
 
@@ -140,7 +137,7 @@ class LLMEngine:
 
     @property
     def vllm_config(self) -> LLMEngine:
-        """This object: vLLM has one object with all configs."""
+        """vLLM has one object with all configs."""
         return self
 
     @property
@@ -148,7 +145,6 @@ class LLMEngine:
         return self.get_tokenizer()
 
     def get_tokenizer(self) -> Any:
-        """See `LLM.get_tokenizer`."""
         return self._running_engine.input_processor.tokenizer.to_transformers()
 
     def add_request(
@@ -161,15 +157,12 @@ class LLMEngine:
         *,
         priority: int = 0,
     ) -> str:
-        """Submit a prompt, a text or token ids.
+        """Submit a prompt, a text or token ids, and return the id.
 
         Args:
             params: `output_kind` decides what `step` returns.
             arrival_time: Ignored.
             priority: Lower goes first.
-
-        Returns:
-            The id.
 
         Raises:
             InvalidRequest: The request cannot be served, or its id is in use.
@@ -202,9 +195,8 @@ class LLMEngine:
         return request_id
 
     def step(self) -> list[RequestOrPoolingOutput]:
-        """Wait for new outputs and return them; return [] if no request is open. Of cumulative outputs only a request's
-        latest is returned, of deltas all in order. Raises EngineError for a request that the engine failed, which is
-        then closed.
+        """Wait for new outputs; return [] if no request is open. Of cumulative outputs only a request's latest is
+        returned, of deltas all in order. Raises EngineError for a request that the engine failed, which is then closed.
         """
         outputs: dict[object, RequestOrPoolingOutput] = {}
         while self._open_requests and not outputs:
@@ -213,7 +205,7 @@ class LLMEngine:
             while self._unread_outputs:
                 request, output = self._unread_outputs[0]
                 if isinstance(output, Exception) and outputs:
-                    break  # the next step raises it
+                    break
                 self._unread_outputs.popleft()
                 if self._open_requests.get(request.id, (None,))[0] is not request:
                     continue  # it was aborted
@@ -226,7 +218,7 @@ class LLMEngine:
         return list(outputs.values())
 
     def abort_request(self, request_ids: str | Sequence[str]) -> None:
-        """End requests without further outputs; ids that are not open are ignored."""
+        """End requests without further outputs. Ids that are not open are ignored."""
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             if request_id in self._open_requests:
                 _, work = self._open_requests.pop(request_id)

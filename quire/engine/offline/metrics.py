@@ -1,4 +1,4 @@
-"""Engine gauges and counters under the names of the server's /metrics, which are vLLM's."""
+"""Engine metrics under vLLM's names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Gauge(Metric):
 
 @dataclass(frozen=True, slots=True)
 class Counter(Metric):
-    """Count since the engine's start."""
+    """Counts from the engine's start."""
 
     value: int
 

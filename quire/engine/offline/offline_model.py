@@ -1,4 +1,4 @@
-"""Prompts of programs in all supported forms: rendered, encoded and checked."""
+"""Prompts of programs: rendered, encoded and checked."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from quire.engine.text.pooling_inputs import encode_truncated
 class TextPrompt(TypedDict):
     prompt: str
     multi_modal_data: NotRequired[Mapping[str, Any]]
-    """As in vLLM: `image` is a Pillow image, or a list with one per image placeholder in the text."""
+    """As in vLLM: `image` is a Pillow image, or a list with one per placeholder in the text."""
 
 
 class TokensPrompt(TypedDict):
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
-    """Text of the ids; ignored."""
+    """Ignored."""
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
@@ -50,7 +50,7 @@ Message = Mapping[str, Any]
 
 class EncodedPrompt(NamedTuple):
     text: str | None
-    """None if the prompt was given as token ids."""
+    """None if the prompt was token ids."""
     token_ids: list[int]
     spans: tuple[types.MediaSpan, ...] = ()
     images: tuple[types.Image, ...] = ()
@@ -69,7 +69,7 @@ class GenerationTask:
 
 
 class OfflineModel:
-    """The model's files as the caller's process needs them. Raises ModelError if they are wrong."""
+    """Raises ModelError."""
 
     def __init__(self, config: EngineConfig) -> None:
         path = resolve_model_with_overrides(config)
@@ -96,7 +96,7 @@ class OfflineModel:
             self.adapters.use_engine_modules(info)
 
     def default_sampling_params(self) -> SamplingParams:
-        """A new object, from the model's generation_config.json."""
+        """A new object, from generation_config.json."""
         return SamplingParams(**self._default_sampling)  # type: ignore[arg-type]
 
     def encode_prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[EncodedPrompt]:
@@ -104,7 +104,7 @@ class OfflineModel:
         return [self.encode_prompt(each, f"prompt {index}") for index, each in enumerate(as_prompt_list(prompts))]
 
     def encode_prompt(self, prompt: Any, name: str = "prompt") -> EncodedPrompt:
-        """Raises InvalidRequest, which calls the prompt `name`."""
+        """Raises InvalidRequest."""
         if isinstance(prompt, Mapping):
             more = sorted(set(prompt) - {"prompt", "prompt_token_ids", "multi_modal_data"})
             if more:
@@ -188,8 +188,8 @@ class OfflineModel:
         return EncodedPrompt(text, prompt.token_ids, prompt.spans, prompt.images)
 
     def keep_first_prompt_tokens(self, prompt: EncodedPrompt, length: int | None, info: EngineInfo) -> EncodedPrompt:
-        """Truncate a prompt, but keep the tokens that the tokenizer adds around a text. length None: all; -1: the
-        context. Raises InvalidRequest for a prompt with images.
+        """Keep the tokens that the tokenizer adds around a text. length None: all; -1: the context. Raises
+        InvalidRequest for a prompt with images.
         """
         text, ids = prompt.text, prompt.token_ids
         if prompt.spans:
@@ -254,11 +254,11 @@ _VLLM_ALTERNATIVES = {
         ("init_weight_transfer_engine", "start_weight_update", "finish_weight_update"), _WEIGHT_UPDATE_HINT
     ),
 }
-"""What to use instead of vLLM methods that are missing here."""
+"""Replacements of missing vLLM methods."""
 
 
 class LLMBase:
-    if not TYPE_CHECKING:  # hides it from type checkers, which would accept every name
+    if not TYPE_CHECKING:  # type checkers would accept every name
 
         def __getattr__(self, name: str) -> object:
             hint = f": {_VLLM_ALTERNATIVES[name]}" if name in _VLLM_ALTERNATIVES else ""
@@ -275,7 +275,7 @@ class LLMBase:
         return self.tokenizer.to_transformers()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """From the model's generation_config.json; used by calls without sampling_params."""
+        """Defaults of generation_config.json; used by calls without sampling_params."""
         return self._input_processor.default_sampling_params()
 
     def register_failure_callback(self, callback: Callable[[EngineError], None]) -> None:
@@ -289,14 +289,14 @@ class LLMBase:
 
 
 def check_request_id_unused(request_id: object, open_ids: Container[str]) -> None:
-    """Raise InvalidRequest unless request_id is a text that is not in `open_ids`."""
+    """Raises InvalidRequest."""
     if not isinstance(request_id, str) or request_id in open_ids:
         what = "is in use" if isinstance(request_id, str) else "must be a text"
         raise InvalidRequest(f"request_id {request_id!r} {what}", param="request_id")
 
 
 def as_prompt_list(prompts: Any) -> list[Any]:
-    """Raises InvalidRequest for what is neither a prompt nor several."""
+    """Raises InvalidRequest."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     sized = hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__") and getattr(prompts, "ndim", 1) != 0
@@ -306,7 +306,7 @@ def as_prompt_list(prompts: Any) -> list[Any]:
         )
         message = f"prompts must be a text, token ids, or a list of these, got {type(prompts).__name__}{advice}"
         raise InvalidRequest(message, param="prompts")
-    prompt_list = list(prompts)  # also of a table's column with any row labels
+    prompt_list = list(prompts)  # also a table's column
     return [prompts] if prompt_list and _is_integer_like(prompt_list[0]) else prompt_list
 
 
@@ -319,7 +319,7 @@ def _is_integer_like(value: object) -> bool:
 
 
 def _as_conversation_list(messages: Any) -> list[list[dict[str, Any]]]:
-    """Raises InvalidRequest for what is neither a conversation nor several."""
+    """Raises InvalidRequest."""
     if isinstance(messages, Mapping) or not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         kind = type(messages).__name__
         raise InvalidRequest(f"messages must be a list of messages, or of such lists, got {kind}", param="messages")
@@ -330,7 +330,7 @@ def _as_conversation_list(messages: Any) -> list[list[dict[str, Any]]]:
 
 
 def _check_message(message: Any) -> dict[str, Any]:
-    """Raises InvalidRequest unless the content is a text, or text and image parts."""
+    """Raises InvalidRequest unless the content is text, or text and image parts."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequest(f"a message must be an object with a role, got {message!r}", param="messages")
     content = message.get("content")

@@ -1,5 +1,5 @@
-"""Options of `LLM` and `AsyncLLM`: EngineConfig's fields as types for editors and type checkers. Add options to
-EngineConfig; tests/engine/offline/test_options.py reports what is missing here.
+"""EngineConfig's fields as types for editors and type checkers. Add options to EngineConfig;
+tests/engine/offline/test_options.py reports what is missing here.
 """
 
 from __future__ import annotations
@@ -130,9 +130,7 @@ def with_config_docs(init: _F) -> _F:
 
 
 def make_engine_config(model: str | Path | None, options: EngineOptions) -> EngineConfig:
-    """Logs and drops vLLM options that change nothing. Raises ConfigError with a remedy for a bad option or QUIRE_*
-    variable.
-    """
+    """Logs and drops vLLM options that change nothing. Raises ConfigError with a remedy."""
     if model is not None and not isinstance(model, str | Path):
         raise ConfigError(f"model: must be a folder, a file or a hub id, got {model!r}")
     config_values: dict[str, Any] = {} if model is None else {"model": str(model)}

@@ -1,5 +1,3 @@
-"""vLLM's RequestOutput, and how it is built from engine outputs."""
-
 from __future__ import annotations
 
 import copy
@@ -34,12 +32,12 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     """Sum of the tokens' log probabilities; None unless logprobs were requested."""
     logprobs: list[dict[int, Logprob]] | None = None
-    """Per token, by id: its own and those of the requested alternatives."""
+    """One dict per token, by id: its own and the requested alternatives."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """Stop string or id of stop_token_ids that ended it."""
+    """Stop string, or id of stop_token_ids."""
     weights_versions: Versions = field(default_factory=list)
-    """Weight versions of a finished, whole answer, each with the number of tokens it computed."""
+    """Weights of a finished, whole answer, each with the number of tokens it computed."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -47,7 +45,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times of a request, for n > 1 of its first choice. Times ending in _ts are of time.monotonic()."""
+    """For n > 1 of the first choice. Times ending in _ts are of time.monotonic()."""
 
     arrival_time: float
     """Unix time in seconds."""
@@ -68,7 +66,7 @@ class RequestMetrics:
 class RequestOutput:
     request_id: str
     prompt: str | None
-    """None if it was given as token ids."""
+    """None for token ids."""
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -81,7 +79,7 @@ class RequestOutput:
     num_missed_tokens: int = 0
     """Prompt tokens that were computed again although they had been computed before."""
     miss_reason: types.MissReason | None = None
-    """Main reason: see docs/guides/prefix-caching.md."""
+    """See docs/guides/prefix-caching.md."""
     receipt: Receipt | None = None
     """Set when finished, if requested."""
 
@@ -105,7 +103,7 @@ class BeamSearchOutput:
 
 
 def logprobs_by_token(logprob: TokenLogprob, tokenizer: Tokenizer, *, listed: bool = False) -> dict[int, Logprob]:
-    """Sampled token first. `listed`: the others are logprob_token_ids, not the most likely ones."""
+    """Sampled token first. `listed`: the others are logprob_token_ids."""
     logprobs = {
         logprob.token_id: Logprob(logprob.logprob, logprob.rank, tokenizer.token_display_text(logprob.token_id))
     }
@@ -138,7 +136,7 @@ class CompletionBuilder:
         )
 
     def add_output_and_get_delta(self, output: types.EngineCoreOutput) -> CompletionOutput:
-        """A stop string sets a finish_reason, though the engine may still generate."""
+        """A stop string sets a finish_reason, though the engine may go on."""
         completion = self.completion
         delta = self._detokenizer.push_output(output)
         new = CompletionOutput(

@@ -1,6 +1,4 @@
-"""vLLM's SamplingParams and companions, and their conversion for the engine. As in vLLM they are mutable, so they are
-checked again where they are used.
-"""
+"""vLLM's SamplingParams and companions. As in vLLM they are mutable, so they are checked again where they are used."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ _VLLM_ALTERNATIVES = {
     "repetition_detection": "not there for programs; the server's requests have it",
     "extra_args": "there are no plugins that would read it",
 }
-"""What to use instead of vLLM parameters that are missing here."""
+"""Replacements of missing vLLM parameters."""
 _NON_ENGINE_FIELDS = (
     "bad_words",
     "structured_outputs",
@@ -44,22 +42,20 @@ _NON_ENGINE_FIELDS = (
     "output_kind",
     "logits_processors",
 )
-"""Fields that are applied outside the engine."""
+"""Applied outside the engine."""
 _VOCABULARY_COUNT_FIELDS = ("logprobs", "prompt_logprobs")
-"""Fields in which -1 means the vocabulary size."""
+"""-1 means the vocabulary size."""
 _T = TypeVar("_T")
 
 
 class RequestOutputKind(Enum):
-    """What AsyncLLM.generate yields."""
-
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
 
 
 def with_unknown_field_suggestions(kind: type[_T]) -> type[_T]:
-    """Decorate a dataclass: the error for an unknown parameter says what to write instead."""
+    """The dataclass's error for an unknown parameter says what to write instead."""
     original_init = kind.__init__
     names = list(kind.__annotations__)
 
@@ -78,7 +74,7 @@ def with_unknown_field_suggestions(kind: type[_T]) -> type[_T]:
 @with_unknown_field_suggestions
 @dataclass
 class StructuredOutputsParams:
-    """Constraint on the whole text of an answer: exactly one of the first five."""
+    """Constraint on the whole answer: exactly one of the first five."""
 
     json: str | Mapping[str, Any] | None = None
     """JSON schema, as an object or text."""
@@ -92,9 +88,7 @@ class StructuredOutputsParams:
     """No effect, like the next field: there is one backend, and it allows at most one space."""
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = True
-    """Schema objects with `properties` but no word on others allow no others. False: any others, as JSON Schema
-    defines.
-    """
+    """Schema objects with `properties` but no word on others allow none. False: any, as JSON Schema defines."""
 
     def __post_init__(self) -> None:
         self.as_grammar()
@@ -113,7 +107,7 @@ class StructuredOutputsParams:
 @with_unknown_field_suggestions
 @dataclass(kw_only=True)
 class SamplingParams:
-    """Raises InvalidRequest, naming the field, for a wrong value."""
+    """Raises InvalidRequest, naming the field."""
 
     n: int = 1
     temperature: float = 1.0
@@ -123,7 +117,7 @@ class SamplingParams:
     """0 and -1 keep the whole vocabulary."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    """Above 1: tokens of the prompt and the answer become less likely."""
+    """Above 1: tokens so far, also of the prompt, become less likely."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
@@ -141,9 +135,9 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
-    """Number of most likely tokens to report in addition to each sampled one; 0: only that one; -1: all."""
+    """Most likely tokens to report with each sampled one; 0: only that one; -1: all."""
     logprob_token_ids: Sequence[int] | None = None
-    """Report these tokens, instead of `logprobs`, in addition to each sampled one."""
+    """Reported instead of `logprobs`, with each sampled token."""
     prompt_logprobs: int | None = None
     """Same for prompt tokens."""
     skip_special_tokens: bool = True
@@ -151,12 +145,12 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     """Keep this many last tokens of the prompt; -1: the context."""
     detokenize: bool = True
-    """False: answers have token ids but no text."""
+    """False: answers have no text."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """What AsyncLLM.generate yields; LLM returns whole answers."""
     logits_processors: None = None
-    """Only None: answers depend on what can be sent, checked and replayed, and functions cannot. Use logit_bias,
-    allowed_token_ids, bad_words or structured_outputs.
+    """Only None: functions cannot be sent, checked and replayed. Use logit_bias, allowed_token_ids, bad_words or
+    structured_outputs.
     """
 
     def __post_init__(self) -> None:
@@ -167,7 +161,7 @@ class SamplingParams:
         return copy.deepcopy(self)
 
     def as_sent(self, **resolved: Any) -> request_params.SamplingParams:
-        """Parameters for the engine. `resolved` overrides fields that need a tokenizer. Raises InvalidRequest."""
+        """For the engine. `resolved` overrides fields that need a tokenizer. Raises InvalidRequest."""
         self._check_non_engine_fields()
         names = [each.name for each in dataclasses.fields(self) if each.name not in _NON_ENGINE_FIELDS]
         fields = {name: _to_python(getattr(self, name)) for name in names}
@@ -181,8 +175,8 @@ class SamplingParams:
             raise InvalidRequest(f"sampling_params: {error}", param="sampling_params") from None
 
     def for_model(self, tokenizer: Tokenizer, vocab_size: int) -> request_params.SamplingParams:
-        """Parameters for the engine. Raises InvalidRequest, also for token ids outside the model's vocabulary, which
-        may be larger than the tokenizer's.
+        """For the engine. Raises InvalidRequest, also for token ids outside the model's vocabulary, which may be larger
+        than the tokenizer's.
         """
         resolved: dict[str, Any] = {"bad_words_ids": bad_words_ids(self.bad_words or (), tokenizer)}
         if self.structured_outputs is not None:
@@ -228,7 +222,7 @@ class SamplingParams:
 
 
 def _to_python(value: Any) -> Any:
-    """Convert numbers and arrays of NumPy and torch, also within lists and mappings."""
+    """Numbers and arrays of NumPy and torch, also within lists and mappings."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):
@@ -239,7 +233,7 @@ def _to_python(value: Any) -> Any:
 @with_unknown_field_suggestions
 @dataclass(kw_only=True)
 class BeamSearchParams:
-    """For LLM.beam_search. Raises InvalidRequest for a wrong value."""
+    """Raises InvalidRequest for a wrong value."""
 
     beam_width: int
     max_tokens: int

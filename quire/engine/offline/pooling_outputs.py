@@ -1,5 +1,3 @@
-"""`LLM`'s outputs for embeddings, labels and scores, and how it requests them."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -20,7 +18,7 @@ from quire.engine.text.tokenizer import Tokenizer
 @dataclass(slots=True)
 class PoolingOutput:
     data: np.ndarray
-    """float32 [size], or [tokens, size] if each token has a vector."""
+    """float32 [size], or [tokens, size] with a vector per token."""
 
     @property
     def embedding(self) -> list[float]:
@@ -36,14 +34,14 @@ class PoolingOutput:
 
 @dataclass(slots=True)
 class PoolingRequestOutput:
-    """A prompt or a pair of texts, with its vector. A comparison of two embeddings has no prompt."""
+    """Result for a prompt or a pair of texts. A comparison of two embeddings has no prompt."""
 
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: PoolingOutput
     num_cached_tokens: int = 0
     request_id: str = ""
-    """Only set for `LLMEngine.add_request`."""
+    """For `LLMEngine.add_request`."""
     finished: bool = True
 
 
@@ -63,7 +61,7 @@ def encode_pairs_with_pooling_params(
     instruction: str | None,
     limit: int | None,
 ) -> tuple[list[list[int]], list[PoolingParams]]:
-    """Prompts of at most `limit` tokens whose one label is the pair's score. Raises InvalidRequest."""
+    """Prompts have at most `limit` tokens; their one label is the pair's score. Raises InvalidRequest."""
     if pooling.classifier_tokens is not None:
         prompts = encode_reranker_prompts(tokenizer, pairs, instruction, limit)
         return prompts, [PoolingParams(task="classify")] * len(prompts)
@@ -87,7 +85,7 @@ async def pool_prompts(
     done: Callable[[], None],
     pooling: PoolingConfig,
 ) -> list[PoolingRequestOutput]:
-    """prompts: (text or None, token ids) each. `done` is called after each. Raises EngineError."""
+    """prompts: (text or None, token ids). `done` is called after each. Raises EngineError."""
     if not prompts:
         return []
     name = random_source.token_hex(8)

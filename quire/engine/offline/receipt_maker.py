@@ -24,7 +24,7 @@ from quire.engine.receipts.receipt_replay import ReplayModel, ReplayVerdict, rep
 
 
 class ReceiptMaker:
-    """Makes and replays receipts of one engine. All methods run on its event loop."""
+    """All methods run on the engine's event loop."""
 
     def __init__(self, running_engine: RunningEngine) -> None:
         self._running_engine = running_engine
@@ -49,7 +49,7 @@ class ReceiptMaker:
     async def replay_receipt(
         self, receipt: Receipt, adapters: Sequence[Adapter | None], images: Sequence[Any]
     ) -> ReplayVerdict:
-        """Raises InvalidRequest for images that are not Pillow's, or that the model cannot read."""
+        """Raises InvalidRequest for images that are not Pillow's, or unreadable."""
         running_engine = self._running_engine
         reader = running_engine.input_processor.multimodal_prompt_builder
         request_images = check_image_types(
@@ -70,7 +70,7 @@ class ReceiptMaker:
 
 
 def parse_receipt(source: Receipt | Mapping[str, Any] | str | bytes) -> Receipt:
-    """Accepts a receipt, or an answer with one, as an object or JSON. Raises InvalidRequest."""
+    """A receipt, or an answer with one, as an object or JSON. Raises InvalidRequest."""
     if isinstance(source, Receipt):
         source = encode_receipt(source)
     elif isinstance(source, Mapping):

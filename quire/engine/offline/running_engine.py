@@ -26,13 +26,13 @@ _log = logging.getLogger("quire.engine.offline.running")
 
 
 class RunningEngine:
-    """A model and its engine, from start to `close`: on a thread of this process, or in other processes. Whoever talks
-    to the engine must do so on its event loop, through `run_coroutine` or `start_coroutine`.
+    """A model and its engine, on a thread of this process or in other processes. Talk to it on its event loop alone,
+    through `run_coroutine` or `start_coroutine`.
     """
 
     def __init__(self, config: EngineConfig, *, multiprocessing: bool = False) -> None:
-        """multiprocessing: the engine has a process, which is replaced when it dies; several replicas always have
-        theirs. Raises errors of the engine's start.
+        """multiprocessing: the engine has a process, which is replaced when it dies, as several replicas always have.
+        Raises errors of the engine's start.
         """
         self.config = config
         self.input_processor = OfflineModel(config)
@@ -44,14 +44,14 @@ class RunningEngine:
         self.client = EngineClient(InProcessClient(config)) if is_here else processes(config)
         self.hashes = ModelHasher(config, self.input_processor.tokenizer, self.client.engine_core.weights_paths)
         self.close = weakref.finalize(self, _stop_engine, self.client, self._loop, thread, self._pid)
-        """Stop the engine. Also runs at garbage collection and interpreter exit."""
+        """Runs also at garbage collection and interpreter exit."""
         self.info = self.run_coroutine(self.client.engine_core.start())
         for note in self.info.notes:
             _log.warning("%s: %s", self.info.model, note)
         self.input_processor.pass_engine_info_to_adapters(self.info)
 
     def run_coroutine(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run a coroutine on the engine's loop and wait for it; an interrupt of the waiting thread cancels it."""
+        """Run it on the engine's loop; an interrupt of the waiting thread cancels it."""
         future = self.start_coroutine(work)
         try:
             return future.result()
@@ -85,7 +85,7 @@ def _stop_engine(client: EngineClient, loop: asyncio.AbstractEventLoop, thread: 
 
 @contextmanager
 def progress_bar(description: str, total: int, visible: bool) -> Iterator[Callable[[], None]]:
-    """A bar on stderr; call the yielded function for each finished item."""
+    """Bar on stderr; call the yielded function for each finished item."""
     columns = (TextColumn(description), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not visible) as progress:
         bar = progress.add_task("", total=total)

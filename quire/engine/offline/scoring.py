@@ -1,7 +1,5 @@
-"""Log probabilities of given tokens by a forward pass alone: no scheduler, no cache, no sampling.
-
-On a CPU they equal, bit for bit, what a server or `LLM` reports for the same tokens as `prompt_logprobs` or `logprobs`,
-in any batch. So a trainer's importance weights start at exactly 1.
+"""Log probabilities of given tokens by a forward pass alone. On a CPU they equal, bit for bit, what a server or `LLM`
+reports as `prompt_logprobs` or `logprobs`, in any batch. So a trainer's importance weights start at exactly 1.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ TokenIds = Sequence[int] | Sequence[Sequence[int]]
 
 
 class Forward:
-    """A model's weights and forward pass, in this process."""
+    """A model's weights and forward pass."""
 
     @with_config_docs
     def __init__(
@@ -49,8 +47,8 @@ class Forward:
 def score(
     model: LLM | Forward | str | Path, token_ids: TokenIds, *, full_vocabulary: bool = False
 ) -> Logprobs | list[Logprobs]:
-    """`logprobs` of one or several sequences of token ids. A folder, .gguf file or hub id is loaded as a Forward.
-    Raises errors of `Forward` and `logprobs`.
+    """`logprobs` of one or several sequences. A folder, .gguf file or hub id is loaded as a Forward. Raises errors of
+    `Forward` and `logprobs`.
     """
     scorer = model if isinstance(model, LLM | Forward) else Forward(model)
     if len(token_ids) and isinstance(token_ids[0], Iterable):
@@ -60,7 +58,7 @@ def score(
 
 
 def check_single_process(config: EngineConfig) -> None:
-    """Raises InvalidRequest for a config with several processes."""
+    """Raises InvalidRequest."""
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         if getattr(config, name) > 1:
             raise InvalidRequest(f"{name}: a forward pass is computed by this process alone", param=name)

@@ -23,8 +23,8 @@ from quire.engine.text.tokenizer import Tokenizer
 async def stream_outputs(
     client: EngineClient, tokenizer: Tokenizer, task: GenerationTask, receipts: ReceiptMaker | None = None
 ) -> AsyncGenerator[RequestOutput]:
-    """Submit a task and yield outputs of its kind, the last one finished, with a receipt if `receipts` is given.
-    Closing the iterator aborts the request. Raises EngineError if the engine fails it.
+    """Yield outputs of the task's kind, the last one finished, with a receipt if `receipts` is given. Closing the
+    iterator aborts the request. Raises EngineError if the engine fails it.
     """
     params = task.params
     requests = _make_choice_requests(task)
@@ -56,7 +56,7 @@ async def stream_outputs(
                     request_output.miss_reason = output.prefix.tokens_by_reason[0][0]
                 new_outputs.append(builders[output.id].add_output_and_get_delta(output))
                 if new_outputs[-1].finished():
-                    stream.abort(output.id)  # a stop string has ended it, but the engine goes on
+                    stream.abort(output.id)  # the engine goes on after a stop string
             if task.output_kind is RequestOutputKind.FINAL_ONLY:
                 continue
             request_output.finished = all(builder.completion.finished() for builder in builders.values())
@@ -100,7 +100,6 @@ async def _add_versions_and_receipt(
     builders: Collection[CompletionBuilder],
     receipts: ReceiptMaker | None,
 ) -> None:
-    """Which weights computed which tokens, and the receipt."""
     completions = [builder.completion for builder in builders]
     choice_receipts = recorder.choice_receipts(
         (len(completion.token_ids), completion.finish_reason or "") for completion in completions

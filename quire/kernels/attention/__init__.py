@@ -1,1 +1,1 @@
-"""Reference attention, and the token shards of decode context parallelism."""
+"""Attention in plain PyTorch."""

@@ -9,7 +9,7 @@ from torch import Tensor
 @dataclass(frozen=True, slots=True)
 class ContextShard:
     """A rank's tokens under decode context parallelism. A block holds `tokens_per_page` tokens of each rank, in rank
-    order. So a rank's tokens, numbered by themselves, lie in pages of that size under the same block table.
+    order.
     """
 
     rank: int
@@ -39,9 +39,7 @@ class ContextShard:
         )
 
     def slot_mapping(self, pages: Tensor, positions: Tensor) -> Tensor:
-        """AttentionMetadata.slot_mapping for these pages and positions [.., T] int64. Does not synchronize with the
-        host.
-        """
+        """AttentionMetadata.slot_mapping for pages and positions [.., T] int64, without a host synchronization."""
         places = positions % (self.tokens_per_page * self.world_size) - self.rank * self.tokens_per_page
         stored = pages * self.tokens_per_page + places
         return (

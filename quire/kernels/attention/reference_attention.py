@@ -1,5 +1,5 @@
-"""Attention in plain PyTorch: an online softmax with partial sums that ranks can merge. Tiles of keys, and the shape of
-each product, are fixed, so a row's sums do not depend on the batch.
+"""Online softmax (Milakov and Gimelshein, 2018). Key tiles and product shapes are fixed, so a row's sums do not depend
+on the batch.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ LOG2E = 1.4426950408889634
 
 
 class PartialSoftmax(NamedTuple):
-    """Unfinished softmax of T tokens and H heads, in float32, or float64 if q is."""
+    """T tokens and H heads, in float32, or float64 if q is."""
 
     weighted_values: Tensor  # [T, H, V]: sum of values times exp(score - max)
     max_scores: Tensor  # [T, H]; -inf: no key was seen
     exp_sums: Tensor  # [T, H], sum of exp(score - max)
 
     def normalize(self, sinks: Tensor | None) -> Tensor:
-        """Attention output [T, H, V]."""
+        """[T, H, V]."""
         totals = (
             self.exp_sums if sinks is None else self.exp_sums + torch.exp(sinks.to(self.max_scores) - self.max_scores)
         )
@@ -40,7 +40,7 @@ class PartialSoftmax(NamedTuple):
 
 
 def merge_shard_attention(parts: Tensor, sinks: Tensor | None) -> Tensor:
-    """Merge packed partial softmaxes [ranks, T, H, V + 2] in rank order: [T, H, V]. Each row must have seen a key."""
+    """[ranks, T, H, V + 2] to [T, H, V], in rank order. Each row must have seen a key."""
     (first, *others) = parts[..., :-2]
     all_peaks = parts[..., -2].contiguous() / LOG2E
     totals = parts[..., -1]
@@ -60,7 +60,7 @@ def merge_shard_attention(parts: Tensor, sinks: Tensor | None) -> Tensor:
 def compute_partial_softmax(
     q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: AttentionParams, shard: ContextShard
 ) -> PartialSoftmax:
-    """Attention of q [T, H, D] over the shard's keys, without sinks."""
+    """q is [T, H, D]. Sinks are left out."""
     tokens, heads = q.shape[:2]
     kind = torch.float64 if q.dtype == torch.float64 else torch.float32
     softmax_sums = PartialSoftmax(
@@ -88,7 +88,6 @@ def compute_partial_softmax(
 
 
 def _read_cache_pages(cache: Tensor, pages: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Keys or values [pages * tokens, K, D], dequantized to the dtype that attention computes in."""
     if cache.dtype not in QUANTIZED_KV_DTYPES:
         return cache[pages].flatten(0, 1)
     some = cache.view(torch.uint8)[pages].view(cache.dtype)
@@ -98,7 +97,6 @@ def _read_cache_pages(cache: Tensor, pages: Tensor, scale: float, dtype: torch.d
 def _attend_query_tile(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, softmax: AttentionParams, shard: ContextShard
 ) -> PartialSoftmax:
-    """Online softmax (Milakov and Gimelshein, 2018) of up to QUERY_TILE rows over tiles of the shard's keys."""
     rows, heads, dim = q.shape
     kv_heads, compute = k.shape[1], torch.float64 if q.dtype == torch.float64 else torch.float32
     padded = F.pad(q.to(compute), (0, 0, 0, 0, 0, QUERY_TILE - rows))
@@ -142,14 +140,10 @@ def _attend_query_tile(
 
 
 def _unpack_head_groups(x: Tensor, rows: int) -> Tensor:
-    """[kv_heads, group * QUERY_TILE, V] to [rows, heads, V]."""
     return x.unflatten(1, (-1, QUERY_TILE))[:, :, :rows].permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _bias_at_distances(table: Tensor, distances: Tensor, kv_heads: int, *, rows: int) -> Tensor:
-    """AttentionParams.relative_bias at distances [group * rows, keys], with `rows` rows per query head: [kv_heads,
-    group * rows, keys].
-    """
     longest = (table.shape[1] - 15) // 2
     columns = (distances + longest - 1).clamp(0, table.shape[1] - 1)
     group = len(distances) // rows

@@ -1,6 +1,5 @@
-"""The CPU backend: C++ kernels for float32 and bfloat16. Other dtypes fall back to the reference, or raise TypeError
-for KV, which has a layout of its own. A call costs a few microseconds of Python; keep it so and create no tensor that
-is not returned.
+"""C++ kernels for float32 and bfloat16. Other dtypes fall back to the reference, or raise TypeError for KV, which has
+its own layout. A call costs a few microseconds of Python: create no tensor that is not returned.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ from quire.kernels.routing import MoE, MoEComponents
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 _PIECE_TOKENS, _TILE_TOKENS = 16, 256
-"""Tokens of a block, and of the tiles that attention merges in order (attention_tile.h)."""
+"""Tokens of a block, and of the tiles that attention merges in order."""
 _MAX_VOCAB = 2**19
-"""From this vocabulary size on, the reference samples."""
+"""The reference samples from this vocabulary size on."""
 
 
 class CpuBackend(CpuLinearBackend):
@@ -56,7 +55,7 @@ class CpuBackend(CpuLinearBackend):
         deterministic: bool = False,
         activation_bits: str = "auto",
     ) -> None:
-        """library: default is the best instruction set of this CPU. activation_bits: see quantized_linear.py."""
+        """library: by default this CPU's best instruction set. activation_bits: see quantized_linear.py."""
         super().__init__(library, deterministic=deterministic, activation_bits=activation_bits)
         if self.missing_reason is None:
             self._calls = ImmediateCalls(self.library)
@@ -68,7 +67,6 @@ class CpuBackend(CpuLinearBackend):
 
     @property
     def isa(self) -> str:
-        """Such as "AVX-512 with bf16"."""
         return native_library.ISAS[self.library.isa]
 
     def description(self) -> str:
@@ -91,8 +89,8 @@ class CpuBackend(CpuLinearBackend):
         return dtype in KERNEL_DTYPES
 
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-        """[blocks, kv_heads, elements of a head], laid out as in layout.h, or kv_codes.h if quantized. Under decode
-        context parallelism [blocks, pieces of 16 tokens, kv_heads, ...] of this rank's tokens.
+        """[blocks, kv_heads, elements of a head] (layout.h, or kv_codes.h if quantized); under decode context
+        parallelism [blocks, pieces of 16 tokens, kv_heads, ...].
         """
         if dtype not in self.library.paged_attention and dtype not in QUANTIZED_KV_DTYPES:
             raise TypeError(
@@ -157,9 +155,7 @@ class CpuBackend(CpuLinearBackend):
         return self._calls.rms_norm(x.contiguous(), weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Returns x and residual themselves if they are contiguous; other operations that may overwrite an argument do
-        the same.
-        """
+        """Returns x and residual themselves if contiguous."""
         if not _share_kernel_dtype(x, residual) or weight.dtype != torch.float32:
             return super().add_rms_norm(x, residual, weight, eps)
         return self._calls.add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
@@ -228,7 +224,7 @@ class CpuBackend(CpuLinearBackend):
         return lora.CompiledLinearWithLora(self.library, linear, slots)
 
     def fit_int4(self, groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """About thirty times as fast as PyTorch's operations."""
+        """About thirty times as fast as PyTorch's."""
         if groups.device.type != "cpu":
             return super().fit_int4(groups, zero_points=zero_points)
         groups = (groups if groups.dtype in self.library.fit_int4 else groups.float()).contiguous()

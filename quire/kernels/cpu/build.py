@@ -1,8 +1,8 @@
-"""Compiles the C++ kernels below this folder into `<set>.so`, one library per instruction set.
+"""Compiles the C++ kernels into `<set>.so`, one library per instruction set.
 
 `python build.py` builds the plain set and the best that this machine has; `python build.py all` builds all, for wheels
-and slow tests. It calls g++ (or $CXX, through ccache if there is one) without headers of Python or PyTorch, so one
-wheel serves every version of them. Imports only the standard library, to run inside pip's build.
+and slow tests. g++ (or $CXX) needs no headers of Python or PyTorch, so one wheel serves all their versions. Imports
+only the standard library, to run inside pip's build.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ LINK_FLAGS = ["-shared", "-pthread", *(["-undefined", "dynamic_lookup"] if sys.p
 
 
 def find_compiler() -> list[str] | None:
-    """First words of the command, or None."""
     for name in (os.environ.get("CXX", ""), "g++", "c++", "clang++"):
         if name and shutil.which(name.split()[0]):
             return [*(["ccache"] if shutil.which("ccache") else []), *name.split()]
@@ -63,7 +62,6 @@ def source_files() -> list[Path]:
 
 
 def isas_to_build(cxx: list[str]) -> list[str]:
-    """The plain set, and the best that this machine has."""
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "isa.so")
         command = [*cxx, *COMPILE_FLAGS, *LINK_FLAGS, str(HERE / "isa.cpp"), "-o", str(library)]
@@ -75,8 +73,8 @@ def isas_to_build(cxx: list[str]) -> list[str]:
 
 
 def build_libraries_returning_errors(cxx: list[str], isas: Collection[str], target: Path = HERE) -> dict[str, str]:
-    """Compile outdated libraries; return compiler output by failed instruction set, as the compiler may be too old for
-    one. Deletes outdated libraries of other sets. A concurrent build waits.
+    """Returns compiler output by failed instruction set, as the compiler may be too old for one. Deletes outdated
+    libraries of other sets. A concurrent build waits.
     """
     with _build_lock():
         return _build_stale_libraries(cxx, isas, target)

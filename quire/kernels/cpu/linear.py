@@ -10,7 +10,7 @@ from quire.kernels.cpu import native_library
 
 
 class CompiledLinearBase:
-    """x @ weight.T + bias in compiled kernels. A subclass keeps the memory that `native` points to."""
+    """A subclass keeps the memory that `native` points to."""
 
     def __init__(
         self, library: native_library.NativeLibrary, linear: native_library.PackedLinear, dtype: torch.dtype
@@ -24,9 +24,7 @@ class CompiledLinearBase:
         self._pointer = ctypes.addressof(linear)
 
     def pointer_addresses_and_weights(self, struct: native_library.PackedLinear) -> list[tuple[int, Tensor]]:
-        """Packed weights, each with the address of the kernel's pointer to it. struct: `native`, or the copy of it that
-        the kernel gets.
-        """
+        """Packed weights with the address of the kernel's pointer to each. struct: `native`, or the kernel's copy."""
         raise NotImplementedError
 
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
@@ -43,8 +41,6 @@ class CompiledLinearBase:
 
 
 class PackedLinear(CompiledLinearBase):
-    """Weights in the dtype of x (linear.cpp)."""
-
     def __init__(
         self, library: native_library.NativeLibrary, weight: Tensor, bias: Tensor | None, *, wide: bool
     ) -> None:

@@ -16,7 +16,6 @@ from quire.kernels.cpu import native_library
 class PackedLinearAdapter:
     native: native_library.LoraAdapter
     buffers: tuple[object, ...]
-    """Memory that `native` points to."""
 
 
 class CompiledLinearWithLora(LinearWithLora):

@@ -1,5 +1,3 @@
-"""Loads the kernels built by build.py, for this CPU's best instruction set."""
-
 from __future__ import annotations
 
 import ctypes
@@ -36,7 +34,7 @@ _FLOAT = ctypes.c_float
 
 
 class QuantizedPart(ctypes.Structure):
-    """Mirrors exports.h, which explains the fields; so do the structures up to LoraLinear."""
+    """Mirrors exports.h, like the structures up to LoraLinear."""
 
     _fields_ = [
         *[(name, _POINTER) for name in ("packed", "factors")],
@@ -121,7 +119,7 @@ class LoraLinear(ctypes.Structure):
 
 
 class Argument(ctypes.Structure):
-    """Mirrors decoder/recorded.cpp, which explains the fields; so does Call."""
+    """Mirrors decoder/recorded.cpp, like Call."""
 
     _fields_ = [(name, ctypes.c_int64) for name in ("kind", "value")]
 
@@ -151,21 +149,17 @@ def kv_format(cache: Tensor, scales: KVScales) -> KVFormat | None:
 
 
 def view_as_kernel_blocks(cache: Tensor) -> Tensor:
-    """Flatten blocks of several pieces."""
     return cache if cache.ndim == 3 else cache.flatten(0, 1)
 
 
 def to_ctypes(argument: Any) -> Any:
-    """Tensors and structures become their addresses."""
     if isinstance(argument, Tensor):
         return argument.data_ptr()
     return ctypes.addressof(argument) if isinstance(argument, ctypes.Structure) else argument
 
 
 def relative_bias_stride_and_origin(bias: Tensor | None) -> tuple[int, int]:
-    """Row stride of AttentionParams.relative_bias, and its column of distance 0. Raises TypeError if kernels do not
-    support it.
-    """
+    """Row stride of AttentionParams.relative_bias, and its column of distance 0. Raises TypeError."""
     if bias is None:
         return 0, 0
     if bias.dtype != torch.float32 or not bias.is_contiguous():
@@ -174,7 +168,7 @@ def relative_bias_stride_and_origin(bias: Tensor | None) -> tuple[int, int]:
 
 
 def check_sinks(sinks: Tensor | None, heads: int) -> None:
-    """Raise TypeError if kernels do not support these AttentionParams.sinks."""
+    """Raises TypeError."""
     if sinks is not None and (sinks.dtype != torch.float32 or not sinks.is_contiguous() or len(sinks) != heads):
         raise TypeError(f"sinks must be float32 and contiguous, one for each of {heads} heads")
 
@@ -193,7 +187,7 @@ _HUGE_PAGE_BYTES, _CHUNK_BYTES = 2 << 20, 32 << 20
 
 class WeightArena:
     """Memory for weights, on huge pages if available: with 4 KB pages, page table walks cost up to a third of the speed
-    of streaming weights. Tensors are pieces of large mappings, which live as long as one of them.
+    of streaming weights. Tensors share large mappings, which live as long as one of them.
     """
 
     def __init__(self) -> None:
@@ -277,7 +271,6 @@ SIGNATURES = {
     "run_calls": [_POINTER, _INT, _POINTER, _LONG, _INT, _LONG],
     "sum_ranks": [*[_POINTER] * 2, _LONG, _INT],
 }
-"""Kernels that exist for each dtype."""
 _UNTYPED_SIGNATURES = {
     "compressed_size": [_POINTER, *[_INT] * 3],
     "compress": [_POINTER, _POINTER, *[_INT] * 3],
@@ -289,14 +282,14 @@ _UNTYPED_SIGNATURES = {
     "gather_ranks": [*[_POINTER] * 3, _LONG, _POINTER],
     "share_rank": [*[_POINTER] * 2, _LONG],
 }
-"""compressed_size returns the bytes of a compressed bfloat16 matrix; 0: compression does not pay, or the instruction
-set does not support it (compress12.h).
+"""compressed_size returns the bytes of a compressed bfloat16 matrix; 0: it does not pay, or is unsupported
+(compress12.h).
 """
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 class NativeLibrary:
-    """A loaded library. Each kernel is an attribute: a dict from dtype to C function, or a single function."""
+    """Kernels are attributes: dicts from dtype to C function, or single functions."""
 
     if TYPE_CHECKING:
 
@@ -325,7 +318,6 @@ class NativeLibrary:
         return function
 
     def call_wrapper_address(self, kernel: str, dtype: torch.dtype) -> int | None:
-        """Address of the function by which decoder/recorded.cpp calls a kernel."""
         return ctypes.cast(getattr(self._library, f"call_{kernel}_{_SUFFIXES[dtype]}"), _POINTER).value
 
 
@@ -340,8 +332,8 @@ def load_library_or_reason() -> NativeLibrary | str:
 
 
 def loadable_isas() -> list[str]:
-    """Instruction sets that were built and that this CPU has, best last. QUIRE_CPU_ISA is the last one used; raises
-    ValueError if it is unusable.
+    """Built and supported by this CPU, best last; QUIRE_CPU_ISA is the last one used. Raises ValueError if that is
+    unusable.
     """
     built = [isa for isa in ISAS if (HERE / f"{isa}.so").exists()]
     if "plain" not in built:
@@ -358,13 +350,12 @@ def loadable_isas() -> list[str]:
 
 
 def best_unbuilt_isa() -> str | None:
-    """This CPU's best instruction set if its library is missing, as in a checkout built elsewhere."""
     best = _cpu_supported_isas()[-1]
     return None if (HERE / f"{best}.so").exists() else best
 
 
 def is_amx_refused() -> bool:
-    """True if the CPU has AMX tiles but the OS does not let the process use them."""
+    """True if the OS does not let the process use the CPU's AMX tiles."""
     return bool(ctypes.CDLL(str(HERE / "plain.so")).tiles_refused())
 
 

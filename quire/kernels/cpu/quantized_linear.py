@@ -1,4 +1,4 @@
-"""Quantized linears (quantized.cpp): integer products of x, which is quantized on the fly."""
+"""Integer products of x, quantized on the fly."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _MAX_SCALE_BLOCK = 96
 """Inputs of x per scale, as in quantized.h."""
 
 _OUTLIER_THRESHOLDS = {"8": math.inf, "auto": 0.4, "16": 0.0}
-"""By activation bits. A block of a row's inputs takes 16 bits instead of 8 if its maximum exceeds this many times the
-root mean square of all blocks' maxima.
+"""A block of a row's inputs takes 16 bits instead of 8 if its maximum exceeds this many times the root mean square of
+all blocks' maxima.
 """
 
 
 def as_grouped_weights(weights: Sequence[QuantizedWeight]) -> Sequence[GroupedWeight] | None:
-    """The weights, if the integer kernels can fuse them."""
+    """None if the integer kernels cannot fuse them."""
     grouped = [each for each in weights if isinstance(each, GroupedWeight)]
     if len(grouped) < len(weights) or not all(
         has_same_input_order(each.input_order, grouped[0].input_order) for each in grouped
@@ -34,9 +34,7 @@ def as_grouped_weights(weights: Sequence[QuantizedWeight]) -> Sequence[GroupedWe
 
 
 class CompiledQuantizedLinear(CompiledLinearBase):
-    """Fused weights from `as_grouped_weights`. x is rounded to 8 or 16 bits (_OUTLIER_THRESHOLDS) in blocks that share
-    a scale; `bias` is added in float32.
-    """
+    """x is rounded to 8 or 16 bits in blocks that share a scale; `bias` is added in float32."""
 
     def __init__(
         self,
@@ -68,7 +66,6 @@ class CompiledQuantizedLinear(CompiledLinearBase):
 
     @property
     def nbytes(self) -> int:
-        """Codes and factors."""
         return sum(each.memory.nbytes + each.factors.nbytes for each in self._packed)
 
     def pointer_addresses_and_weights(self, struct: native_library.PackedLinear) -> list[tuple[int, Tensor]]:
@@ -111,10 +108,9 @@ def _pack_part(library: native_library.NativeLibrary, weight: GroupedWeight, inn
 
 
 def _choose_activation_block_size(weights: Sequence[GroupedWeight], inner: int) -> int:
-    """Inputs of x per scale: as many as the weights' groups allow, up to _MAX_SCALE_BLOCK."""
     common = math.gcd(*(each.group_size for each in weights if each.scales.shape[1] > 1)) or inner
     sizes = [size for size in range(16, _MAX_SCALE_BLOCK + 1, 16) if common % size == 0]
-    return max(sizes, default=64)  # a single group of all inputs, which are padded
+    return max(sizes, default=64)  # one group of all inputs, which are padded
 
 
 def _merge_adjacent_weights(weights: Sequence[GroupedWeight]) -> list[GroupedWeight]:

@@ -1,1 +1,1 @@
-"""Code for every kind of accelerator."""
+"""For every accelerator."""

@@ -1,4 +1,4 @@
-"""Turns errors of GPU libraries into one sentence with a remedy."""
+"""Errors of GPU libraries as one sentence with a remedy."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 
 _SOURCE_LOCATION = re.compile(r"at \d+:\d+:$")
-"""First line of a Triton compiler error; the source follows, and the message is last."""
+"""First line of a Triton compiler error; the message is last."""
 _INSTALL_HINT = "Debian, Ubuntu: apt install gcc libc6-dev python3-dev"
 
 
 def describe_compiler_error(error: BaseException) -> str | None:
-    """Return why Triton cannot compile the C launchers of its kernels; None for other errors."""
+    """Why Triton cannot compile C launchers; None for other errors."""
     if "Failed to find C compiler" in str(error):  # triton/runtime/build.py
         return (
             "Triton needs a C compiler to start its kernels and finds none: "
@@ -37,9 +37,7 @@ def describe_compiler_error(error: BaseException) -> str | None:
 
 
 def is_triton_error(error: BaseException) -> bool:
-    """True if Triton raised it: a kernel does not compile, or exceeds the GPU's resources. Triton's errors have no
-    common base class but Exception.
-    """
+    """True if a kernel does not compile, or exceeds the GPU's resources. Triton's errors share no base class."""
     return any(kind.__module__.partition(".")[0] == "triton" for kind in type(error).__mro__)
 
 

@@ -1,4 +1,4 @@
-"""Copies between host and device. With CUDA neither waits for the other."""
+"""Copies between host and device; with CUDA neither waits."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ _ALIGNMENT = 16
 
 
 def upload_arrays(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Copy arrays to the device in one piece, from pinned memory with CUDA; PyTorch keeps that until the copy is done.
-    On the CPU the tensors share the arrays' memory.
-    """
+    """Copies in one piece, from pinned memory with CUDA. On the CPU the tensors share the arrays' memory."""
     if device.type == "cpu":
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
     size = _end_offsets(arrays)[-1]
@@ -45,7 +43,7 @@ def pack_arrays_into(staged: Tensor, arrays: Sequence[np.ndarray]) -> None:
 
 
 def unpack_arrays(laid: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-    """Views of bytes from `pack_arrays_into`, with the arrays' dtypes and shapes."""
+    """Views of bytes from `pack_arrays_into`."""
     tensors = []
     for array, end in zip(arrays, _end_offsets(arrays), strict=True):
         begin = end - _padded_bytes(array)
@@ -63,12 +61,11 @@ def _end_offsets(arrays: Sequence[np.ndarray]) -> list[int]:
 
 
 class HostDownload:
-    """Copy of tensors to the host on a side stream, so that later computations do not wait for it."""
+    """Copies on a side stream, so that later computations do not wait."""
 
     def __init__(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
         """stream: None if the tensors are on the host, or the device is not CUDA; `wait_for_copy` then copies."""
         self.tensors = list(tensors)
-        """Host copies, once they are done."""
         self._copied: torch.cuda.Event | None = None
         if stream is None:
             return

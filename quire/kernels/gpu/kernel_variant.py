@@ -1,5 +1,5 @@
-"""Triton kernel variants, which compile for seconds at their first launch. `dry_run_for_variants` lists those that a
-function would launch; another process may compile them (`KernelVariant.compile_variant`) into Triton's cache folder.
+"""Triton kernel variants, which compile for seconds at their first launch. Another process may compile those that
+`dry_run_for_variants` lists into Triton's cache folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class KernelVariant:
     specialization: str
     """Text from Triton's hooks, for `JITFunction.preload`."""
     gpu_target: tuple[str, int | str, int]
-    """Arguments of `GPUTarget`. Triton 3.6's specialization lacks it, 3.7's has it."""
+    """Arguments of `GPUTarget`; Triton 3.6's specialization lacks it."""
 
     @property
     def kernel(self) -> JITFunction[Any]:
@@ -34,7 +34,7 @@ class KernelVariant:
 
     @property
     def marker_path(self) -> Path:
-        """Empty file in Triton's cache that exists once the variant was compiled."""
+        """Empty file in Triton's cache; exists once compiled."""
         digest_fields = (
             self.module,
             self.name,
@@ -46,7 +46,7 @@ class KernelVariant:
         return Path(knobs.cache.dir, "quire", hashlib.sha256("\n".join(digest_fields).encode()).hexdigest())
 
     def compile_variant(self) -> None:
-        """Compile into Triton's cache. Needs no GPU (`set_compile_target`). Raises Triton's errors."""
+        """Into Triton's cache. Needs no GPU (`set_compile_target`). Raises Triton's errors."""
         self.kernel.preload(self.specialization)
         self.marker_path.parent.mkdir(parents=True, exist_ok=True)
         self.marker_path.touch()
@@ -60,8 +60,6 @@ _DEVICE_NUMBERS: dict[GPUTarget, int] = {}
 
 
 class CompileOnlyDriver:
-    """A driver that only answers the compiler's question for the target."""
-
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
         # Triton keys its compiled kernels by device index.
@@ -83,8 +81,8 @@ def set_compile_target(target: GPUTarget) -> None:
 
 
 def dry_run_for_variants(function: Callable[[], None]) -> list[KernelVariant]:
-    """Variants that `function` would launch and that this process has not compiled. Kernels are not launched and write
-    no results. No other thread may launch kernels meanwhile.
+    """Variants that `function` would launch and that this process has not compiled. Nothing is launched; no other
+    thread may launch kernels meanwhile.
     """
     variants: dict[KernelVariant, None] = {}
     run, hook = JITFunction.run, knobs.runtime.jit_cache_hook
@@ -94,7 +92,7 @@ def dry_run_for_variants(function: Callable[[], None]) -> list[KernelVariant]:
         variants[
             KernelVariant(fn.module, fn.name, compile["specialization_data"], (gpu.backend, gpu.arch, gpu.warp_size))
         ] = None
-        return True  # do not compile
+        return True
 
     def run_without_launch(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         return run(kernel, *args, grid=grid, warmup=True, **options)

@@ -1,5 +1,5 @@
-"""PyTorch devices other than CPUs, NVIDIA and AMD GPUs, which PyTorch computes in the backends sdpa and reference.
-Every device that is neither cpu nor cuda counts as one, so that PyTorch's PrivateUse1 can stand in for it in tests.
+"""PyTorch devices other than CPUs, NVIDIA and AMD GPUs. Every device but cpu and cuda counts as one, so that
+PrivateUse1 can stand in for it in tests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def is_other_device(device: torch.device) -> bool:
 
 
 def require_other_device(name: str) -> torch.device:
-    """Raises ValueError if this PyTorch finds no such device."""
+    """Raises ValueError if PyTorch finds no such device."""
     backend_module = getattr(torch, name, None)
     if backend_module is None or not backend_module.is_available():
         missing = f"{name} was asked for, but PyTorch {torch.__version__} finds none of {OTHER_DEVICES[name]} here"
@@ -25,7 +25,7 @@ def require_other_device(name: str) -> torch.device:
 
 
 def available_device_bytes(device: torch.device) -> int | None:
-    """Free bytes of device memory; None if PyTorch does not report them."""
+    """None if PyTorch does not report them."""
     if device.type == "mps":
         return max(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory(), 0)
     try:
@@ -43,8 +43,8 @@ def empty_device_caches() -> None:
 
 
 def replacement_dtype_or_none(name: str, device: torch.device) -> str | None:
-    """The dtype that --dtype auto uses in place of a checkpoint's; None: unchanged. Not all Apple chips compute
-    bfloat16, and none computes it faster than float16.
+    """For --dtype auto; None: the checkpoint's. Not all Apple chips compute bfloat16, and none computes it faster than
+    float16.
     """
     if device.type == "mps":
         return "float16" if name != "float16" else None
@@ -56,5 +56,5 @@ def replacement_dtype_or_none(name: str, device: torch.device) -> str | None:
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
-    """Dtype of long sums: Apple's GPUs, and some of Intel's, lack float64."""
+    """Apple's GPUs, and some of Intel's, lack float64."""
     return torch.float32 if is_other_device(device) else torch.float64

@@ -1,5 +1,5 @@
-"""Attention of a mixed batch in two calls. Decodes and prefills suit different kernels, and one grid, sized for the
-longest prompt, would consist mostly of empty blocks.
+"""Attention of a mixed batch in two calls: decodes and prefills suit different kernels, and one grid, sized for the
+longest prompt, would be mostly empty.
 """
 
 from __future__ import annotations
@@ -21,20 +21,18 @@ from quire.kernels.recurrent.recurrence import RecurrenceMetadata, StateAndVerif
 
 @dataclass(frozen=True, slots=True)
 class PrefillDecodeSplit:
-    """The end of a step's decodes, and offsets of the sequences after them."""
-
     num_decodes: int
-    """Leading sequences with one query each; at least 1, and fewer than all."""
+    """Leading sequences with one query; at least 1, fewer than all."""
     query_start: np.ndarray  # [prompts + 1] int32
     key_start: np.ndarray  # [prompts + 1] int32
     max_context_lens: tuple[int, int]
     """Longest context of the decodes, and of the rest."""
     is_full_prefill: bool
-    """All keys of the rest are this step's own."""
+    """True if all keys of the rest are this step's."""
 
     @classmethod
     def from_lengths(cls, counts: np.ndarray, contexts: np.ndarray, key_start: np.ndarray) -> PrefillDecodeSplit | None:
-        """counts and contexts [S] int64: queries and keys per sequence; key_start [S + 1]. None if the step needs no
+        """counts, contexts [S] int64: queries and keys per sequence; key_start [S + 1]. None if the step needs no
         split.
         """
         ones = counts == 1
@@ -50,8 +48,8 @@ class PrefillDecodeSplit:
     def metadata_with_parts(
         self, metadata: AttentionMetadata, query_start: Tensor, key_start: Tensor, block_size: int
     ) -> AttentionMetadata:
-        """A copy with both parts, also in its other groups. query_start and key_start are this split's, on the device.
-        The parts hold only what attention needs.
+        """Parts hold only what attention needs, also in other groups. query_start and key_start: this split's, on the
+        device.
         """
         first, behind = slice(self.num_decodes), slice(self.num_decodes, None)
         pages = [-(-longest // block_size) for longest in self.max_context_lens]
@@ -83,9 +81,7 @@ class PrefillDecodeSplit:
 
 
 class PagedAttentionBackend(TorchBackend):
-    """Pages are [token, KV head, head_dim]. Mixed batches are two attention calls; torch's attention computes
-    lookahead.
-    """
+    """Pages are [token, KV head, head_dim]. torch's attention computes lookahead."""
 
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
@@ -108,9 +104,7 @@ class PagedAttentionBackend(TorchBackend):
 def join_metadata(
     decodes: AttentionMetadata, prompts: AttentionMetadata, linear: LinearContext = NO_ADAPTERS
 ) -> AttentionMetadata:
-    """Metadata of a mixed batch with these two parts. linear: of all tokens. Made on the device alone, so that a CUDA
-    graph can hold it.
-    """
+    """linear: of all tokens. Made on the device, so that a CUDA graph can hold it."""
     first = len(decodes.context_lens)
     keys = decodes.key_start
     turns = None
@@ -167,7 +161,6 @@ def _join_recurrence_metadata(
 def attend_by_parts(
     attend: Callable[[Tensor, AttentionMetadata], Tensor], q: Tensor, metadata: AttentionMetadata
 ) -> Tensor:
-    """Apply `attend` to queries [T, H, D], part by part if the step has parts."""
     if not metadata.decode_prefill_parts:
         return attend(q, metadata)
     rows = q.split([len(part.positions) for part in metadata.decode_prefill_parts])

@@ -1,15 +1,12 @@
-"""Triton kernels of paged attention.
-
-FlashAttention's tiling (Dao, 2023) over a paged KV cache. The query heads of a KV head are packed into a tile's rows:
-row r is token r // GROUP, head r % GROUP. The online softmax runs in base 2.
+"""FlashAttention's tiling (Dao, 2023) over a paged KV cache. Row r of a tile is token r // GROUP, head r % GROUP of a
+KV head. The online softmax runs in base 2.
 
 All that bits depend on is explicit: a multiply-add that a compiler might fuse in only some kernels is a tl.fma, masks
-change no bits, and keys that a row does not see leave its sums unchanged. So with fixed splits a row has the same bits
-from a decode (splits stored, then reduced) and from a prefill (splits merged in registers).
+change no bits, and unseen keys leave sums unchanged. So with fixed splits a row has the same bits from a decode (splits
+stored, then reduced) and from a prefill (splits merged in registers).
 
-With RANKS (kernels/attention/context_shard.py) keys are this rank's, numbered by themselves, PAGE is its share of a
-page, and positions are those in the sequence. A row's result is then D weighted values, the maximum in base 2 and the
-sum, for merge_ranks.
+With RANKS keys are this rank's, numbered by themselves, and PAGE is its share of a page. A row's result is then D
+weighted values, the maximum in base 2 and the sum, for merge_ranks.
 """
 
 from __future__ import annotations
@@ -24,9 +21,7 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _find_tile_sequence(query_start, num_seqs, tile, BLOCK_Q: tl.constexpr):
-    """The tile's sequence, and its index there. Sequence s starts at tile query_start[s] // BLOCK_Q + s: enough room,
-    known without the host.
-    """
+    """Sequence s starts at tile query_start[s] // BLOCK_Q + s: enough room, known without the host."""
     low, high = num_seqs * 0, num_seqs
     while high - low > 1:
         middle = (low + high) // 2
@@ -56,7 +51,7 @@ def local_to_global_position(key, rank, RANKS: tl.constexpr, PAGE: tl.constexpr)
 
 @triton.jit
 def merge_softmax_parts(peak, total, acc, peak2, total2, acc2):
-    """Merge two parts: maximum in base 2, sum of weights, and weighted values of every row."""
+    """A part is a maximum in base 2, a sum of weights, and weighted values."""
     top = tl.maximum(peak, peak2)
     anchor = tl.where(top == float("-inf"), 0.0, top)
     keep, add = tl.exp2(peak - anchor), tl.exp2(peak2 - anchor)
@@ -70,7 +65,7 @@ def merge_softmax_parts(peak, total, acc, peak2, total2, acc2):
 
 @triton.jit
 def _add_sink_weight(peak, total, sinks, head, SINKS: tl.constexpr):
-    """Add the weight of the head's sink to the sum; where it is added changes no bits."""
+    """Where it is added changes no bits."""
     if SINKS:
         total += tl.exp2(tl.fma(tl.load(sinks + head), _LOG2E, -peak))
     return total
@@ -78,7 +73,7 @@ def _add_sink_weight(peak, total, sinks, head, SINKS: tl.constexpr):
 
 @triton.jit
 def _load_kv_rows(cache, row, inside, d, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr):
-    """[BLOCK_N, D_PAD], 0 outside, because unwritten parts of a page may hold anything."""
+    """0 outside: unwritten parts of a page may hold anything."""
     at = cache + row[:, None] + d[None, :]
     if MASKED and D != D_PAD:
         return tl.load(at, mask=inside[:, None] & (d[None, :] < D), other=0.0)
@@ -92,7 +87,6 @@ def _load_kv_rows(cache, row, inside, d, D: tl.constexpr, D_PAD: tl.constexpr, M
 
 @triton.jit
 def _load_kv_scales(at, inside, MASKED: tl.constexpr):
-    """[BLOCK_N] float32 scales of keys or values."""
     if MASKED:
         return tl.load(at, mask=inside, other=0.0).to(tl.float32)
     else:
@@ -101,7 +95,7 @@ def _load_kv_scales(at, inside, MASKED: tl.constexpr):
 
 @triton.jit
 def _first_visible_position(position, window, WINDOWED: tl.constexpr):
-    """May be below 0. WINDOWED: 1 for sliding windows, 2 for chunks."""
+    """WINDOWED: 1 for sliding windows, 2 for chunks."""
     return position // window * window if WINDOWED == 2 else position - window + 1
 
 
@@ -111,7 +105,6 @@ def _online_softmax_step(
     KV_WIDTH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One step over keys begin to begin + BLOCK_N; MASKED: only those before `end`."""
     k_cache, v_cache, k_scales, v_scales, table, k_stride, v_stride = cache
     scale, value_scale, softcap, window, rank = rules
     d = tl.arange(0, D_PAD)
@@ -163,7 +156,7 @@ def _attend_key_range(
     KV_WIDTH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Attention over keys begin, a multiple of BLOCK_N, to end. Without a window all rows see keys before `full`."""
+    """begin is a multiple of BLOCK_N. Without a window all rows see keys before `full`."""
     peak = tl.full([q.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q.shape[0]], tl.float32)
     acc = tl.zeros([q.shape[0], D_PAD], tl.float32)
@@ -189,13 +182,8 @@ def _load_query_tile(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """This program's queries [BLOCK_M, D_PAD], their sequence and positions, and the range of their keys: begin, full,
-    end.
-
-    row: index of each packed row in [T * HEADS]; filled [BLOCK_M, D_PAD]: mask of real elements.
-    """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a prompt's last tiles see the most keys, so they start first
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
     seq = tile
     if ONE_TOKEN:
         tile = 0
@@ -233,9 +221,7 @@ def attend(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """out [T, HEADS, D], or [T, HEADS, D + 2] with RANKS. SPLIT: keys per part of the softmax; 0: one part. Grid:
-    tiles, KV_HEADS.
-    """
+    """SPLIT: keys per part of the softmax; 0: one part."""
     seq, queried, position, row, filled, begin, full, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, window, rank,
         HEADS, HEADS // KV_HEADS, D, D_PAD, PAGE, BLOCK_M, BLOCK_N, ONE_TOKEN, WINDOWED, RANKS,
@@ -282,11 +268,8 @@ def attend_splits(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Parts of the softmax for reduce_even_splits or reduce_fixed_splits: peaks, totals [T * HEADS, splits], weighted
-    [.., D].
-
-    SPLIT: keys per split, counted from position 0; 0: a tile's keys are split evenly, one split per program. An even
-    split may be empty, with the peak -inf. Grid: tiles, KV_HEADS, programs that share a tile's splits.
+    """SPLIT: keys per split, counted from position 0; 0: a tile's keys are split evenly, one split per program, maybe
+    empty with the peak -inf.
     """
     seq, queried, position, row, filled, begin, full, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, window, rank,
@@ -317,7 +300,6 @@ def attend_splits(
 
 @triton.jit
 def _store_partial_softmax(at, peak, total, acc, d, D: tl.constexpr):
-    """D + 2 numbers."""
     tl.store(at + d, acc, mask=d < D)
     tl.store(at + D, peak)
     tl.store(at + D + 1, total)
@@ -328,7 +310,6 @@ def reduce_even_splits(
     out, sinks, weighted, peaks, totals, splits, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     MOST_SPLITS: tl.constexpr, RANKS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """out [T * HEADS, D], or [T * HEADS, D + 2] with RANKS, from all parts at once. Grid: T * HEADS, tiles of D."""
     row = tl.program_id(0).to(tl.int64)
     split, d = tl.arange(0, MOST_SPLITS), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = split < splits
@@ -355,9 +336,7 @@ def reduce_fixed_splits(
     BLOCK_D: tl.constexpr, PAGE: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, RANKS: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
-    """out [T * HEADS, D], or [T * HEADS, D + 2] with RANKS, from parts in key order, as `attend` merges them. Grid: T *
-    HEADS, tiles of D.
-    """
+    """Merges parts in key order, as `attend` does."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     position = tl.load(positions + row // HEADS).to(tl.int32)
@@ -386,7 +365,6 @@ def merge_ranks(
     out, sinks, parts, rows, HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, RANKS: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, D] from the ranks' parts [RANKS, rows, D + 2] in rank order; rows are T * HEADS. Grid: rows."""
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, D_PAD)
     peak, total, acc = float("-inf"), 0.0, tl.zeros([D_PAD], tl.float32)
     for rank in range(RANKS):

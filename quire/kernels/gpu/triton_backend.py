@@ -26,11 +26,10 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 class TritonBackend(TritonLinearBackend):
     """Paged attention for any block size on any GPU that Triton compiles for. Pages are [page, token, KV head,
-    head_dim]; for quantized KV see kernels/kv_quantization.py.
+    head_dim].
 
     The host never waits, and grids follow from shapes and the metadata's two maxima, so a decode replayed from a CUDA
-    graph stays correct as contexts grow. Tile sizes come from a table, not from autotuning: only the first launch of a
-    variant compiles, for seconds (cached on disk).
+    graph stays correct as contexts grow. Without autotuning only the first launch of a variant compiles, for seconds.
     """
 
     name = "triton"

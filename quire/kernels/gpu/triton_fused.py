@@ -1,6 +1,5 @@
-"""Triton kernels for all between matrix products and attention; kernels/reference.py is the judge. Caches are [pages,
-page size, K, D]. Arithmetic and norm weights are float32, rounded once, at the end. Rows share nothing, so no bit
-depends on the batch.
+"""All between matrix products and attention. Caches are [pages, page size, K, D]. Arithmetic and norm weights are
+float32, rounded once, at the end. No bit depends on the batch.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _ROPE_HEADS = 8
 def norm_row_with_residual(
     x, residual, weight, bias, at, i, inside, eps, SIZE: tl.constexpr, ADD: tl.constexpr, CENTRED: tl.constexpr
 ):  # fmt: skip
-    """Norm of the row at x + at; ADD: of x + residual, which replaces residual. CENTRED: LayerNorm with bias."""
+    """ADD: of x + residual, which replaces residual. CENTRED: LayerNorm with bias."""
     value = tl.load(x + at, mask=inside, other=0.0)
     if ADD:
         beside = tl.load(residual + at, mask=inside, other=0.0)
@@ -44,7 +43,6 @@ def _norm_kernel(
     out, x, residual, weight, bias, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
-    """One row of x [rows, SIZE]. Grid: rows."""
     i = tl.arange(0, BLOCK)
     at, inside = tl.program_id(0).to(tl.int64) * SIZE + i, i < SIZE
     tl.store(
@@ -71,7 +69,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm if bias is None. In place: returns x and residual themselves if they are contiguous."""
+    """RMSNorm if bias is None. Returns x and residual themselves if contiguous."""
     x, residual = x.contiguous(), residual.contiguous()
     _launch_norm(x, x, residual, weight, bias, eps)
     return x, residual
@@ -97,7 +95,7 @@ def row_block_size_and_warps(size: int) -> tuple[int, int]:
 
 @triton.jit
 def gated_activation(gate_up, size, i, inside, GELU: tl.constexpr):
-    """Elements i of a row of `size` gates at gate_up, followed by what they gate."""
+    """A row holds `size` gates, then the values that they gate."""
     gate = tl.load(gate_up + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + size + i, mask=inside, other=0.0)
     slope = gate
@@ -109,7 +107,6 @@ def gated_activation(gate_up, size, i, inside, GELU: tl.constexpr):
 
 @triton.jit
 def _gate_kernel(out, gate_up, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """gate_up [rows, 2 * size] to out [rows, size]. Grid: rows, blocks of a row."""
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     tl.store(out + row * size + i, gated_activation(gate_up + row * 2 * size, size, i, inside, GELU), mask=inside)
@@ -137,7 +134,6 @@ def _launch_gate(gate_up: Tensor, *, gelu: bool) -> Tensor:
 def _store_kv_kernel(
     k, v, k_cache, v_cache, slots, k_stride, v_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr
 ):  # fmt: skip
-    """Store keys and values [T, WIDTH]. Grid: T."""
     token, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     slot = tl.load(slots + token)
     within = slot % PAGE * WIDTH + i
@@ -159,7 +155,6 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
 
 @triton.jit
 def _norm_head_halves(half, inverse, weight, inside, chosen):
-    """Half of every head, float32 [heads, half], normalized where `chosen`."""
     return tl.where(chosen, half * inverse * tl.load(weight, mask=inside, other=0.0), half)
 
 
@@ -170,7 +165,6 @@ def _norm_rope_store_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_H: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROTATE: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of a token of qkv [T, HEADS + 2 * KV_HEADS, D]. Grid: T, blocks of heads."""
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
     i = tl.arange(0, HALF_PAD)[None, :]

@@ -1,7 +1,5 @@
-"""kernels/kv_quantization.py for Triton kernels.
-
-float8 conversion uses bit operations, because GPUs before compute capability 8.9 lack the instruction. HELD is the
-content of pages: 0 the model's dtype, 1 int8, 2 float8.
+"""kernels/kv_quantization.py for Triton kernels. HELD is the content of pages: 0 the model's dtype, 1 int8, 2 float8,
+converted by bit operations, because GPUs before compute capability 8.9 lack the instruction.
 """
 
 from __future__ import annotations
@@ -17,9 +15,7 @@ _KV_FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 
 
 def cache_format_and_views(cache: Tensor) -> tuple[int, Tensor, Tensor]:
-    """HELD, the cache for kernels, and the int8 scales: a bfloat16 view of the same memory. Caches without scales are
-    repeated.
-    """
+    """HELD, the cache for kernels, and the int8 scales: a bfloat16 view of the same memory, or the cache again."""
     kv_format = _KV_FORMATS.get(cache.dtype, 0)
     if kv_format == 1:
         return kv_format, cache, cache.view(SCALE_DTYPE)
@@ -29,19 +25,19 @@ def cache_format_and_views(cache: Tensor) -> tuple[int, Tensor, Tensor]:
 
 @triton.jit
 def integer_scale(most):
-    """bfloat16 scale of a head with largest magnitude `most`."""
+    """bfloat16. most: largest magnitude of a head."""
     return tl.maximum(tl.div_rn(most, 127.0), 1.1754943508222875e-38).to(tl.bfloat16)
 
 
 @triton.jit
 def to_integer(x, scale):
-    """Nearest integer, ties to even: adding 1.5 * 2^23 leaves no bits for a fraction."""
+    """Ties to even: adding 1.5 * 2^23 leaves no bits for a fraction."""
     return ((tl.div_rn(x, scale) + 12582912.0) - 12582912.0).to(tl.int8)
 
 
 @triton.jit
 def to_float8(x):
-    """Bits of the nearest float8, ties to even; saturates at 448."""
+    """Bits, ties to even; saturates at 448."""
     bits = x.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
     size = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)
@@ -60,7 +56,7 @@ def from_float8(codes):
 
 @triton.jit
 def kv_codes_to_unscaled_floats(codes, HELD: tl.constexpr, like):
-    """Codes in the dtype of `like`, which holds them exactly."""
+    """The dtype of `like` holds them exactly."""
     if HELD == 1:
         return codes.to(tl.float32).to(like.dtype)
     elif HELD == 2:

@@ -1,4 +1,4 @@
-"""Launch sizes. Triton's functions of these names take microseconds on the host."""
+"""Triton's functions of these names take microseconds on the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_PARTIAL_SUMS = 2**26
 
 
 class AttentionTiles(NamedTuple):
-    """Rows (query tokens times heads of a group) and keys of a tile, and compile options."""
+    """Rows are query tokens times heads of a group."""
 
     block_m: int
     block_n: int
@@ -37,15 +37,14 @@ def next_power_of_2(number: int) -> int:
 
 
 def programs_per_tile(num_tiles: int, device: int | None, programs_per_processor: int = 2) -> int:
-    """Programs per tile that put `programs_per_processor` on each multiprocessor."""
     return max(1, programs_per_processor * num_multiprocessors(device) // num_tiles)
 
 
 def num_even_splits(
     wanted: int, seen: int, one_token: bool, *, least: int = _MIN_EVEN_SPLIT, most: int = MAX_SPLITS
 ) -> int:
-    """Splits of a tile that sees up to `seen` keys: at most `most`, none shorter than `least` keys. In a decode none is
-    longer than _MAX_EVEN_SPLIT, as one long context would hold up all others.
+    """Splits of up to `seen` keys: at most `most`, none shorter than `least`. In a decode none is longer than
+    _MAX_EVEN_SPLIT, as one long context would hold up all others.
     """
     if one_token:
         wanted = max(wanted, cdiv(seen, _MAX_EVEN_SPLIT))
@@ -54,13 +53,13 @@ def num_even_splits(
 
 @cache
 def num_multiprocessors(device: int | None) -> int:
-    """Any number under the interpreter (device None)."""
+    """Arbitrary under the interpreter (device None)."""
     return 16 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache
 def shared_memory_bytes(device: int | None) -> int:
-    """Per program; under the interpreter (device None) a consumer GPU's."""
+    """Bytes per program; under the interpreter (device None) a consumer GPU's."""
     if device is None:
         return 99 * 1024
     num_bytes: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 48 * 1024)
@@ -68,21 +67,21 @@ def shared_memory_bytes(device: int | None) -> int:
 
 
 def is_hopper(device: int | None) -> bool:
-    """True if kernels are compiled for compute capability 9.0, with tensor cores of 64 rows and 227 KB of shared memory
-    per program: for this device, or the target of `set_compile_target` on a machine without one.
+    """True if kernels are compiled for compute capability 9.0 (tensor cores of 64 rows, 227 KB of shared memory per
+    program): for this device, or `set_compile_target`'s.
     """
     return _has_capability(device, 90)
 
 
 def is_consumer_blackwell(device: int | None) -> bool:
-    """True if kernels are compiled for 12.0, where the same tiles need more registers."""
+    """Compute capability 12.0; the same tiles need more registers."""
     return _has_capability(device, 120)
 
 
 def _has_capability(device: int | None, capability: int) -> bool:
     try:
         return not knobs.runtime.interpret and _compile_target(device) == ("cuda", capability)
-    except RuntimeError:  # without a Triton driver nothing is launched
+    except RuntimeError:  # nothing is launched without a driver
         return False
 
 
@@ -93,8 +92,8 @@ def _compile_target(device: int | None) -> tuple[str, int | str]:
 
 
 def allocate_split_buffers(rows: int, splits: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Float32 weighted values [rows, splits, width], peaks and totals. They are separate tensors, because within one
-    the alignment of totals, and so the kernel variant, would depend on rows and splits.
+    """Float32 weighted values [rows, splits, width], peaks and totals. Within one tensor the alignment of totals, and
+    so the kernel variant, would depend on rows and splits.
     """
     shapes = (rows, splits, width), (rows, splits), (rows, splits)
     weighted, peaks, totals = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)

@@ -1,5 +1,5 @@
-"""Triton kernels that change logits in place without making the host wait. The judge is HostLogitsProcessor in
-engine/worker/sampling/sampler.py.
+"""Kernels that change logits in place; the host does not wait. HostLogitsProcessor in engine/worker/sampling/sampler.py
+defines the results.
 
 `tokens` [slots, max tokens] int32 are every slot's token ids. `slot` and `position`, [R], are a row's slot and its
 number of tokens so far.
@@ -16,12 +16,12 @@ from quire.kernels.gpu.triton_launch_sizes import cdiv
 
 _BLOCK = tl.constexpr(1024)
 _PROMPT = tl.constexpr(1 << 30)
-"""Bit of a token's count that is set if the prompt has the token; the bits below count it in the output."""
+"""Set in a token's count if the prompt has it; the bits below count it in the output."""
 
 
 @triton.jit(do_not_specialize=["stride"])
 def count_tokens(counts, tokens, slots, positions, num_prompts, stride, vocab):
-    """counts [R, vocab] int32, initially 0. Grid: rows, blocks of the longest row's tokens."""
+    """counts [R, vocab] int32, initially 0."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     inside = i < tl.load(positions + row)
@@ -34,7 +34,6 @@ def count_tokens(counts, tokens, slots, positions, num_prompts, stride, vocab):
 
 @triton.jit
 def apply_penalties(logits, counts, rows, repetitions, presences, frequencies, vocab):
-    """Apply to rows [P] of logits with counts [P, vocab]. Grid: P, blocks of the vocabulary."""
     index = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     inside = token < vocab
@@ -50,7 +49,6 @@ def apply_penalties(logits, counts, rows, repetitions, presences, frequencies, v
 
 @triton.jit(do_not_specialize=["number"])
 def add_at(logits, rows, tokens, values, number, vocab):
-    """logits[rows[i], tokens[i]] += values[i] for tokens in the vocabulary; pairs are distinct. Grid: blocks of i."""
     i = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
     token = tl.load(tokens + i, mask=i < number, other=-1)
     inside = (token >= 0) & (token < vocab)
@@ -61,10 +59,6 @@ def add_at(logits, rows, tokens, values, number, vocab):
 
 @triton.jit(do_not_specialize=["stride"])
 def ban_words(logits, tokens, rows, slots, positions, words, ends, stride, vocab):
-    """Set the last token of each word to -inf if the row ends with the word's other tokens. Grid: words.
-
-    rows, slots, positions [words]; words: all words' tokens, with boundaries ends [words + 1].
-    """
     index = tl.program_id(0)
     begin, last = tl.load(ends + index), tl.load(ends + index + 1) - 1
     tail = tokens + tl.load(slots + index) * stride + tl.load(positions + index) - (last - begin)
@@ -88,9 +82,7 @@ def penalize_tokens(
     *,
     longest: int,
 ) -> None:
-    """Repetition, presence and frequency penalties on rows [P] of logits. `longest` is the largest position. Positions
-    and numbers are int64, penalties float32.
-    """
+    """Changes rows [P]. `longest`: largest position. Positions and numbers are int64, penalties float32."""
     vocab, number = logits.shape[1], len(rows)
     counts = torch.zeros((number, vocab), dtype=torch.int32, device=logits.device)
     grid = (number, cdiv(longest, _BLOCK.value))

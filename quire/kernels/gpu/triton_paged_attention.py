@@ -1,5 +1,3 @@
-"""Launches the kernels of triton_attention.py."""
-
 from __future__ import annotations
 
 import torch
@@ -25,7 +23,7 @@ from quire.kernels.gpu.triton_launch_sizes import (
 )
 
 _MAX_AMD_STAGES = 2
-"""More would take up to 96 KB of shared memory; AMD's GPUs have 64."""
+"""More take up to 96 KB of shared memory; AMD's GPUs have 64."""
 
 
 def paged_attention(
@@ -38,11 +36,10 @@ def paged_attention(
     fixed: bool,
     shard: ContextShard | None = None,
 ) -> Tensor:
-    """`Backend.paged_attention` for a step without parts; pages [P, page size, K, D] of any power-of-two size.
+    """For a step without parts; pages [P, page size, K, D] of any power-of-two size.
 
-    fixed: batch-invariant, with fixed splits and one tile size; otherwise splits fill the GPU and depend on the number
-    of rows. shard: this rank's tokens; the result is then `PartialSoftmax.to_packed_tensor` [T, H, D + 2], without
-    sinks.
+    fixed: batch-invariant, with fixed splits and one tile size; otherwise splits fill the GPU. shard: this rank's
+    tokens; the result is then `PartialSoftmax.to_packed_tensor` without sinks.
     """
     q = q.contiguous()
     window = softmax.window if fixed else softmax.window_if_limiting(metadata.max_context_len)
@@ -105,15 +102,12 @@ def _compile_options(tiles: AttentionTiles) -> dict[str, int]:
 def choose_attention_tiles(
     group: int, max_query_len: int, padded_dim: int, dtype: torch.dtype, *, fixed: bool, hopper: bool
 ) -> AttentionTiles:
-    """Small tiles for decodes, whose time is reading keys; large ones for prompts, whose time is arithmetic. fixed: one
-    size.
-
-    Chosen by ptxas's reports for sm_90 to spill no registers; all fit in a consumer GPU's 99 KB of shared memory. A
-    block table lookup takes a pipeline stage, hence five. hopper: wgmma needs 64 rows, with which other GPUs spill at
-    256 numbers.
+    """Small for decodes, which take the time of reading keys; fixed: one size. By ptxas's reports for sm_90 they spill
+    no registers; all fit in a consumer GPU's 99 KB of shared memory. A block table lookup takes a pipeline stage, hence
+    five. hopper: wgmma needs 64 rows, with which other GPUs spill at 256 numbers.
     """
     rows, wide = next_power_of_2(group * max_query_len), padded_dim > 128
-    if dtype == torch.float32:  # full precision uses no tensor cores
+    if dtype == torch.float32:  # no tensor cores
         tiles = AttentionTiles(16, 16, 4, 2) if wide else AttentionTiles(16, 32, 4, 3)
     elif fixed:
         tiles = AttentionTiles(64 if hopper else 32, 32, 8, 3) if wide else AttentionTiles(64, 32, 4, 4)

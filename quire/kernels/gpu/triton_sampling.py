@@ -1,9 +1,8 @@
-"""Triton kernels that sample tokens without making the host wait and without sorting. The judge is
-engine/worker/sampling/sampler.py: the same logits, parameters, seed and position give the same token.
+"""Samples tokens without sorting; the host does not wait. Results are those of engine/worker/sampling/sampler.py.
 
 A token's weight is exp(scaled logit - largest), in fixed point, so sums are exact in any order, and neither chunks nor
-batches change a sample. A filter keeps tokens from a threshold weight up, found by bisection over float32 bits: among
-the candidates that a histogram by powers of two leaves or, in a flat distribution, in the whole vocabulary.
+batches change a sample. A filter's threshold weight is found by bisection over float32 bits: among the candidates that
+a histogram by powers of two leaves or, in a flat distribution, in the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -17,17 +16,15 @@ from quire.kernels.gpu.triton_launch_sizes import cdiv, next_power_of_2
 
 _CHUNK = tl.constexpr(4096)
 _LEVELS = tl.constexpr(16)
-"""Level 0 is the largest weight, 1; level j is [2^-j, 2^(1 - j)); the last level holds the rest."""
+"""Level 0 is the largest weight, 1; level j is [2^-j, 2^(1 - j)); the last holds the rest."""
 _CANDIDATES = tl.constexpr(4096)
 _ONE = tl.constexpr(float(2**44))
 """1 in fixed point; MAX_VOCAB times it fits an int64."""
 MAX_VOCAB = 2**19 - 1
-"""Largest vocabulary of `sample_tokens`."""
 
 
 @triton.jit
 def _load_token_weights(logits, at, inside, temperature, peak):
-    """Weights relative to the row's largest logit, `peak`: float32 bits, and fixed point."""
     scaled = tl.div_rn(tl.load(logits + at, mask=inside, other=float("-inf")), temperature)
     top = tl.div_rn(peak, temperature)
     weight = tl.where(scaled == float("-inf"), 0.0, tl.exp(scaled - top))
@@ -42,7 +39,6 @@ def _row_peak(peaks, row, chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def find_chunk_peaks(peaks, places, logits, vocab, chunks):
-    """Each chunk's largest logit and its first token: [rows, chunks]. Grid: rows, chunks."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * _CHUNK + tl.arange(0, _CHUNK)
     value = tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf"))
@@ -56,9 +52,6 @@ def sum_chunk_weights(
     counts, masses, kept, logits, peaks, temperatures, min_ps, vocab, chunks,
     CHUNKS: tl.constexpr, FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """kept [rows, chunks]: each chunk's weight after min-p. FILTERED: counts and masses [rows, chunks, levels] of
-    tokens and weight before min-p. Grid: rows, chunks.
-    """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + row)
     if temperature > 0:
@@ -79,7 +72,6 @@ def sum_chunk_weights(
 
 @triton.jit
 def _find_cutoff_level(counts, masses, row, chunks, top_k, top_p, vocab, CHUNKS: tl.constexpr):
-    """The level in which top-k or top-p cuts, each chunk's tokens [CHUNKS] down to it, and the weight of all levels."""
     chunk, level = tl.arange(0, CHUNKS)[:, None], tl.arange(0, _LEVELS)
     at = (row * chunks + chunk) * _LEVELS + level[None, :]
     count = tl.load(counts + at, mask=chunk < chunks, other=0)
@@ -97,9 +89,7 @@ def gather_candidates(
     bits_found, tokens_found, counts, masses, logits, peaks, temperatures, top_ks, top_ps, vocab, chunks,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Weight bits and tokens [rows, _CANDIDATES] that may be kept, in vocabulary order, unless there are more. Grid:
-    rows, chunks.
-    """
+    """Candidates are in vocabulary order, unless there are more than _CANDIDATES."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
     if (temperature > 0) & ((top_k < vocab) | (top_p < 1)):
@@ -133,7 +123,6 @@ def _mix(z):
 
 @triton.jit
 def _first_cumsum_above(mass, target):
-    """Index of the first of mass [N] at which the sum exceeds target, and the sum before it."""
     sums = tl.cumsum(mass, 0)
     index = tl.min(tl.where(sums > target, tl.arange(0, mass.shape[0]), mass.shape[0] - 1), 0)
     return index, tl.sum(tl.where(tl.arange(0, mass.shape[0]) < index, mass, 0), 0)
@@ -141,7 +130,7 @@ def _first_cumsum_above(mass, target):
 
 @triton.jit
 def _draw_target_mass(mass, u):
-    """Integer part of u * mass, at most mass - 1, because the product may round up to mass."""
+    """At most mass - 1, because the product may round up to mass."""
     return tl.minimum((u * mass.to(tl.float64)).to(tl.int64), mass - 1)
 
 
@@ -149,7 +138,6 @@ def _draw_target_mass(mass, u):
 def _count_and_mass_at_least(
     least, bits, mass, row, logits, peaks, temperature, vocab, chunks, CHUNKS: tl.constexpr, ALL: tl.constexpr
 ):
-    """Number and weight of tokens with bits of at least `least`: candidates, or ALL of the vocabulary."""
     if ALL:
         count, total = least * 0, (least * 0).to(tl.int64)
         peak = _row_peak(peaks, row, chunks, CHUNKS)
@@ -169,7 +157,6 @@ def _top_k_top_p_threshold(
     bits, mass, whole, top_k, top_p, row, logits, peaks, temperature, vocab, chunks,
     CHUNKS: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """Bits of the smallest weight that top-k, then top-p of the rest, keep; `whole` is all weight."""
     least = top_k * 0
     if top_k < vocab:
         for i in range(30):
@@ -196,7 +183,7 @@ def _top_k_top_p_threshold(
 
 @triton.jit
 def _pick_candidate(bits_found, tokens_found, found, whole, least, u, row, top_k, top_p, vocab):
-    """Sample from the row's `found` candidates; always returns one of them."""
+    """Always returns a candidate."""
     i = tl.arange(0, _CANDIDATES)
     at = row * _CANDIDATES + i
     bits = tl.load(bits_found + at, mask=i < found, other=0)
@@ -209,7 +196,6 @@ def _pick_candidate(bits_found, tokens_found, found, whole, least, u, row, top_k
 
 @triton.jit
 def _pick_in_chunk(logits, peak, temperature, row, chunk, left, least, vocab):
-    """First token of a chunk at which the cumulative weight of tokens with bits of at least `least` exceeds `left`."""
     token = chunk * _CHUNK + tl.arange(0, _CHUNK)
     bits, mass = _load_token_weights(logits, row * vocab + token, token < vocab, temperature, peak)
     index, _before = _first_cumsum_above(tl.where(bits >= least, mass, 0), left)
@@ -218,7 +204,6 @@ def _pick_in_chunk(logits, peak, temperature, row, chunk, left, least, vocab):
 
 @triton.jit
 def _pick_from_all_tokens(logits, peaks, temperature, row, least, u, vocab, chunks, CHUNKS: tl.constexpr):
-    """Sample from all tokens with bits of at least `least`, chunk by chunk."""
     _count, whole = _count_and_mass_at_least(
         least, least, least, row, logits, peaks, temperature, vocab, chunks, CHUNKS, True
     )
@@ -241,7 +226,6 @@ def pick_tokens(
     temperatures, top_ks, top_ps, min_ps, seeds, positions, vocab, chunks,
     CHUNKS: tl.constexpr, FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """picks [rows] int64. Grid: rows."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, CHUNKS)
     temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
     peak = _row_peak(peaks, row, chunks, CHUNKS)
@@ -284,7 +268,7 @@ def sample_tokens(
     has_sampling: bool,
     has_filters: bool,
 ) -> Tensor:
-    """Token ids [R] int64 for logits [R, vocab] float32, which stay unchanged.
+    """[R] int64 for logits [R, vocab] float32, which stay unchanged.
 
     The parameters are [R]: temperature float32, 0 for the first largest; top_k int32, vocab for all; top_p float64;
     min_p float32; seed and position int64. has_sampling: some temperature is above 0. has_filters: some such row has

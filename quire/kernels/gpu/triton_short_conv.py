@@ -1,5 +1,5 @@
-"""Short convolutions in Triton; kernels/recurrent/short_conv.py is the judge. Columns are stored in blocks first,
-because a row may start from what another stores there; slots are updated last, after their old columns were read.
+"""Short convolutions (kernels/recurrent/short_conv.py). Columns are stored in blocks first, because a row may start
+from what another stores there; slots are updated last, after their old columns were read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_CHANNELS = 512
 
 @triton.jit
 def _load_step_column(bcx, token, i, channels, wanted, GATED: tl.constexpr):
-    """Column of a token of bcx [T, 3 * channels], rounded to its dtype, or of x [T, channels]; 0 unless `wanted`."""
+    """Gated columns are rounded to bcx's dtype."""
     if not GATED:
         return tl.load(bcx + token * channels + i, mask=wanted, other=0.0)
     at = bcx + token * 3 * channels + i
@@ -32,7 +32,6 @@ def _load_step_column(bcx, token, i, channels, wanted, GATED: tl.constexpr):
 def _page_column_pointer(
     ends, table, row, table_stride, at, channels, BEFORE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr
 ):
-    """Pointer to the column of a position (0 or more) at a piece's end."""
     page = tl.load(table + row * table_stride + at // (PIECE * PIECES)).to(tl.int64)
     piece = page * PIECES + at % (PIECE * PIECES) // PIECE
     return ends + (piece * BEFORE + at % PIECE - (PIECE - BEFORE)) * channels
@@ -48,9 +47,7 @@ def _store_conv_columns_kernel(
     BEFORE: tl.constexpr, KEPT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, GATED: tl.constexpr,
     IN_PAGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store T tokens' columns in their blocks, or in the slots those that blocks do not hold. Grid: T, blocks of
-    channels.
-    """
+    """Slots hold the columns that blocks do not."""
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row, at = tl.load(rows + token), tl.load(positions + token)
     is_end, inside = (at % PIECE >= PIECE - BEFORE) & (PIECES > 0), i < channels
@@ -69,9 +66,8 @@ def _conv_kernel(
     WIDTH: tl.constexpr, KEPT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, GATED: tl.constexpr,
     BIASED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out [T, channels]. PIECES: per block; 0: blocks hold no columns. An earlier column is the step's own only if that
-    token has the same slot, as a sequence's rows may follow each other (drafts in a CUDA graph). Grid: T, blocks of
-    channels.
+    """PIECES: per block; 0: blocks hold no columns. An earlier column is the step's own only if that token has the same
+    slot, as a sequence's rows may follow each other (drafts in a CUDA graph).
     """
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < channels

@@ -1,5 +1,3 @@
-"""MLA's per-head linears in plain PyTorch: the judge of linear_blocks.cpp."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -13,9 +11,7 @@ from quire.kernels.backend import AttentionMetadata, Linear, LinearContext
 
 
 class ReferencePerHeadLinear:
-    """`Backend.pack_per_head_linear`, head by head: the last `passthrough_dim` numbers of a head's input follow its
-    outputs unchanged.
-    """
+    """The last `passthrough_dim` numbers of a head's input follow its outputs unchanged."""
 
     def __init__(self, linears: Sequence[Linear], passthrough_dim: int) -> None:
         self._linears, self._passthrough_dim = linears, passthrough_dim
@@ -31,7 +27,7 @@ class ReferencePerHeadLinear:
 @runtime_checkable
 class ExpandablePerHeadLinear(Protocol):
     """Linears that absorb queries into latent space, of a backend that can instead expand a prompt's latents into keys
-    and values of all heads.
+    and values.
     """
 
     def should_expand(self, cache: Tensor, metadata: AttentionMetadata) -> bool:
@@ -40,8 +36,8 @@ class ExpandablePerHeadLinear(Protocol):
     def attend_expanded(
         self, q: Tensor, expand: Linear, cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        """Attention [T, H * V] of rotated, unabsorbed queries [T, H, P + R]. expand: the linears that bring values out
-        of latent space. cache [P, page size, 1, L + R] holds all latents of these tokens.
+        """[T, H * V] of rotated, unabsorbed queries [T, H, P + R]. expand: the linears that bring values out of latent
+        space. cache [P, page size, 1, L + R] holds all latents of these tokens.
         """
 
 

@@ -1,1 +1,1 @@
-"""Kernel parameters other than tensors, shared with architecture specs. No torch."""
+"""Shared with architecture specs. No torch."""

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 ACTIVATION_KINDS = ("gelu", "gelu_tanh", "relu", "relu2", "xielu", "times")
-"""The index is the number in kernels/cpu/norm.cpp."""
+"""Numbered as in kernels/cpu/norm.cpp."""
 
 
 @dataclass(frozen=True, slots=True)
 class Activation:
     kind: Literal["gelu", "gelu_tanh", "relu", "relu2", "xielu", "times"]
     """GELU (Hendrycks and Gimpel, 2016), exact or in its tanh approximation; ReLU and its square (So et al., 2021);
-    xIELU (Huang and Schlag, 2024); multiplication by a factor.
+    xIELU (Huang and Schlag, 2024); a factor.
     """
     positive_alpha: float = 0.0
     """a of xIELU's a x^2 + b x for x above 0."""
@@ -26,9 +26,7 @@ GELU = Activation("gelu")
 
 @dataclass(frozen=True, slots=True)
 class ClampedSwiGLU:
-    """gpt-oss' gated product (2025): g * sigmoid(alpha * g) * (u + 1). Gate g is at most `limit`, u is in [-limit,
-    limit].
-    """
+    """gpt-oss' product (2025): g * sigmoid(alpha * g) * (u + 1). Gate g is at most `limit`, u is in [-limit, limit]."""
 
     alpha: float
     limit: float

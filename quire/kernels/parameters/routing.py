@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "mixer")
-"""The index is the number in kernels/cpu/decoder/routing.h."""
+"""Numbered as in kernels/cpu/decoder/routing.h."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How a router chooses experts and weights their outputs. Of equal scores the first wins."""
+    """The first of equal scores wins."""
 
     top_k: int
     score_function: Literal["softmax", "sigmoid", "mixer"] = "softmax"
@@ -17,15 +17,15 @@ class Routing:
     chosen and not much smaller (SparseMixer: Liu et al., 2024).
     """
     is_normalized: bool = True
-    """Divide the chosen weights by their sum. Has no effect on SparseMixer."""
+    """Divide the chosen weights by their sum. No effect on SparseMixer."""
     normalizer_eps: float = 0.0
     """Added to that sum."""
     scale: float = 1.0
     """Factor of the final weights."""
     num_groups: int = 1
-    """Groups of consecutive experts, all of one size."""
+    """Groups of equally many consecutive experts."""
     top_k_groups: int = 1
-    """Groups chosen first; experts are chosen within these (DeepSeek-V2, 2024)."""
+    """Chosen first; experts are chosen within these (DeepSeek-V2, 2024)."""
     group_score_top_k: Literal[1, 2] = 1
     """A group's score is the sum of this many best experts."""
     softcap: float | None = None
@@ -36,7 +36,7 @@ class Routing:
     """SparseMixer keeps scores s with (max - s) / max(|s|, max) of at most twice this."""
 
     def invalid_reason(self, count: int) -> str | None:
-        """Return why this routing is impossible with `count` experts, or None."""
+        """Why `count` experts make this routing impossible, or None."""
         if self.top_k > count:
             return f"{self.top_k} of {count} experts"
         if count % self.num_groups:

@@ -1,1 +1,1 @@
-"""Small trials of what a model computes, run on a device before a backend is chosen."""
+"""Small trials of what a model computes, on a device."""

@@ -1,4 +1,4 @@
-"""Tries a backend on the device before it is chosen. A build for another GPU, PyTorch or driver only shows when it
+"""Tries a backend on the device before it is chosen: a build for another GPU, PyTorch or driver only shows when it
 runs.
 """
 
@@ -20,17 +20,15 @@ from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.reference import ReferenceBackend
 
 GraphCapture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
-"""Records a function; returns what replays it, and the tensor with its result after each replay."""
+"""Records a function; returns what replays it, and the tensor with its result."""
 
 _WINDOW = 7
 _NUM_PAGES = 5
 _QUERY_SCALE = 4.0
-"""Factor of queries. Few keys then count, so a scale that is a few percent off changes means by more than rounding
-does.
-"""
+"""Few keys then count, so a scale that is a few percent off changes means by more than rounding does."""
 _ABSOLUTE_TOLERANCE, _RELATIVE_TOLERANCE = 0.03, 0.02
-"""For means of normally distributed values. Rounding of 16-bit types and 8-bit pages is below them; a wrong scale, a
-missing key or another sequence's page is above.
+"""For means of normally distributed values: above rounding of 16-bit types and 8-bit pages, below a wrong scale, a
+missing key or another sequence's page.
 """
 
 
@@ -39,38 +37,36 @@ class BackendProbe(ABC):
     device: torch.device
     dtype: torch.dtype
     capture: GraphCapture | None = field(default=None, kw_only=True)
-    """How decodes will become graphs, if they will."""
+    """Set if decodes will become graphs."""
     kv_dtype: torch.dtype | None = field(default=None, kw_only=True)
     """None: the model's dtype."""
 
     @torch.inference_mode()
     def __call__(self, backend: Backend) -> str | None:
-        """Return one sentence on why the backend cannot compute here; None if its results match the reference."""
+        """Why the backend cannot compute here, in one sentence; None if its results match the reference."""
         try:
             return self.find_mismatch(backend)
-        except Exception as error:  # any error of a library is a reason not to choose it
+        except Exception as error:  # whatever a library raises
             return describe_kernel_error(error)
 
     @abstractmethod
     def find_mismatch(self, backend: Backend) -> str | None:
-        """Return a difference from the reference. Any exception counts as one."""
+        """Any exception counts as one."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedAttentionProbe(BackendProbe):
-    """A small case of a model's attention with two sequences, one several pages long: prefill, decode, and a mixed
-    batch.
-    """
+    """Two sequences, one several pages long: prefill, decode, and a mixed batch."""
 
     heads: int
     kv_heads: int
     head_dim: int
     softcap: float | None = None
     has_windows: bool = False
-    """Some layers have sliding windows, which a library may be built without."""
+    """A library may be built without them."""
     has_sinks: bool = False
     only_prefill_graph: bool = False
-    """Only try a graph with a prefill chunk, of which it knows just the maximum length."""
+    """Only try a graph with a prefill chunk, of which it knows the maximum length."""
     has_chunked_windows: bool = False
 
     def find_mismatch(self, backend: Backend) -> str | None:
@@ -125,9 +121,7 @@ class PagedAttentionProbe(BackendProbe):
         softmax: AttentionParams,
         expected: Tensor,
     ) -> str | None:
-        """Replay a captured mixed batch. The metadata differs at capture, to reveal what a library reads from it on the
-        host.
-        """
+        """The metadata differs at capture, to reveal what a library reads from it on the host."""
         q, k_cache, v_cache = stored
         lengths = (2 * backend.block_size + 5, 3)
         rows, wanted = make_mixed_step(self.device, lengths, backend.block_size)
@@ -155,7 +149,6 @@ class PagedAttentionProbe(BackendProbe):
         return numbers.to(self.device, self.dtype)
 
     def _reference_output(self, qkv: Tensor, lengths: tuple[int, ...], softmax: AttentionParams) -> Tensor:
-        """[T, H, D] float32 on the CPU."""
         judge = ReferenceBackend()
         if softmax.sinks is not None:
             softmax = replace(softmax, sinks=softmax.sinks.cpu())
@@ -178,7 +171,7 @@ def check_graph_replay(
     before: Callable[[], None] = lambda: None,
     what: str = "decodes",
 ) -> str | None:
-    """Return why a graph cannot hold the step. before: called between capture and replay."""
+    """Why a graph cannot hold the step, or None. before: called between capture and replay."""
     try:
         replay, result = capture(step)
         before()
@@ -199,8 +192,8 @@ def is_close(got: Tensor, expected: Tensor) -> bool:
 def make_mixed_step(
     device: torch.device, lengths: tuple[int, ...], block_size: int, *, swapped: bool = False
 ) -> tuple[Tensor, AttentionMetadata]:
-    """Indices and metadata of a step with the last chunk of the first prompt and one token of the second sequence.
-    swapped: one token of the first and a chunk of the second, with the same total.
+    """Indices and metadata of the last chunk of the first prompt and one token of the second; swapped: one token of the
+    first and a chunk of the second, with the same total.
     """
     counts = (block_size + 2, 1)
     if swapped:
@@ -212,7 +205,7 @@ def make_mixed_step(
 def last_tokens_metadata(
     device: torch.device, counts: tuple[int, ...], lengths: tuple[int, ...], block_size: int
 ) -> AttentionMetadata:
-    """The last counts[s] of lengths[s] tokens of two sequences with pages (3, 1, 4) and (2, ...)."""
+    """The two sequences have pages (3, 1, 4) and (2, ...)."""
     pages = ((3, 1, 4), (2, 2, 2))
     positions = [list(range(end - count, end)) for count, end in zip(counts, lengths, strict=True)]
     slots = [

@@ -1,7 +1,3 @@
-"""Tries a vision tower's operations on a GPU before one is loaded: norms, RoPE with its own table, attention among all
-patches, and bidirectional attention within a prompt.
-"""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -49,7 +45,6 @@ class EncoderProbe(BackendProbe):
         return None
 
     def _random_inputs(self, tokens: int) -> _ProbeInputs:
-        """On the host, in the model's dtype."""
         generator, width = torch.Generator().manual_seed(0), self.heads * self.head_dim
         qkv = torch.randn((tokens, 3 * width), generator=generator)
         qkv[:, :width] *= _QUERY_SCALE
@@ -62,9 +57,6 @@ class EncoderProbe(BackendProbe):
     def _run_ops(
         self, backend: Backend, inputs: _ProbeInputs, lengths: tuple[int, ...], window: int | None, size: int
     ) -> list[Tensor]:
-        """Attention for all tokens and for the last one, then norms, a linear and others on its output. size: tokens
-        per page.
-        """
         device, dtype = inputs.qkv.device, inputs.qkv.dtype
         shape = (_NUM_PAGES, size, self.heads, self.head_dim)  # the layout of all GPU backends
         k_cache, v_cache = torch.zeros((2, *shape), dtype=dtype, device=device)

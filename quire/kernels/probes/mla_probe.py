@@ -21,15 +21,11 @@ from quire.kernels.reference import ReferenceBackend
 _NUM_PAGES = 5
 _EPS = 1e-6
 _QUERY_SCALE = 2.0
-"""See backend_probe.py. Latent keys are long, so scores are large."""
+"""As in backend_probe.py; latent keys are long, so scores are large."""
 
 
 @dataclass(frozen=True, slots=True)
 class MLAProbe(BackendProbe):
-    """Tries MLA with two sequences, one several pages long: prefill, absorbed and if supported expanded; decode; and a
-    mixed batch.
-    """
-
     heads: int
     dims: tuple[int, int, int, int]
     """Latent, rotated part, other part of a query, value."""
@@ -81,7 +77,6 @@ class MLAProbe(BackendProbe):
         return None if self.capture is None else check_graph_replay(self.capture, attend_decodes, expected[last])
 
     def _random_tensor(self, *shape: int) -> Tensor:
-        """float32 on the CPU, rounded to the model's dtype."""
         generator = torch.Generator().manual_seed(sum(shape))
         return torch.randn(shape, generator=generator).to(self.dtype).float()
 
@@ -99,7 +94,7 @@ class MLAProbe(BackendProbe):
     def _reference_output(
         self, q: Tensor, kv: Tensor, weights: tuple[Tensor, Tensor], lengths: tuple[int, ...]
     ) -> Tensor:
-        """[T, H * value] float32 on the CPU; stored keys and queries are rounded to the model's dtype."""
+        """Stored keys and queries are rounded to the model's dtype."""
         latent, rotated, plain, _ = self.dims
         judge = ReferenceBackend()
         cpu = torch.device("cpu")

@@ -14,8 +14,8 @@ from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 from quire.kernels.reference import ReferenceBackend
 
 _TOKEN_COUNTS = (70, 2)
-"""Tokens of two sequences, in slots 2 and 0; the first is long enough for a GPU to compute in chunks. Then follow two
-draft tokens of the first and a token of the second, then, with one draft accepted, a token of each.
+"""Tokens of two sequences, in slots 2 and 0; the first is long enough for chunks. Then follow two draft tokens of the
+first and a token of the second, then, with one draft accepted, a token of each.
 """
 _NUM_DRAFTS = 2
 _CONV_WIDTH = 4
@@ -23,9 +23,9 @@ _CONV_WIDTH = 4
 
 @dataclass(frozen=True, slots=True)
 class RecurrenceProbe(BackendProbe):
-    """Tries a recurrence after a convolution: prompts, drafts in a mixed step, their acceptance, and a decode graph.
-    The judge also rounds the convolution's output and the result to the model's dtype: in a state space of 128 numbers
-    unrounded inputs change some results by more than a useful tolerance.
+    """A recurrence after a convolution: prompts, drafts in a mixed step, their acceptance, and a decode graph. The
+    reference also rounds the convolution's output and the result: in a state space of 128 numbers unrounded inputs
+    change some results by more than a useful tolerance.
     """
 
     rule: Any
@@ -60,7 +60,6 @@ class RecurrenceProbe(BackendProbe):
         return check_graph_replay(self.capture, restore_and_run, expected)
 
     def _random_inputs(self) -> Tensor:
-        """Inputs of tokens, concatenated, rounded to the model's dtype."""
         width = self.rule.input_dim + self.value_dim * self.rule.num_heads + self.rule.head_inputs_dim
         generator = torch.Generator().manual_seed(3)
         return (torch.randn((2, 80, width), generator=generator) / 2).to(self.dtype).float()
@@ -69,7 +68,6 @@ class RecurrenceProbe(BackendProbe):
 def _step_metadata(
     firsts: list[int], ends: tuple[int, ...], seen: list[int] | None, known: tuple[int, ...] | None
 ) -> AttentionMetadata:
-    """Tokens `firsts` to `ends` of two sequences."""
     counts = [end - first for first, end in zip(firsts, ends, strict=True)]
     at = [position for first, end in zip(firsts, ends, strict=True) for position in range(first, end)]
     lens = torch.tensor(ends, dtype=torch.int32)
@@ -84,8 +82,6 @@ def _step_metadata(
 
 
 class _ProbeLayer:
-    """A layer's state in three slots, and its two operations."""
-
     def __init__(self, backend: Backend, rule: Any, value: int, device: torch.device, dtype: torch.dtype) -> None:
         self._backend = backend
         self._rule = rule
@@ -102,7 +98,7 @@ class _ProbeLayer:
         return self.make_step_function(numbers, metadata)().cpu().float()
 
     def make_step_function(self, numbers: Tensor, metadata: AttentionMetadata) -> Callable[[], Tensor]:
-        """Return a function that computes the step and reads nothing on the host."""
+        """The function reads nothing on the host."""
         there, counts = _move_tensors(metadata, self._device), metadata.query_start.diff().tolist()
         firsts = (metadata.context_lens - metadata.query_start.diff()).tolist()
         rows = [

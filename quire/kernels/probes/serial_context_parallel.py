@@ -15,9 +15,8 @@ from quire.kernels.reference import ReferenceBackend
 
 
 class SerialContextParallel(ReferenceBackend):
-    """Context parallel attention of all ranks in one process, for trials and tests. A page holds all ranks' tokens in
-    the order of one process, so a rank's cache is a view. Quantized pages have no such view, as scales follow all
-    codes.
+    """All ranks in one process, for trials and tests. A page holds all ranks' tokens in the order of one process, so a
+    rank's cache is a view. Quantized pages have none, as scales follow all codes.
     """
 
     name = "in turn"

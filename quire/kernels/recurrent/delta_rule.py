@@ -1,4 +1,4 @@
-"""The gated delta rule (Yang et al., 2024) as in Qwen's models, in plain PyTorch.
+"""The gated delta rule (Yang et al., 2024) as in Qwen's models.
 
 Each value head of a sequence has a matrix S [key, value]. q and k of its key head are normalized to length 1, and q is
 divided by sqrt(key). With decay = exp(rate * softplus(a + dt_bias)) and beta = sigmoid(b) of the head:
@@ -19,7 +19,7 @@ from torch import Tensor
 from quire.kernels.recurrent.recurrence import Recurrence, to_compute_dtype
 
 L2_NORM_EPS = 1e-6
-"""Added to the squared lengths of q and k."""
+"""Added to squared lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,6 @@ class DeltaRule(Recurrence):
         return matrices, (matrices * q[:, :, None]).sum(1)
 
     def _split_inputs(self, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """q, k [heads, key], v [heads, value], decay and beta [heads]."""
         keys, dtype = self.num_key_heads * self.key_dim, numbers.dtype
         q, k, v, b, a = numbers.split([keys, keys, self.num_heads * self.value_dim, self.num_heads, self.num_heads])
         group = self.num_heads // self.num_key_heads

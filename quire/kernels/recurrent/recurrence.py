@@ -1,4 +1,4 @@
-"""Recurrent states that are one matrix per head, in plain PyTorch, the judge of the compiled kernels.
+"""Recurrent states that are one matrix per head.
 
 Tokens are computed one by one, so no bit depends on how a sequence was cut into steps. A slot keeps the matrices after
 the last verified token, and the inputs of draft tokens. A later step applies the accepted ones before its own tokens.
@@ -15,8 +15,6 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RecurrentStates:
-    """State of a layer, by slot."""
-
     matrices: Tensor
     """[slots, heads, key, value] float32"""
     draft_inputs: Tensor
@@ -25,11 +23,9 @@ class RecurrentStates:
 
 @dataclass(frozen=True, slots=True)
 class StateAndVerifiedCounts:
-    """Which tokens of the sequences are draft tokens, or were in the previous step."""
-
     num_state_tokens: Tensor
-    """[S] int32: tokens already applied to the matrices. Tokens from there to the step's own are accepted draft tokens,
-    kept in the slot.
+    """[S] int32: tokens applied to the matrices. From there to the step's own follow accepted draft tokens, kept in the
+    slot.
     """
     num_verified_tokens: Tensor
     """[S] int32: tokens before the first draft token of this step."""
@@ -37,8 +33,8 @@ class StateAndVerifiedCounts:
 
 @dataclass(frozen=True, slots=True)
 class RecurrenceMetadata:
-    """A step's sequences, as in AttentionMetadata. If attention has one row per token, a slot's consecutive rows are
-    one sequence in the first one's place; the other places are empty.
+    """As in AttentionMetadata. If attention has one row per token, a slot's consecutive rows are one sequence in the
+    first one's place; the other places are empty.
     """
 
     query_start: Tensor
@@ -47,8 +43,6 @@ class RecurrenceMetadata:
 
 
 class Recurrence(ABC):
-    """A rule by which tokens update and read the state matrices."""
-
     __slots__ = ()
 
     @property
@@ -63,19 +57,18 @@ class Recurrence(ABC):
 
     @property
     def draft_inputs_dim(self) -> int:
-        """Numbers kept of a draft token."""
+        """Kept per draft token."""
         return self.input_dim + self.head_inputs_dim
 
     @abstractmethod
     def advance_and_read_state(self, numbers: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply one token's numbers [draft_inputs_dim]; return the new matrices [heads, key, value] and the readout
-        [heads, value]. One token at a time, because PyTorch's elementwise functions give bits that depend on the
-        length.
+        """Apply one token's numbers [draft_inputs_dim]; return new matrices [heads, key, value] and readout [heads,
+        value]. One token at a time: bits of PyTorch's elementwise functions depend on the length.
         """
 
     @abstractmethod
     def gate_readout(self, read: Tensor, z: Tensor) -> Tensor:
-        """Normalize and gate a readout: [heads * value] in z's dtype."""
+        """Normalize and gate: [heads * value] in z's dtype."""
 
 
 def run_recurrence(
@@ -87,7 +80,7 @@ def run_recurrence(
     sequences: RecurrenceMetadata,
     slots_of: Tensor,
 ) -> Tensor:
-    """`Operations.run_recurrence` for slots_of [S]. Raises IndexError for more draft tokens than a slot keeps."""
+    """slots_of [S]. Raises IndexError for more draft tokens than a slot keeps."""
     numbers, firsts = torch.cat([inputs, head_inputs], dim=1), sequences.context_lens - sequences.query_start.diff()
     guesses = sequences.state_and_verified_counts or StateAndVerifiedCounts(firsts, sequences.context_lens)
     each = (
@@ -107,9 +100,7 @@ def run_recurrence(
 def _run_sequence(
     inputs: Tensor, rule: Recurrence, states: RecurrentStates, slot: int, context: int, seen: int, known: int
 ) -> list[Tensor]:
-    """Readouts of the last tokens of a sequence of `context` tokens. The first `known` are verified; the matrices hold
-    the first `seen`.
-    """
+    """The first `known` of `context` tokens are verified; the matrices hold the first `seen`."""
     first, most = context - len(inputs), states.draft_inputs.shape[1]
     stop = min(max(known, seen), context)
     if not 0 <= first - seen <= most or context - stop > most:

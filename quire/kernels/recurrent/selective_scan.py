@@ -1,12 +1,12 @@
-"""Mamba's selective scans (Gu and Dao, 2023) in plain PyTorch.
+"""Mamba's selective scans (Gu and Dao, 2023).
 
 Each channel of a sequence has a state S [key]. A token gives x and dt per channel, and b and c [key] for all channels,
 which some families normalize first (RMSNorm). With step = softplus(dt + dt_bias):
 
     S = exp(rate * step) * S + b (step * x);  y = c S + skip * x
 
-y is multiplied by SiLU of the gate z. S and the arithmetic are float32. Here a fixed number of channels is a head with
-one matrix [key, value]; threads and ranks divide heads.
+y is multiplied by SiLU of the gate z. S and the arithmetic are float32. A fixed number of channels is a head with one
+matrix [key, value]; threads and ranks divide heads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SelectiveScan(Recurrence):
     skip: Tensor
     """[heads * value] float32."""
     b_norm: Tensor | None
-    """[key] float32; None, as c_norm then is: no norms."""
+    """[key] float32; b_norm and c_norm None: no norms."""
     c_norm: Tensor | None
     """[key] float32."""
     eps: float

@@ -1,6 +1,4 @@
-"""Short convolutions in plain PyTorch: the judge of the compiled kernels.
-
-Gated (LFM2: Liquid AI, 2025): per channel, the column is b * x rounded to their dtype, and the result is c times the
+"""Gated (LFM2: Liquid AI, 2025): per channel, the column is b * x rounded to their dtype, and the result is c times the
 weighted sum of the last `width` columns. Without gates, as before delta nets (Yang et al., 2024): the column is x, and
 the result is SiLU of the sum. Columns before the sequence are 0.
 
@@ -31,21 +29,21 @@ class ShortConv:
 
     @property
     def num_input_parts(self) -> int:
-        """Inputs of a token per channel."""
+        """Inputs per channel and token."""
         return 3 if self.is_gated else 1
 
 
 @dataclass(frozen=True, slots=True)
 class ConvStates:
-    """A layer's stored columns, in the dtype of the convolution's input."""
+    """Columns in the dtype of the convolution's input."""
 
     piece_ends: Tensor | None
-    """[blocks, pieces per block, width - 1, channels]: the last columns of each piece; None: blocks hold none."""
+    """[blocks, pieces per block, width - 1, channels]: the last columns of pieces; None: blocks hold none."""
     piece_tokens: int
     """Tokens per piece, at least width - 1."""
     slot_columns: Tensor
-    """[slots, columns_per_slot, channels]; position p is at p % columns_per_slot. That is at least width - 1 plus the
-    maximum of draft tokens, so that rejected ones overwrite nothing that is still needed.
+    """[slots, columns_per_slot, channels]; position p is at p % columns_per_slot, at least width - 1 plus the maximum
+    of draft tokens, so that rejected ones overwrite nothing that is needed.
     """
 
     @property
@@ -56,8 +54,8 @@ class ConvStates:
 def short_conv(
     bcx: Tensor, conv: ShortConv, columns: ConvStates, where: tuple[Tensor, Tensor, Tensor], block_table: Tensor
 ) -> Tensor:
-    """`Operations.short_conv`; where: query_start, context_lens and state_slots of AttentionMetadata. Sequences run in
-    order, since a later one may start from what an earlier one stores in a block.
+    """where: query_start, context_lens and state_slots of AttentionMetadata. Sequences run in order, since a later one
+    may start from what an earlier one stores in a block.
     """
     fresh, gates = bcx, None
     if conv.is_gated:
@@ -75,7 +73,6 @@ def short_conv(
 def _convolve_sequence(
     fresh: Tensor, c: Tensor | None, conv: ShortConv, places: _ColumnLocator, context: int
 ) -> Tensor:
-    """Convolve the last tokens of a sequence of `context` tokens and store their columns."""
     wide, first = torch.float64 if fresh.dtype == torch.float64 else torch.float32, context - len(fresh)
     past = [
         places.stored_column_view(at) if at >= 0 else torch.zeros_like(fresh[0])

@@ -1,4 +1,4 @@
-"""Mamba 2's selective state spaces (Dao and Gu, 2024) in plain PyTorch.
+"""Mamba 2's selective state spaces (Dao and Gu, 2024).
 
 Each head of a sequence has a matrix S [key, value]. A token gives x [value] and dt per head, and b and c [key] per
 group of heads. With step = softplus(dt + dt_bias), clamped to dt_limits:
@@ -32,7 +32,7 @@ class StateSpace(Recurrence):
     """[heads * value] float32; None: no norm."""
     eps: float
     num_groups: int
-    """Groups of consecutive heads, all of one size."""
+    """Groups of equally many consecutive heads."""
     key_dim: int
     value_dim: int
     dt_limits: tuple[float, float] = (0.0, float("inf"))

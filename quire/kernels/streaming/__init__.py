@@ -1,1 +1,1 @@
-"""Layers with weights in host memory or on disk."""
+"""Weights in host memory or on disk."""

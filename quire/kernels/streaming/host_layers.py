@@ -1,8 +1,8 @@
-"""Layers of a GPU's model in pinned host memory (--cpu-offload-gb). A side stream copies each to its slot on the GPU
-while earlier layers are computed.
+"""Layers in pinned host memory (--cpu-offload-gb). A side stream copies each to its slot on the GPU while earlier
+layers are computed.
 
-A pass copies all that it needs and leaves no copy in flight, so a CUDA graph may hold it, copies included. A slot is
-overwritten after the event that its layer was computed; a layer is computed after the event that its copy has arrived.
+A pass leaves no copy in flight, so a CUDA graph may hold it. A slot is overwritten after the event that its layer was
+computed; a layer is computed after the event that its copy has arrived.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ALIGNMENT = 256
 
 @runtime_checkable
 class OffloadableLinear(Protocol):
-    """A linear that reads these tensors at each call, so their storage may move between calls."""
+    """Reads these tensors at each call, so their storage may move between calls."""
 
     @property
     def offloadable_tensors(self) -> Sequence[Tensor]: ...
@@ -38,7 +38,7 @@ class _OffloadedTensor:
 
 class HostLayerStreamer(LayerStreamer):
     def __init__(self, backend: Backend, device: torch.device, choice: LayerSelector, slots: int) -> None:
-        """On a CPU, for tests, copies are synchronous."""
+        """Copies are synchronous on a CPU, for tests."""
         super().__init__(choice, slots)
         self.backend, self._device = backend, device
         self._offloaded: dict[int, list[_OffloadedTensor]] = {}
@@ -51,11 +51,11 @@ class HostLayerStreamer(LayerStreamer):
         self.choose_streamed_layers(sizes)
 
     def register_packed_linear(self, layer: int, linear: Linear) -> None:
-        """Move the linear's tensors off the device, so that loading never holds more than the resident layers."""
+        """Moves its tensors off the device, so that loading never holds more than the resident layers."""
         if not self.is_streamed(layer) or not isinstance(linear, OffloadableLinear):
             return
         for tensor in linear.offloadable_tensors:
-            if not tensor.is_contiguous():  # a layer is copied as bytes, at once
+            if not tensor.is_contiguous():  # copied as bytes
                 continue
             self._offloaded.setdefault(layer, []).append(
                 _OffloadedTensor(tensor, tensor.cpu().clone().view(tensor.shape))

@@ -1,6 +1,5 @@
-"""Base of layer streaming. Streamed layers take turns in a few memory slots of the largest layer's size. A layer always
-has the same slot, so its linears find their weights at fixed addresses. The bytes are those that were packed, so
-results keep their bits.
+"""Streamed layers take turns in a few memory slots of the largest layer's size. A layer always has the same slot, so
+its linears find their weights at fixed addresses. Results keep their bits.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ LayerSelector = Callable[[Sequence[int]], list[int]]
 
 
 class LayerHooks:
-    """Callbacks of a pass through the layers; these do nothing, for layers that are all resident."""
+    """Callbacks of a pass; these do nothing, for resident layers."""
 
     streamed_layers: Sequence[int] = ()
-    """Ascending; known once weights are loaded."""
+    """Ascending; known after loading."""
 
     def begin_pass(self) -> None:
         """Called before the first layer."""
@@ -35,13 +34,13 @@ class LayerStreamer(LayerHooks, WeightOffloader):
     """`finish_loading` also raises the selector's ValueError."""
 
     def __init__(self, choice: LayerSelector, slots: int) -> None:
-        """slots: number of layers that may be in memory, or on their way, at once."""
+        """slots: layers in memory, or on their way, at once."""
         self._select_layers, self._num_slots = choice, slots
         self.streamed_layers = []
         self._stream_positions: dict[int, int] = {}
 
     def set_expected_layer_bytes(self, sizes: Sequence[int]) -> None:
-        """Approximate bytes of each layer's weights, before they are read. Raises the selector's ValueError."""
+        """Approximate, before weights are read. Raises the selector's ValueError."""
         return None
 
     @abstractmethod
@@ -56,7 +55,6 @@ class LayerStreamer(LayerHooks, WeightOffloader):
         return self._stream_positions[layer] % self._num_slots
 
     def next_in_slot(self, layer: int) -> int | None:
-        """The layer that takes this slot next in this pass."""
         following = self._stream_positions[layer] + self._num_slots
         return self.streamed_layers[following] if following < len(self.streamed_layers) else None
 

@@ -1,5 +1,3 @@
-"""Base of weights kept on disk or in a GPU's host memory."""
-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -10,28 +8,25 @@ if TYPE_CHECKING:
 
 
 class OffloadCounts(NamedTuple):
-    """Counts of this process since its weights were loaded."""
+    """Counts since this process loaded its weights."""
 
     experts_read: int = 0
     """Each expert counts once a step."""
     experts_kept: int = 0
     """Experts read that were in memory."""
     experts_guessed: int = 0
-    """Experts prefetched before their layer's router had chosen."""
+    """Prefetched before their layer's router had chosen."""
     experts_guessed_right: int = 0
     disk_bytes: int = 0
-    """Bytes this process has read from disks; 0 if the OS does not report them."""
+    """0 if the OS does not report them."""
 
 
 class WeightOffloader(ABC):
     backend: Backend
-    """Packs the offloaded weights."""
 
     @abstractmethod
     def finish_loading(self) -> None:
-        """Call once all weights are loaded. Raises ValueError if none can be offloaded, or if the resident ones do not
-        fit.
-        """
+        """Call after all weights are loaded. Raises ValueError if none can be offloaded, or the others do not fit."""
 
     @property
     @abstractmethod
@@ -44,7 +39,7 @@ class WeightOffloader(ABC):
         """Bytes saved on the computing device."""
 
     def prepare_for_step(self) -> None:  # noqa: B027 - nothing, where steps are alike
-        """Called before a step, when no read is in flight."""
+        """Before a step, when no read is in flight."""
 
     def total_offload_counts(self) -> OffloadCounts:
         """All 0 if no disk is read."""

@@ -37,8 +37,6 @@ def _native_routing(rule: Routing, correction: Tensor | None, factors: Tensor | 
 
 
 class CompiledMoE:
-    """MoE in experts.cpp; its linears are compiled and have no adapter slots. The router input defaults to x."""
-
     def __init__(
         self,
         library: native_library.NativeLibrary,

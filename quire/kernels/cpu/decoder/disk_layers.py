@@ -1,5 +1,5 @@
-"""Layers in a MappedWeightArena's file: a thread reads the next layer while this one is computed. Reads bypass the page
-cache if possible, which is useless for a larger file that is read from beginning to end repeatedly.
+"""A thread reads the next layer while this one is computed. Reads bypass the page cache if possible, which does not
+help a larger file that is read from beginning to end repeatedly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from quire.kernels.streaming.layer_streamer import LayerSelector, LayerStreamer
 from quire.kernels.streaming.weight_offloader import OffloadCounts
 
 _READ_BYTES = 16 << 20
-"""Size of one read."""
 
 
 class _PendingRead(NamedTuple):
@@ -72,11 +71,11 @@ class DiskLayerStreamer(LayerStreamer):
         self._initial_disk_bytes = disk_read_bytes()
 
     def _buffer_extent_bytes(self, held: RelocatableWeights) -> int:
-        """Multiple of the page size, for direct I/O."""
+        """Whole pages, for direct I/O."""
         return self._arena.file_extent(held.weights).size
 
     def _allocate_aligned(self, size: int) -> Tensor:
-        """[size] uint8 aligned to a page, with room after it for the kernels' read-ahead."""
+        """[size] uint8 on whole pages, with room for the kernels' read-ahead."""
         whole = native_library.WeightArena().allocate_bytes(size + 2 * mmap.PAGESIZE)
         return whole[-whole.data_ptr() % mmap.PAGESIZE :]
 
@@ -134,12 +133,9 @@ class DiskLayerStreamer(LayerStreamer):
     def leave_layer(self, layer: int) -> None:
         if self.is_streamed(layer):
             following = self.next_in_slot(layer)
-            self._start_read(
-                self.initial_layers[self.slot_of(layer)] if following is None else following
-            )  # for the next step
+            self._start_read(self.initial_layers[self.slot_of(layer)] if following is None else following)
 
     def _start_read(self, layer: int) -> _PendingRead:
-        """Start reading a layer into its slot, unless it is there or being read."""
         slot = self.slot_of(layer)
         pending = self._pending_reads.get(slot)
         if pending is None or pending.layer != layer or (pending.done.done() and pending.done.exception() is not None):

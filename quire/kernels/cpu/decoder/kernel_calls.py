@@ -1,5 +1,3 @@
-"""Maps each operation of a layer to a kernel and its arguments."""
-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -27,8 +25,6 @@ _UNLIMITED = 2**31 - 1
 
 
 class StepInputs(NamedTuple):
-    """A step's metadata for kernels: tensors and numbers."""
-
     query_start: Any
     context_lens: Any
     block_table: Any
@@ -41,8 +37,8 @@ class StepInputs(NamedTuple):
 
 
 class KernelCalls(ABC):
-    """Operations of kernels/backend.py on contiguous tensors, or placeholders of them. x is [T, ...] in a kernel dtype.
-    Raises TypeError or ValueError for arguments that kernels do not support.
+    """Operations on contiguous tensors, or placeholders. x is [T, ...] in a kernel dtype. Raises TypeError or
+    ValueError for unsupported arguments.
     """
 
     @abstractmethod
@@ -63,7 +59,7 @@ class KernelCalls(ABC):
 
     @abstractmethod
     def rows_and_width(self, x: Any) -> tuple[Any, Any]:
-        """Number and width of the rows along x's last axis."""
+        """Rows along x's last axis, and their width."""
 
     @abstractmethod
     def num_tokens_argument(self, x: Any) -> Any: ...
@@ -81,8 +77,8 @@ class KernelCalls(ABC):
 
     @abstractmethod
     def call_kernel(self, kernel: str, result: Any, *arguments: Any, error_message: str = "") -> Any:
-        """Call a kernel with tensors, structures, numbers and finally the number of threads; return `result`. A kernel
-        that reports failure raises IndexError with error_message, or RankEnded.
+        """The last argument is the number of threads. Raises IndexError with error_message, or RankEnded, if the kernel
+        reports failure.
         """
 
     def rms_norm(self, x: Any, weight: Tensor, eps: float) -> Any:
@@ -179,7 +175,6 @@ class KernelCalls(ABC):
         *more: int,
         num_ranks: int = 1,
     ) -> Any:
-        """num_ranks: ranks with q's number of heads each."""
         pages, kernel_caches = len(caches[0]), _kernel_cache_arguments(q, caches, softmax.kv_scales)
         (*_, heads, dim), step = q.shape, self.step_inputs(metadata)
         out = self.empty_per_token(q, heads, softmax.value_dim or dim)
@@ -286,8 +281,6 @@ class KernelCalls(ABC):
 
 
 class ImmediateCalls(KernelCalls):
-    """Creates no tensor that is not returned."""
-
     def __init__(self, library: native_library.NativeLibrary) -> None:
         self._library = library
 
@@ -325,13 +318,13 @@ class ImmediateCalls(KernelCalls):
         dtype = next(each.dtype for each in arguments if isinstance(each, Tensor))
         function = getattr(self._library, kernel)[dtype]
         failed = function(*map(native_library.to_ctypes, arguments), get_num_threads())
-        if error_message and failed:  # other kernels return nothing
+        if error_message and failed:
             raise RankEnded if kernel == "ranks_attention" and failed == 1 else IndexError(error_message)
         return result
 
 
 def check_cache_dtypes(x: Any, caches: CachePair) -> None:
-    """Raise TypeError if caches of this dtype cannot serve x."""
+    """Raises TypeError."""
     keys, values = (each.dtype for each in caches)
     if keys != values or (keys != x.dtype and keys not in QUANTIZED_KV_DTYPES):
         raise TypeError(f"keys and values of {keys} and {values} cannot serve {x.dtype}")

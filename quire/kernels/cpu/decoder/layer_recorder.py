@@ -1,6 +1,4 @@
-"""Several layers in one call, like a CUDA graph: records kernel calls with their pointers once; recorded.cpp runs the
-list.
-"""
+"""Several layers in one call, like a CUDA graph: recorded.cpp runs recorded kernel calls."""
 
 from __future__ import annotations
 
@@ -28,27 +26,23 @@ from quire.kernels.cpu.ranks.shared_collective import SharedCollective
 from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
 
 _FIXED, _PER_TOKEN, _BUFFER, _STEP_VALUE, _PAGES_FETCH = range(5)
-"""How recorded.cpp derives an argument from its value."""
+"""As in recorded.cpp."""
 _ALIGNMENT = 64
-"""Bytes; a token's part of a buffer is a multiple of it."""
+"""Bytes, of a token's part of a buffer."""
 
 
 class _UnsupportedOperation(Exception):
-    """No compiled kernel computes the operation."""
+    """No compiled kernel supports it."""
 
 
 @dataclass(slots=True, eq=False)
 class _StepArgument:
-    """An argument whose value is known at each step."""
-
     kind: int
     value: int
 
 
 @dataclass(slots=True, eq=False)
 class _PlaceholderTensor(_StepArgument):
-    """Stands for a tensor [T, *shape]."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -76,8 +70,7 @@ _TOKENS, _PAGES = _StepArgument(_PER_TOKEN, 1), _StepArgument(_PAGES_FETCH, 0)
 ) = (_StepArgument(_STEP_VALUE, number) for number in range(11))
 _STRIDE, _SEQUENCES, _THREADS = (_StepArgument(_STEP_VALUE, number) for number in range(11, 14))
 _FIRST_TABLE = 14
-"""Index of the first KV cache group's block table in a step's values; its slot mapping follows, then the other groups'.
-"""
+"""Index of the first KV cache group's block table; its slot mapping follows, then other groups'."""
 
 
 class _LayerRecorder(KernelCalls, Operations):
@@ -87,11 +80,11 @@ class _LayerRecorder(KernelCalls, Operations):
         self._library = library
         self._hidden = hidden
         self._dtype = dtype
-        # Kernels with their arguments, which this keeps alive.
+        # Keeps the arguments alive.
         self._recorded_calls: list[tuple[str, tuple[Any, ...]]] = []
         self._attention_dtype = dtype
         self._layer_ends = [0]  # index of each layer's first call, and of the end
-        self._used_bytes = self._token_bytes = 0  # buffer bytes per token of this layer, and the maximum over layers
+        self._used_bytes = self._token_bytes = 0  # buffer bytes per token: this layer, maximum
         step: Any = (_STARTS, _CONTEXTS, None, None, _POSITIONS, None, 0, 0, LinearContext(cast(Any, _ADAPTERS)))
         paged: list[Any] = [_StepArgument(_STEP_VALUE, _FIRST_TABLE + number) for number in range(2 * groups)]
         per_layer_inputs: Any = _PER_LAYER_INPUTS
@@ -202,7 +195,6 @@ class _LayerRecorder(KernelCalls, Operations):
         return self.call_kernel("cast", out, x, out, self.num_elements_argument(x))
 
     def _allocate_buffer(self, *shape: int, dtype: torch.dtype | None = None) -> _PlaceholderTensor:
-        """dtype: default is the model's."""
         buffer = _PlaceholderTensor(_BUFFER, self._used_bytes, shape, self._dtype if dtype is None else dtype)
         self._used_bytes += -(-buffer.elements_per_token * buffer.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         self._token_bytes = max(self._token_bytes, self._used_bytes)
@@ -266,7 +258,7 @@ def record_layers(
     starts: bool,
     groups: int,
 ) -> RecordedLayers | None:
-    """`Backend.record_layers`; None if a linear, MoE or collective is not compiled."""
+    """None if a linear, MoE or collective is not compiled."""
     recorder = _LayerRecorder(library, hidden, dtype, groups)
     try:
         for index, layer in enumerate(layers):
@@ -278,7 +270,6 @@ def record_layers(
 
 
 def _encode_argument(each: Any, kind: type) -> native_library.Argument:
-    """kind: ctypes type of the kernel's argument."""
     match each:
         case _StepArgument():
             return native_library.Argument(each.kind, each.value)

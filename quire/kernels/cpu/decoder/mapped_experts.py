@@ -1,5 +1,5 @@
-"""Weights and experts in a mapped file (MappedWeightArena): the OS reads what is multiplied and drops it when memory is
-short, except the most used experts, which are copied to pinned slots. Bits are those of weights in memory.
+"""Experts in a mapped file: the OS reads what is multiplied and drops it when memory is short, except the most used
+ones, copied to pinned slots. Bits are those of weights in memory.
 """
 
 from __future__ import annotations
@@ -21,30 +21,28 @@ from quire.kernels.experts import DiskExperts
 from quire.kernels.streaming.weight_offloader import OffloadCounts
 
 _CHUNK_BYTES = 64 << 20
-"""Bytes mapped at a time, and the maximum of unwritten bytes during loading."""
+"""Bytes per mapping, and maximum of unwritten bytes during loading."""
 _MAX_MOVED_BYTES = 64 << 20
-"""Maximum copied at a rebalance."""
+"""Limit of a rebalance."""
 _REPLACEMENT_FACTOR = 1.25
-"""An expert replaces a pinned one if it is used more than this many times as often."""
+"""An expert replaces a pinned one if used this many times as often."""
 _PROCESS_IO_FILE = Path("/proc/self/io")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class RelocatableWeights(NamedTuple):
-    """Packed weights that a kernel finds through a pointer."""
+    """Weights that kernels find through a pointer."""
 
     pointer_address: int
-    """Address of that pointer."""
     weights: Tensor
     """[bytes] uint8."""
 
 
 class ReopenedFile:
-    """A second descriptor of an open file, for direct I/O if the file system allows."""
+    """A second descriptor, for direct I/O if the file system allows. The file need not have a name."""
 
     def __init__(self, descriptor: int) -> None:
-        """The file need not have a name."""
         again, flags = f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC
         try:
             self.descriptor, self.is_direct = os.open(again, flags | os.O_DIRECT), True
@@ -64,20 +62,20 @@ class _FileExtent(NamedTuple):
 
 
 class MappedWeightArena(native_library.WeightArena):
-    """Weights in an unnamed file, which is gone with the process, however that ends."""
+    """Weights in an unnamed file, which ends with the process."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises OSError if no file can be created there."""
+        """Raises OSError if no file can be created."""
         super().__init__()
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         self._size = 0
         self._chunks: list[tuple[mmap.mmap, int]] = []  # with their offsets in the file
         self._extents: dict[int, _FileExtent] = {}
         self.moes: list[tuple[native_library.Experts, Sequence[Sequence[RelocatableWeights]]]] = []
-        """In layer order, with each expert's weights."""
+        """Layer by layer, with each expert's weights."""
 
     def allocate_bytes(self, size: int) -> Tensor:
-        """[size] uint8, on pages of its own. Raises OSError if the disk is full."""
+        """[size] uint8 on its own pages. Raises OSError if the disk is full."""
         rounded = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         if rounded > len(self._free_bytes):
             self._map_chunk(max(_CHUNK_BYTES, rounded))
@@ -88,8 +86,8 @@ class MappedWeightArena(native_library.WeightArena):
         return piece
 
     def _map_chunk(self, size: int) -> None:
-        """Each chunk ends with a page for the kernels' read-ahead. Space is reserved on disk: a hole that a full disk
-        cannot fill would kill the process.
+        """Adds a page for the kernels' read-ahead. Disk space is reserved: a hole that a full disk cannot fill would
+        kill the process.
         """
         self._flush_chunks(self._chunks[-1:])
         descriptor, whole = self._file.fileno(), size + mmap.PAGESIZE
@@ -127,8 +125,6 @@ class MappedWeightArena(native_library.WeightArena):
 
 @dataclass(frozen=True, slots=True)
 class _ExpertTables:
-    """Tables that mapped.h reads and writes, over all experts, layer by layer."""
-
     structs: Sequence[native_library.MappedExperts]
     extent_lists: Sequence[object]
     starts: Sequence[Tensor]
@@ -140,10 +136,10 @@ class _ExpertTables:
 
 class MappedDiskExperts(DiskExperts):
     def __init__(self, arena: MappedWeightArena, memory: int) -> None:
-        """memory: bytes for the most used experts. The caller sets `backend`, which must pack into the arena."""
+        """memory: bytes for the most used experts. The caller sets a `backend` that packs into the arena."""
         self._arena, self._memory = arena, memory
         self.rebalance_interval = 32
-        """Steps between choices of the pinned experts."""
+        """Steps."""
         self._steps = self._initial_disk_bytes = 0
 
     def finish_loading(self) -> None:
@@ -155,13 +151,13 @@ class MappedDiskExperts(DiskExperts):
         self._tables = _build_expert_tables(self._arena)
         self.set_prefetching(is_on=True)
         places = torch.cat([torch.arange(len(experts)) for _, experts in mixtures])
-        self._layer_major_order = places.argsort(stable=True)  # each layer's first expert, then each one's second
+        self._layer_major_order = places.argsort(stable=True)
         self._scores = torch.zeros(len(self._experts))
         self._pin_initial_experts()
         self._initial_disk_bytes = disk_read_bytes()
 
     def _pin_initial_experts(self) -> None:
-        """Pin equally many of each layer, while their use is unknown."""
+        """Pins equally many of each layer, while their use is unknown."""
         self._slot_bytes = max(sum(_aligned_bytes(held.weights) for held in expert) for expert in self._experts)
         slots = min(self._memory // self._slot_bytes, len(self._experts))
         if self._memory and not slots:
@@ -190,11 +186,10 @@ class MappedDiskExperts(DiskExperts):
         )
 
     def drop_cached_pages(self) -> None:
-        """For measurements: as if the OS had no memory for the file."""
+        """For measurements, as if the OS had no memory for them."""
         self._arena.flush_and_drop_pages()
 
     def set_prefetching(self, is_on: bool) -> None:
-        """For measurements: whether the next layer's experts are prefetched before they are chosen."""
         following = [*(ctypes.addressof(each) for each, _ in self._arena.moes[1:]), None]
         for noted, mixture in zip(self._tables.structs, following, strict=True):
             noted.next = mixture if is_on else None
@@ -205,7 +200,7 @@ class MappedDiskExperts(DiskExperts):
             self._rebalance_pinned()
 
     def _rebalance_pinned(self) -> None:
-        """Replace the least used pinned experts by the most used ones. Earlier uses are halved each time."""
+        """Halves earlier uses each time."""
         self._scores = self._scores / 2 + self._tables.uses
         self._tables.uses.zero_()
         wanted = self._layer_major_order[
@@ -278,9 +273,7 @@ def _aligned_bytes(weights: Tensor) -> int:
 
 
 def disk_read_bytes() -> int:
-    """Bytes that this process has read from disks, including page faults and prefetches; 0 if the OS does not report
-    them.
-    """
+    """Bytes read by this process, page faults and prefetches included; 0 if the OS does not report them."""
     try:
         lines = _PROCESS_IO_FILE.read_text().splitlines()
     except OSError:

@@ -44,7 +44,7 @@ def recurrence_kernel_arguments(rule: Recurrence) -> RecurrenceKernelArguments:
 
 
 def check_recurrence(rule: Recurrence, states: RecurrentStates, dtype: torch.dtype) -> None:
-    """Raise TypeError or ValueError for what the kernels do not support."""
+    """Raises TypeError or ValueError."""
     _, weights, (groups, heads, key, value), _ = recurrence_kernel_arguments(rule)
     wide = [states.matrices, *(each for each in weights if each is not None)]
     if any(each.dtype != torch.float32 for each in wide):

@@ -1,1 +1,1 @@
-"""Choice of the CPU's linear kernels."""
+"""Linears of the CPU."""

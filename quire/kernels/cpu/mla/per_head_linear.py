@@ -14,7 +14,7 @@ from quire.kernels.parameters.latent import MAX_ROPE_DIM
 
 
 def check_latent_params(latent: LatentNormRopeParams) -> None:
-    """Raise TypeError or ValueError for what latent_store.cpp does not support."""
+    """Raises TypeError or ValueError."""
     if latent.norm_weight.dtype != torch.float32 or latent.cos_sin.dtype != torch.float32:
         raise TypeError("the norm and the rotation of latents must be float32")
     size, rotated = latent.latent_and_rope_dims
@@ -31,8 +31,6 @@ def make_compiled_per_head_linear(
 
 
 class CompiledPerHeadLinear:
-    """Compiled linears of equal shapes (linear_blocks.cpp)."""
-
     def __init__(
         self, library: native_library.NativeLibrary, linears: Sequence[CompiledLinearBase], passthrough_dim: int
     ) -> None:

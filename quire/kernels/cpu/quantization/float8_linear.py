@@ -11,11 +11,10 @@ from quire.kernels.cpu.linear import CompiledLinearBase
 from quire.kernels.quantized_tensors import Float8Weight, QuantizedWeight
 
 _PANEL_OUTPUTS = 64
-"""Outputs packed together."""
 
 
 def as_float8_weights(weights: Sequence[QuantizedWeight]) -> Sequence[Float8Weight] | None:
-    """The weights, if the kernel can fuse them: scales span equally many inputs, a multiple of 4 like all inputs."""
+    """None if the kernel cannot fuse them: scales span equally many inputs, a multiple of 4 like all inputs."""
     floats = [each for each in weights if isinstance(each, Float8Weight)]
     if len(floats) < len(weights):
         return None
@@ -24,9 +23,7 @@ def as_float8_weights(weights: Sequence[QuantizedWeight]) -> Sequence[Float8Weig
 
 
 class Float8Linear(CompiledLinearBase):
-    """float8 weights (float8.cpp) times unrounded x in bfloat16 products; outputs are concatenated, and `bias` is added
-    in float32.
-    """
+    """float8 weights times unrounded x in bfloat16 products; `bias` is added in float32."""
 
     def __init__(
         self,
@@ -58,5 +55,4 @@ class Float8Linear(CompiledLinearBase):
 
     @property
     def nbytes(self) -> int:
-        """Codes and scales."""
         return self._codes.nbytes + self._scales.nbytes

@@ -1,5 +1,3 @@
-"""Collectives through shared memory (collective.cpp)."""
-
 from __future__ import annotations
 
 import ctypes
@@ -17,7 +15,6 @@ from quire.kernels.cpu import native_library
 
 _HEADER_BYTES = 8192
 _CLOSED_OFFSET = 8
-"""Offset of the flag that a rank has ended."""
 _MIN_BUFFER_BYTES = 1 << 20
 """Longer tensors are summed in pieces."""
 _MAX_SPINS = 2000
@@ -25,9 +22,7 @@ _MAX_SPINS = 2000
 
 
 def create_shared_memory(count: int, row_bytes: int) -> int:
-    """Descriptor of a memory file for `count` ranks, which they may inherit. row_bytes: the longest row that they will
-    gather.
-    """
+    """Descriptor that `count` ranks may inherit. row_bytes: longest row to gather."""
     capacity = -(-max(_MIN_BUFFER_BYTES, row_bytes) // 4096) * 4096
     descriptor = os.memfd_create("quire-ranks") if hasattr(os, "memfd_create") else _create_unlinked_file()
     os.ftruncate(descriptor, _HEADER_BYTES + 2 * count * capacity)
@@ -38,9 +33,7 @@ class SharedCollective(Collective):
     def __init__(
         self, library: native_library.NativeLibrary, descriptor: int, rank: int, count: int, parent: int = 0
     ) -> None:
-        """descriptor: from `create_shared_memory`; may be closed afterwards. parent: process that this one ends with;
-        0: none.
-        """
+        """`descriptor` may be closed afterwards. parent: this process ends with it; 0: none."""
         size = os.fstat(descriptor).st_size
         self._mapped = mmap.mmap(descriptor, size)
         self._memory = torch.frombuffer(self._mapped, dtype=torch.uint8)

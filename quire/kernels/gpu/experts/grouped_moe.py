@@ -1,5 +1,3 @@
-"""MoE with the kernels of triton_experts.py."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -25,25 +23,25 @@ if TYPE_CHECKING:
 
 _SORT_BLOCK = 4096
 _COMBINE_BLOCK = 1024
-"""Outputs of a token per program."""
+"""Outputs per program."""
 _ALIGNMENT = 16
 """Bytes per load."""
 _UNQUANTIZED_FORM = (triton_quantized.NUMBERS, 0, 0, False, False)
 _DENSE_STEP = 64
 _MAX_SMALL_TILE_ROWS, _MIN_LARGE_TILE_ROWS = 16, 64
-"""Average rows per expert up to which tiles are small, and above which they are large."""
+"""Average rows per expert: up to the first tiles are small, above the second large."""
 _LARGE_TILES, _LARGE_TILE_BYTES = MatmulTiles(128, 256, 8, 4), 192 * 1024
-"""Tiles for 16-bit weights, and the shared memory they need."""
+"""For 16-bit weights, with their shared memory."""
 _MAX_WIDE_STEP, _WIDE_TILE_BYTES = 128, 120 * 1024
-"""For quantized weights: the most inputs per step for large tiles, and the shared memory they need."""
+"""For quantized weights: inputs per step of large tiles, and their shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLinearGroup:
-    """One linear of every expert. The kernel finds the weights, which are not copied, by address."""
+    """One linear of every expert, found by address instead of copied."""
 
     parts: list[PackedWeight]
-    """One per expert, all of one format; 16-bit weights too."""
+    """One per expert, of one format; 16-bit weights too."""
     biases: list[Tensor] | None
     address_table: Tensor
     """[5, experts] int64."""
@@ -51,7 +49,7 @@ class ExpertLinearGroup:
 
     @classmethod
     def from_linears(cls, linears: Sequence[Linear], *, fixed: bool) -> ExpertLinearGroup | None:
-        """None if the linears differ or the kernel does not know them."""
+        """None if linears differ or are unsupported."""
         packed_parts = [_packed_weight_and_bias(each) for each in linears]
         known = [each for each in packed_parts if each is not None]
         if (
@@ -79,7 +77,7 @@ class ExpertLinearGroup:
     def multiply_experts(
         self, x: Tensor, order: Tensor, starts: Tensor, per_token: int, count: int, *, of_tokens: bool
     ) -> Tensor:
-        """`multiply_experts` of triton_experts.py: [rows, outs]. count: experts on all ranks."""
+        """[rows, outs]. count: experts on all ranks."""
         part = self.parts[0]
         rows = len(order)
         experts = len(self.parts)
@@ -99,9 +97,7 @@ class ExpertLinearGroup:
 
 
 class GroupedMoE:
-    """A row's sums depend on the row alone and have one order; with fixed tiles its bits do, too. The router input
-    defaults to x.
-    """
+    """A row's sums do not depend on other rows; with fixed tiles its bits do not either."""
 
     def __init__(
         self, backend: Backend, experts: MoEComponents, gate_up: ExpertLinearGroup, down: ExpertLinearGroup
@@ -122,7 +118,7 @@ class GroupedMoE:
         here = len(self._gate_up.parts)
         order, starts = sort_rows_by_expert(chosen, here, experts.first_expert)
         each, read = experts.routing.top_k, x
-        if experts.routing.weights_inputs:  # top_k rows per token
+        if experts.routing.weights_inputs:
             read, shares = (x[:, None] * shares[:, :, None]).to(x.dtype).flatten(0, 1), torch.ones_like(shares)
         rows_of_token = 1 if experts.routing.weights_inputs else each
         gate_up = self._gate_up.multiply_experts(read, order, starts, rows_of_token, count, of_tokens=True)
@@ -142,13 +138,13 @@ class GroupedMoE:
 
 
 def make_grouped_moe(backend: Backend, experts: MoEComponents, *, fixed: bool) -> GroupedMoE | None:
-    """None if the kernels do not know a linear."""
+    """None if a linear is unsupported."""
     gate_up, down = (ExpertLinearGroup.from_linears(each, fixed=fixed) for each in (experts.gate_up, experts.down))
     return None if gate_up is None or down is None else GroupedMoE(backend, experts, gate_up, down)
 
 
 def route_on_device(experts: MoEComponents, x: Tensor) -> tuple[Tensor, Tensor, int]:
-    """`route_tokens` with contiguous results and float32 weights. Common kinds of routing take one kernel."""
+    """`route_tokens` with contiguous results and float32 weights; one kernel for common routings."""
     routing = experts.routing
     if routing.score_function == "mixer" or routing.num_groups > 1 or routing.softcap is not None:
         chosen, shares, count = route_tokens(experts, x)
@@ -167,9 +163,7 @@ def route_on_device(experts: MoEComponents, x: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def sort_rows_by_expert(chosen: Tensor, experts: int, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Row order and starts for chosen [tokens, top_k] int64 and `experts` experts from `first` on. Rows of other ranks
-    are not in the order.
-    """
+    """Row order and starts for chosen [tokens, top_k] int64, without rows of other ranks."""
     order = torch.empty(chosen.numel(), dtype=torch.int32, device=chosen.device)
     starts = torch.empty(experts + 1, dtype=torch.int32, device=chosen.device)
     kernels.sort_rows[experts,](chosen, order, starts, chosen.numel(), first, experts, _SORT_BLOCK, num_warps=8)
@@ -182,7 +176,6 @@ def data_ptr_lists(tensors: Sequence[Sequence[Tensor]]) -> list[list[int]]:
 
 
 def _packed_weight_and_bias(linear: Linear) -> tuple[PackedWeight, Tensor | None] | None:
-    """None unless the linear has a single part."""
     if isinstance(linear, DenseLinear):
         weight, inner = linear.weight, linear.weight.shape[1]
         part = PackedWeight(weight, weight, None, None, inner, _UNQUANTIZED_FORM, inner, _DENSE_STEP, len(weight))

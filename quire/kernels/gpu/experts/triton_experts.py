@@ -1,8 +1,6 @@
-"""Triton kernels of grouped_moe.py. CUDA graphs can hold them, as none needs a number on the host. None uses atomics,
-so every sum has one order.
+"""CUDA graphs can hold these kernels: the host reads nothing. Without atomics every sum has one order.
 
-Row t * top_k + j is token t with its j-th expert. Sorted rows of an expert lie between consecutive starts [experts +
-1].
+Row t * top_k + j is token t with its j-th expert. An expert's sorted rows lie between consecutive starts [experts + 1].
 """
 
 from __future__ import annotations
@@ -22,9 +20,7 @@ def choose_experts(
     EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, PER_TOKEN: tl.constexpr, PER_TOKEN_PAD: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, CORRECTED: tl.constexpr,
 ):  # fmt: skip
-    """`choose_experts` of kernels/routing.py without groups: scores [tokens, EXPERTS] to chosen [tokens, PER_TOKEN]
-    int64, best first, and shares, float32. Grid: tokens.
-    """
+    """Routing without groups; chosen is int64, best first, shares float32."""
     token, i = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS_PAD)
     inside = i < EXPERTS
     score = tl.load(scores + token * EXPERTS + i, mask=inside, other=float("-inf")).to(tl.float32)
@@ -36,7 +32,7 @@ def choose_experts(
     wanted = score
     if CORRECTED:
         wanted = weight + tl.load(correction + i, mask=inside, other=0.0).to(tl.float32)
-    # Integers in the order of the numbers, NaN highest; taken and missing experts are below all.
+    # Integers in the numbers' order: NaN highest, taken and missing experts lowest.
     bits = (wanted + 0.0).to(tl.int32, bitcast=True)
     rank = tl.where(wanted == wanted, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
     rank = tl.where(inside, rank, -0x80000000)
@@ -55,9 +51,7 @@ def choose_experts(
 
 @triton.jit(do_not_specialize=["rows", "first"])
 def sort_rows(chosen, order, starts, rows, first, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Stable sort of rows by expert, chosen [rows] int64, into order [rows] int32. Only EXPERTS experts from `first` on
-    are on this rank. Grid: EXPERTS.
-    """
+    """Stable. EXPERTS experts from `first` on are on this rank; order is int32."""
     expert, i = tl.program_id(0), tl.arange(0, BLOCK)
     before = expert * 0
     for begin in range(0, rows, BLOCK):
@@ -74,7 +68,6 @@ def sort_rows(chosen, order, starts, rows, first, EXPERTS: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _locate_expert_tile(starts, tile, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The tile's expert (EXPERTS if there is no such tile), its first row, and the end of the expert's rows."""
     expert = tl.arange(0, EXPERTS_PAD)
     real = expert < EXPERTS
     first = tl.load(starts + expert, mask=real, other=0)
@@ -89,7 +82,6 @@ def _locate_expert_tile(starts, tile, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.con
 
 @triton.jit
 def _expert_tensor_pointer(table, kind: tl.constexpr, expert, like, EXPERTS: tl.constexpr):
-    """Pointer of the type of `like`."""
     return tl.multiple_of(tl.load(table + kind * EXPERTS + expert).to(like.dtype), 16)
 
 
@@ -101,9 +93,8 @@ def multiply_experts(
     FACTORED: tl.constexpr, BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     LINES: tl.constexpr,
 ):  # fmt: skip
-    """Multiply rows by their expert's weight [outs, inner]. OF_TOKENS: x [tokens, inner] to out [rows, outs] in sorted
-    order; otherwise x is sorted and out in row order. Grid: tiles times output tiles. codes, scales, factors, bias only
-    give types.
+    """OF_TOKENS: x [tokens, inner] to sorted out; otherwise sorted x to out in row order. codes, scales, factors, bias
+    only give types.
     """
     tile = tl.program_id(0) % tiles
     expert, begin, end = _locate_expert_tile(starts, tile, EXPERTS, EXPERTS_PAD, BLOCK_M)
@@ -146,9 +137,7 @@ def multiply_experts(
 def combine_expert_outputs(
     out, given, shares, chosen, size, first, EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Sum given [tokens * PER_TOKEN, size] with shares [tokens, PER_TOKEN] float32 into out [tokens, size], in order of
-    choice. Experts of other ranks are skipped. Grid: tokens, blocks.
-    """
+    """Sums in order of choice, without experts of other ranks."""
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for choice in tl.static_range(PER_TOKEN):

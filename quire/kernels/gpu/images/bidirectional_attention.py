@@ -1,6 +1,4 @@
-"""Attention to later keys, as among an image's tokens and patches: torch's scaled_dot_product_attention over KV
-gathered from pages [token, KV head, head_dim].
-"""
+"""torch's scaled_dot_product_attention over KV gathered from pages [token, KV head, head_dim], for images."""
 
 from __future__ import annotations
 
@@ -16,7 +14,6 @@ from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
 
 
 def can_attend_bidirectional(k_cache: Tensor, softmax: AttentionParams) -> bool:
-    """True if `attend_bidirectional` supports these; the reference supports all."""
     plain = (
         softmax.softcap is None
         and softmax.relative_bias is None
@@ -29,9 +26,8 @@ def can_attend_bidirectional(k_cache: Tensor, softmax: AttentionParams) -> bool:
 def attend_bidirectional(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
 ) -> Tensor:
-    """`Operations.paged_attention` for queries that see all keys of their sequence. With a window, which reaches back
-    from each query, they must be the sequence's last. Consecutive sequences of one shape are one call. The host waits
-    for the device only if metadata.query_key_lens is empty.
+    """For queries that see all keys. With a window, which reaches back from each query, they must be the sequence's
+    last. The host waits for the device only if metadata.query_key_lens is empty.
     """
     out = torch.empty_like(q)
     row = 0
@@ -59,9 +55,7 @@ def attend_bidirectional(
 
 
 def _zero_unseen_kv(keys_or_values: Tensor, seen: Tensor) -> Tensor:
-    """Zero unseen keys or values in [S, K, L, D]: pages before a window may hold NaN, which a weight of 0 does not
-    cancel.
-    """
+    """Pages before a window may hold NaN, which a weight of 0 does not cancel."""
     return keys_or_values.masked_fill(~seen.any(0)[:, None], 0)
 
 

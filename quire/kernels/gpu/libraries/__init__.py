@@ -1,1 +1,1 @@
-"""Attention by flash-attn 2, 3, 4 and PyTorch."""
+"""Attention by libraries."""

@@ -1,4 +1,4 @@
-"""flash-attn 3 (Shah et al., 2024) for Hopper: package flash_attn_3, with wheels built by PyTorch. Written against its
+"""flash-attn 3 (Shah et al., 2024) for Hopper: package flash_attn_3, with wheels built by PyTorch. Written against
 flash_attn_interface.py and flash_api.cpp of August 2026.
 """
 
@@ -27,7 +27,7 @@ class Flash3Backend(FlashLibraryBackend):
     def attend_batch_part(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        """Splits are chosen on the host by the block table's width; a CUDA graph has those of its longest context."""
+        """The host chooses splits by the block table's width; a CUDA graph has those of its longest context."""
         window = softmax.window_if_limiting(metadata.max_context_len)
         one_each = metadata.max_query_len == 1
         ragged = {} if one_each else {"cu_seqlens_q": metadata.query_start, "max_seqlen_q": metadata.max_query_len}
@@ -39,7 +39,7 @@ class Flash3Backend(FlashLibraryBackend):
             page_table=metadata.block_table,
             softmax_scale=softmax.scale,
             causal=True,
-            # (left, right), -1: unlimited. Our window includes the query; flash-attn's left counts only earlier keys.
+            # (left, right), -1: unlimited. Our window includes the query; left does not.
             window_size=(-1, -1) if window is None else (window - 1, 0),
             softcap=softmax.softcap or 0.0,
             num_splits=0 if one_each else 1,

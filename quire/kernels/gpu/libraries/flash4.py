@@ -1,5 +1,5 @@
-"""flash-attn 4 for Hopper and data-center Blackwell: flash_attn.cute of package flash-attn-4, Python that compiles
-itself at its first call.
+"""flash-attn 4 for Hopper and data-center Blackwell: flash_attn.cute of package flash-attn-4, which compiles itself at
+its first call.
 
 Written against flash_attn/cute/interface.py of 4.0.0b36: paged ragged keys need compute capability 9 or 10, splits need
 10, and on 10 heads of 256 cannot have per-sequence key counts.
@@ -19,7 +19,7 @@ from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.libraries.flash_backend import FlashLibraryBackend, import_library
 
 INSTALL = "pip install 'flash-attn-4>=4.0.0b36'"
-"""All versions so far are betas, which pip installs only if one is named."""
+"""All versions so far are betas, which pip installs only if named."""
 _MAX_BLACKWELL_HEAD_DIM = 128
 _CACHE_VARIABLE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 """Without it every start compiles anew. ..._CACHE_DIR names the folder; the default is temporary."""
@@ -45,14 +45,13 @@ class Flash4Backend(FlashLibraryBackend):
         return reason
 
     def can_split_keys(self, device: torch.device) -> bool:
-        """True if several thread blocks can share a sequence's keys."""
         return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
 
     def attend_batch_part(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        """On Hopper, where flash-attn 4 does not split keys, Triton computes decodes. Without explicit counts it would
-        choose splits for the whole cache.
+        """Triton computes decodes on Hopper, which lacks split keys. Without explicit counts flash-attn would choose
+        splits for the whole cache.
         """
         one_each = metadata.max_query_len == 1
         fallback = self._ops_for(q)
@@ -69,7 +68,7 @@ class Flash4Backend(FlashLibraryBackend):
             page_table=metadata.block_table,
             softmax_scale=softmax.scale,
             causal=True,
-            # (left, right): our window includes the query; flash-attn's left counts only earlier keys.
+            # (left, right); our window includes the query, left does not.
             window_size=(None, None) if window is None else (window - 1, 0),
             softcap=softmax.softcap or 0.0,
             num_splits=0 if one_each and self.can_split_keys(q.device) else 1,  # 0: fill the GPU

@@ -1,6 +1,4 @@
-"""Base of flash-attn backends: large pages [page, token, KV head, head_dim]. Everything but attention uses Triton's
-fused kernels on a GPU if Triton is installed.
-"""
+"""Base of flash-attn backends. Pages are [page, token, KV head, head_dim]."""
 
 from __future__ import annotations
 
@@ -37,15 +35,13 @@ class FlashPagedBackend(PagedAttentionBackend):
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(deterministic=deterministic)
         self.reference: Backend = ReferenceBackend()
-        """Computes all but attention for tensors outside a GPU."""
         self.fused_ops = _make_fused_backend(deterministic=deterministic)
-        """Computes all but attention for GPU tensors."""
         self.keeps_weights_quantized = self.fused_ops.keeps_weights_quantized
 
     def unsupported_reason(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
     ) -> str | None:
-        """Requirements of flash-attn 2's kernels."""
+        """flash-attn 2's requirements."""
         if device.type != "cuda":
             return f"runs on NVIDIA GPUs, not on {device.type}"
         if dtype not in _DTYPES:
@@ -133,12 +129,9 @@ class FlashPagedBackend(PagedAttentionBackend):
 
 
 class FlashLibraryBackend(FlashPagedBackend):
-    """A flash-attn library that may not be installed."""
-
     package = ""
-    """pip name."""
     compute_majors: tuple[int, ...] = ()
-    """Supported major compute capabilities; (): FlashPagedBackend's requirement."""
+    """Supported major compute capabilities; (): flash-attn 2's."""
     batch_variance_reason = ""
     """Why a row's bits depend on the batch; "": they need not."""
 
@@ -167,7 +160,6 @@ class FlashLibraryBackend(FlashPagedBackend):
 
 
 def import_library(name: str, what: str, install: str) -> ModuleType | str:
-    """Return the module, or why it is unusable. what: the library's name in messages."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
@@ -179,12 +171,11 @@ def import_library(name: str, what: str, install: str) -> ModuleType | str:
 
 
 def gather_step_kv(cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-    """Keys or values of the step's own tokens [T, K, D]."""
+    """Keys or values [T, K, D] of the step's tokens."""
     return cache.flatten(0, 1)[metadata.slot_mapping]
 
 
 def unsupported_architecture_reason(device: torch.device, majors: tuple[int, ...]) -> str | None:
-    """Return why kernels for these major compute capabilities do not run on the device, or None."""
     major, minor = torch.cuda.get_device_capability(device)
     if major in majors:
         return None
@@ -192,11 +183,9 @@ def unsupported_architecture_reason(device: torch.device, majors: tuple[int, ...
 
 
 def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> bool:
-    """True if code built for these architectures ("sm_90", "compute_120", as in `torch.cuda.get_arch_list`) runs on the
-    GPU.
-
-    Machine code (sm) runs on its major version from its minor version on; PTX (compute) runs on all later versions.
-    Suffix "a" ties code to one version, "f" to one major version.
+    """architectures: "sm_90", "compute_120", as in `torch.cuda.get_arch_list`. Machine code (sm) runs on its major
+    version from its minor version on; PTX (compute) on all later versions. Suffix "a" ties code to one version, "f" to
+    one major version.
     """
     for kind, major, minor, suffix in re.findall(r"\b(sm|compute)_(\d+)(\d)([af]?)\b", " ".join(architectures)):
         target = (int(major), int(minor))

@@ -1,6 +1,5 @@
-"""torch's scaled_dot_product_attention over KV gathered from pages, for GPUs without a paged kernel, such as those
-before compute capability 8.0. Gathering reads and writes each key and value once more: a decode takes about three times
-the memory's time.
+"""torch's scaled_dot_product_attention over gathered KV, for GPUs without a paged kernel, such as those before compute
+capability 8.0. Gathering reads and writes KV once more: a decode takes about three times the memory's time.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class SdpaBackend(TorchBackend):
         return None
 
     def is_batch_invariant(self, device: torch.device, dtype: torch.dtype) -> bool:
-        return False  # its sums depend on the batch's longest context
+        return False  # sums depend on the batch's longest context
 
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
@@ -80,7 +79,6 @@ def _attend_batch(
 def _attend_decodes(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor, softmax: AttentionParams
 ) -> Tensor:
-    """q [S, H, D]: one query per sequence, at its last position."""
     k, v = (cache[table.long()].flatten(1, 2).transpose(1, 2) for cache in (k_cache, v_cache))  # [S, K, L, D]
     at = torch.arange(k.shape[2], device=q.device)
     seen = at < lens[:, None]
@@ -92,7 +90,6 @@ def _attend_decodes(
 
 
 def _attend_prompt(q: Tensor, k: Tensor, v: Tensor, softmax: AttentionParams) -> Tensor:
-    """q [T, H, D] are the last queries of a sequence with k, v [C, K, D]."""
     keys = torch.arange(len(k), device=q.device)
     query_positions = keys[len(k) - len(q) :, None]
     seen = keys <= query_positions
@@ -103,6 +100,5 @@ def _attend_prompt(q: Tensor, k: Tensor, v: Tensor, softmax: AttentionParams) ->
 
 
 def _call_sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softmax: AttentionParams) -> Tensor:
-    """q [S, H, T, D], k and v [S, K, L, D]."""
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=softmax.scale, enable_gqa=grouped)

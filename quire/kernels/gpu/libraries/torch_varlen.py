@@ -1,5 +1,5 @@
-"""PyTorch's own flash-attn 2, torch.nn.attention.varlen. It takes block tables and a number of splits from torch 2.13
-on (2.12 has the arguments, but rejects them), and has no softcap.
+"""PyTorch's own flash-attn 2. It takes block tables and splits from torch 2.13 on (2.12 rejects them), and has no
+softcap.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class TorchVarlenBackend(FlashPagedBackend):
         """Raises NotImplementedError for a softcap.
 
         Keys are never split: with pages and splits PyTorch leaves rows unwritten
-        (https://github.com/pytorch/pytorch/issues/194167). Without splits decodes fill few thread blocks, and a causal
-        window keeps flash-attn from packing a group's query heads, so Triton computes decodes. Not if deterministic: a
-        token needs the same bits in a decode and in a prefill chunk.
+        (https://github.com/pytorch/pytorch/issues/194167). Decodes then fill few thread blocks, and a causal window
+        keeps query heads from being packed, so Triton computes decodes. Not if deterministic: a token needs the same
+        bits in a decode and in a prefill chunk.
         """
         if softmax.softcap is not None:
             raise NotImplementedError(_NO_SOFTCAP)
@@ -59,7 +59,7 @@ class TorchVarlenBackend(FlashPagedBackend):
             return fallback.paged_attention(q, k_cache, v_cache, metadata, softmax)
         assert self._library is not None
         window = softmax.window if self.deterministic else softmax.window_if_limiting(metadata.max_context_len)
-        plain = metadata.is_full_prefill and not self.deterministic  # contiguous copies of keys allow a faster kernel
+        plain = metadata.is_full_prefill and not self.deterministic  # contiguous keys allow a faster kernel
         return self._library(
             q,
             gather_step_kv(k_cache, metadata) if plain else k_cache,
@@ -69,7 +69,7 @@ class TorchVarlenBackend(FlashPagedBackend):
             metadata.max_query_len,
             metadata.max_context_len,
             scale=softmax.scale,
-            # (left, right), -1: unlimited. Our window includes the query; PyTorch's left counts only earlier keys.
+            # (left, right), -1: unlimited. Our window includes the query; left does not.
             window_size=(-1 if window is None else window - 1, 0),
             enable_gqa=q.shape[1] != k_cache.shape[2],
             seqused_k=None if plain else metadata.context_lens,
@@ -79,7 +79,7 @@ class TorchVarlenBackend(FlashPagedBackend):
 
 
 def _find_varlen_attn() -> Callable[..., Tensor] | None:
-    """PyTorch's function, if it takes block tables."""
+    """None if it does not take block tables."""
     if tuple(int(number) for number in torch.__version__.split(".")[:2]) < _MIN_TORCH_VERSION:
         return None
     try:

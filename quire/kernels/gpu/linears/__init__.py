@@ -1,1 +1,1 @@
-"""Dense and LoRA linears of a GPU."""
+"""Linears of a GPU."""

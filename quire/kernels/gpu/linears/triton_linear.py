@@ -1,8 +1,7 @@
-"""Batch-invariant matrix products for --deterministic on a GPU.
+"""Batch-invariant matrix products for --deterministic.
 
-Libraries choose tiles, and splits of the inner dimension, by the number of rows, so a row's bits depend on the batch
-(He and Thinking Machines, "Defeating Nondeterminism in LLM Inference", 2025). Here a weight has one tiling and no
-splits, which is slower: tiles are too small for many rows, and one row fills few of the GPU's processors.
+Libraries choose tiles and splits by the number of rows, so a row's bits depend on the batch (He and Thinking Machines,
+"Defeating Nondeterminism in LLM Inference", 2025). Here a weight has one tiling and no splits, which is slower.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from quire.kernels.gpu.triton_launch_sizes import cdiv
 _ROWS_PER_TILE = 64
 _INNER_STEP = 64
 _MIN_WIDE_OUTPUTS = 8192
-"""From here on tiles are twice as wide, since enough of them remain to fill the GPU."""
+"""Tiles are twice as wide from here on; enough remain to fill the GPU."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -28,9 +27,7 @@ def _linear_kernel(
     x, weight, bias, out, rows, outs, inner,
     BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, outs] = x [rows, inner] @ weight [outs, inner].T + bias, one tile per program. Tiles of the same
-    weights are neighbors in the grid, to share the cache.
-    """
+    """Tiles of the same weights are neighbors in the grid, to share the cache."""
     tiles_m = tl.cdiv(rows, BLOCK_M)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -58,7 +55,7 @@ def _linear_kernel(
 
 @dataclass(frozen=True, slots=True)
 class DenseLinear:
-    """A linear that exposes its weight, because MoE multiplies it with another kernel."""
+    """Exposes its weight, which MoE multiplies with another kernel."""
 
     weight: Tensor
     """[outs, inner], contiguous."""
@@ -75,7 +72,6 @@ class DenseLinear:
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
-    """`Backend.pack_linear`, batch-invariant."""
     weight = weight.contiguous()
     outs, inner = weight.shape
     block_n = 128 if outs >= _MIN_WIDE_OUTPUTS else 64

@@ -1,9 +1,6 @@
-"""LoRA (Hu et al., 2021) for many adapters in one batch, in Triton.
-
-As in Punica (Chen et al., 2023) and S-LoRA (Sheng et al., 2023) one kernel shrinks inputs to the rank, another expands
-them. Rows are sorted by adapter; each adapter of a tile has a program, which masks other rows. Tiles and inner splits
-are fixed, so a row's bits depend on the row and its adapter alone. Tables have fixed addresses and grids follow from
-shapes, for CUDA graphs.
+"""LoRA (Hu et al., 2021) for many adapters in one batch, as in Punica (Chen et al., 2023) and S-LoRA (Sheng et al.,
+2023): one kernel shrinks inputs to the rank, another expands them. Each adapter of a tile of sorted rows has a program,
+which masks other rows. Tiles and inner splits are fixed, so a row's bits depend on the row and its adapter alone.
 """
 
 from __future__ import annotations
@@ -27,18 +24,17 @@ from quire.kernels.quantized_tensors import (
 )
 
 _ROWS_PER_TILE = 16
-"""The tensor cores' minimum, as most adapters have few rows."""
+"""The tensor cores' minimum; most adapters have few rows."""
 _OUTPUTS_PER_TILE = 64
 _INNER_STEP = 64
 _SPLIT_INPUTS = 1024
-"""Inputs of one sum; without splits a decode step has too few tiles to fill a GPU."""
+"""Without splits a decode step has too few tiles to fill a GPU."""
 _MAX_SHRINK_RANKS, _MAX_EXPAND_RANKS = 64, 32
-"""Per tile; with 64 float32 ranks the expand kernel spills registers."""
+"""The expand kernel spills registers with 64 float32 ranks per tile."""
 
 
 @triton.jit
 def _tile_rows_of_adapter(adapters, order, rows, tile, nth, BLOCK_M: tl.constexpr):
-    """Rows of a tile, a mask of those with its nth adapter, and that adapter's slot (0: none)."""
     i = tl.arange(0, BLOCK_M)
     at = tile * BLOCK_M + i
     inside = at < rows
@@ -56,9 +52,6 @@ def _shrink_kernel(
     PARTS: tl.constexpr, RANKS: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """middle [splits, rows, PARTS * RANKS] = x [rows, inner] @ down [slots, PARTS * RANKS, inner].T, for the ranks that
-    a row's adapter has. Grid: tiles * max adapters per tile, parts * rank blocks, splits.
-    """
     row, mine, slot = _tile_rows_of_adapter(
         adapters, order, rows, tl.program_id(0) // most, tl.program_id(0) % most, BLOCK_M
     )
@@ -89,9 +82,8 @@ def _expand_kernel(
     PARTS: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add middle @ up to out [rows, outs]. up [slots, RANKS * outs] holds [RANKS, outs of the part] part by part.
-    places [blocks, 4]: part, its first output, its end, the block's first output. Grid: tiles * max adapters per tile,
-    blocks.
+    """up [slots, RANKS * outs] holds [RANKS, outs of the part] part by part. places [blocks, 4]: part, its first
+    output, its end, the block's first output.
     """
     row, mine, slot = _tile_rows_of_adapter(
         adapters, order, rows, tl.program_id(0) // most, tl.program_id(0) % most, BLOCK_M
@@ -125,8 +117,6 @@ def _expand_kernel(
 
 @dataclass(frozen=True, slots=True)
 class PinnedLoraDeltas:
-    """One adapter's deltas for one linear, in host memory."""
-
     parts: tuple[tuple[int, Tensor, Tensor], ...]
     """Part index, down [rank, in], up transposed [rank, outs]."""
     ranks: Tensor
@@ -135,7 +125,6 @@ class PinnedLoraDeltas:
 
 class TritonLinearWithLora(LinearWithLora, RoundedInputLinear):
     def __init__(self, linear: Linear, slots: AdapterSlotSpec, split: int = _SPLIT_INPUTS) -> None:
-        """split: inputs of one sum."""
         count = slots.num_slots
         parts = slots.output_sizes
         ranks = slots.max_rank
@@ -203,7 +192,7 @@ class TritonLinearWithLora(LinearWithLora, RoundedInputLinear):
 
     @torch.inference_mode()
     def put_adapter(self, slot: int, packed: PinnedLoraDeltas | None) -> None:
-        """Queued after the running steps; the host does not wait."""
+        """Queued after running steps; the host does not wait."""
         at = slot - 1
         if packed is None:
             self._ranks[at].zero_()

@@ -1,6 +1,4 @@
-"""MLA over pages of latents in absorbed form, with the kernels of triton_latents.py. Decodes split their keys to fill
-the GPU.
-"""
+"""MLA over pages of latents in absorbed form."""
 
 from __future__ import annotations
 
@@ -28,8 +26,8 @@ from quire.kernels.gpu.triton_launch_sizes import (
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
 
 _MIN_SPLIT, _MAX_SPLITS = 64, 128
-"""Keys of an even split, and number of splits. All heads read the same latents, so few tiles must fill the GPU, with
-one program per multiprocessor, as a tile of many rows takes all shared memory.
+"""Keys per even split, and number of splits. A multiprocessor has one program: tiles of many rows take all shared
+memory.
 """
 _REDUCE_SHAPES = ((32, 512, 8), (_MAX_SPLITS, 64, 4))
 """(maximum of splits, numbers of a row per program, warps)."""
@@ -46,9 +44,8 @@ def attend_absorbed(
     fixed: bool,
     shard: ContextShard | None = None,
 ) -> Tensor:
-    """`Operations.paged_attention` with AttentionParams.value_dim: q [T, H, L + R], pages [P, page size, 1, L + R] of
-    any power-of-two size. The step must have no decode_prefill_parts. fixed, shard: see paged_attention of
-    triton_paged_attention.py.
+    """q [T, H, L + R], pages [P, page size, 1, L + R] of any power-of-two size, no decode_prefill_parts. fixed, shard:
+    see triton_paged_attention.py.
     """
     assert softmax.value_dim is not None
     q = q.contiguous()
@@ -105,11 +102,11 @@ def attend_absorbed(
 
 
 def choose_absorbed_tiles(rows: int, dtype: torch.dtype, *, coded: bool, fixed: bool, hopper: bool) -> AttentionTiles:
-    """rows: heads times queries of a sequence. fixed: one size for all steps of a model; rows are then its heads.
-    coded: pages are quantized, which takes registers. Measured on an H100 with 16-bit pages. Without hopper, which has
-    wgmma's tiles of 64 rows, all fit in a consumer GPU's 99 KB of shared memory.
+    """rows: heads times queries of a sequence; if fixed, heads. coded: quantized pages take registers. Measured on an
+    H100 with 16-bit pages. Without hopper (wgmma's tiles of 64 rows) all fit in a consumer GPU's 99 KB of shared
+    memory.
     """
-    if dtype == torch.float32:  # full precision uses no tensor cores
+    if dtype == torch.float32:  # no tensor cores
         return AttentionTiles(16, 16, 4, 1)
     if rows <= 16 or (fixed and (coded or not hopper)):
         return AttentionTiles(16, 32, 8 if coded or fixed else 4, 3)

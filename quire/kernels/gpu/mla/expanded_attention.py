@@ -1,5 +1,5 @@
-"""MLA of whole prompts in expanded form, with keys and values of all heads. It multiplies less than the absorbed form
-but rounds differently, so a row's bits depend on the prompt's chunks.
+"""MLA of whole prompts with keys and values of all heads. It multiplies less than the absorbed form but rounds
+differently, so a row's bits depend on the prompt's chunks.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from quire.kernels.gpu.triton_launch_sizes import AttentionTiles, is_hopper, nex
 def run_expanded_attention(
     q: Tensor, halves: tuple[Tensor, Tensor], cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
 ) -> Tensor:
-    """Attention [T, H * V] of rotated queries [T, H, P + R] of whole prompts. halves of kv_b_proj: [H, L, P], which
-    absorbs queries, and [H, V, L], which makes values. cache [P, page size, 1, L + R] holds all latents of these
-    tokens.
+    """[T, H * V] for rotated queries [T, H, P + R]. halves of kv_b_proj: [H, L, P] absorbs queries, [H, V, L] makes
+    values. cache [P, page size, 1, L + R] holds all latents of these tokens.
     """
     q = q.contiguous()
     tokens, heads, width = q.shape
@@ -29,7 +28,7 @@ def run_expanded_attention(
     k = torch.matmul(low, absorb)
     v = torch.matmul(low, expand.transpose(1, 2))
     if next_power_of_2(plain) != plain or next_power_of_2(rotated) != rotated or min(plain, rotated) < 16:
-        # Tile sizes are powers of two; the joined parts fill one better.
+        # Joined parts better fill tiles of power-of-two size.
         k = torch.cat((k, turned[None].expand(heads, -1, -1)), dim=2)
         plain = width
         rotated = 0
@@ -47,7 +46,7 @@ def choose_expanded_tiles(widest: int, dtype: torch.dtype, *, hopper: bool) -> A
     """widest: size of a key or value. Measured on an H100; without hopper tiles fit in a consumer GPU's 99 KB of shared
     memory.
     """
-    if dtype == torch.float32:  # full precision uses no tensor cores
+    if dtype == torch.float32:  # no tensor cores
         return AttentionTiles(16, 16, 4, 1)
     if hopper:
         return AttentionTiles(128, 64, 8, 3 if widest <= 128 else 2)

@@ -1,6 +1,4 @@
-"""Triton kernel of expanded_attention.py. Like triton_attention.py's, but keys and values are the step's own,
-contiguous per head, with R numbers of a key from its latent, equal for all heads. Not batch-invariant.
-"""
+"""triton_attention.py's kernel with contiguous keys and values per head. Not batch-invariant."""
 
 from __future__ import annotations
 
@@ -14,7 +12,6 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _load_kv_rows(at, inside, d, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, MASKED: tl.constexpr):
-    """[BLOCK_N, SIZE_PAD], 0 outside."""
     if MASKED and SIZE != SIZE_PAD:
         return tl.load(at, mask=inside[:, None] & (d[None, :] < SIZE), other=0.0)
     elif MASKED:
@@ -31,7 +28,6 @@ def _expanded_softmax_step(
     P: tl.constexpr, P_PAD: tl.constexpr, R: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, KEPT: tl.constexpr,
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax over keys begin to begin + BLOCK_N; MASKED: only those before `queries`."""
     n, p, e = begin + tl.arange(0, BLOCK_N), tl.arange(0, P_PAD), tl.arange(0, V_PAD)
     inside = n < queries
     k = _load_kv_rows(plain + n[:, None] * P + p[None, :], inside, p, P, P_PAD, MASKED)
@@ -57,10 +53,8 @@ def attend_expanded(
     HEADS: tl.constexpr, P: tl.constexpr, P_PAD: tl.constexpr, R: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr,
     KEPT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out [T, HEADS, V] for q [T, HEADS, P + R], plain [HEADS, T, P], v [HEADS, T, V] and turned [T, KEPT]. The first R
-    numbers of `turned` belong to the keys; R may be 0. Sequences of query_start are whole. Grid: HEADS, tiles.
-    """
-    head, tile = tl.program_id(0).to(tl.int64), tl.num_programs(1) - 1 - tl.program_id(1)  # longest first
+    """turned [T, KEPT] has R used numbers (maybe 0), equal for all heads. Sequences are whole."""
+    head, tile = tl.program_id(0).to(tl.int64), tl.num_programs(1) - 1 - tl.program_id(1)
     seq, tile = find_tile_sequence(query_start, num_seqs, tile, 1, BLOCK_M)
     start = tl.load(query_start + seq).to(tl.int64)
     queries = (tl.load(query_start + seq + 1) - start).to(tl.int32)

@@ -1,5 +1,3 @@
-"""Norm, RoPE and store of latents (kernels/latent_params.py, the judge) in one Triton kernel."""
-
 from __future__ import annotations
 
 import triton
@@ -18,9 +16,7 @@ def rope_and_store_latents(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr,
     HALF_PAD: tl.constexpr, PAGE: tl.constexpr, NEIGHBOURS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the last R numbers of a head of q [T, HEADS, WIDTH] in place. The program after the last head norms,
-    rotates and stores the token's kv [T, L + R]. Grid: T, HEADS + 1.
-    """
+    """Rotates the end of q's heads in place; the program after the last head stores kv [T, L + R]."""
     HALF: tl.constexpr = R // 2
     token, head, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, HALF_PAD)
     turned = tl.where(head < HEADS, q + (token * HEADS + head) * WIDTH + WIDTH - R, kv + token * (L + R) + L)
@@ -69,7 +65,7 @@ def rope_and_store_latents(
 def rope_and_store_latent_kv(
     q: Tensor, kv: Tensor, latent: LatentNormRopeParams, cache: Tensor, metadata: AttentionMetadata
 ) -> Tensor:
-    """`Operations.rope_and_store_latent_kv`; q [T, H, any + R] need not be absorbed."""
+    """q [T, H, any + R] need not be absorbed."""
     size, rotated = latent.latent_and_rope_dims
     q, kv = q.contiguous(), kv.contiguous()
     if q.ndim == 2:

@@ -1,6 +1,5 @@
-"""Triton kernels of absorbed_attention.py. Like triton_attention.py's, but a page has one key for all heads: L numbers,
-which are the value too, and R rotated ones. A tile's rows are queries and heads in q's order, so it need not be a
-multiple of the head count.
+"""triton_attention.py's kernels with one key for all heads, L numbers, which are the value too, and R rotated ones. A
+tile's rows are queries and heads in q's order, so it need not be a multiple of the head count.
 """
 
 from __future__ import annotations
@@ -16,9 +15,7 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def find_tile_sequence(query_start, num_seqs, tile, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The tile's sequence, and its index there. Sequence s starts at tile query_start[s] * HEADS // BLOCK_M + s: enough
-    room, known without the host.
-    """
+    """Sequence s starts at tile query_start[s] * HEADS // BLOCK_M + s: enough room, known without the host."""
     low, high = num_seqs * 0, num_seqs
     while high - low > 1:
         middle = (low + high) // 2
@@ -31,7 +28,7 @@ def find_tile_sequence(query_start, num_seqs, tile, HEADS: tl.constexpr, BLOCK_M
 
 @triton.jit
 def _load_latent_rows(at, inside, d, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr):
-    """[BLOCK_N, SIZE_PAD], 0 outside, because unwritten parts of a page may hold anything."""
+    """0 outside: unwritten parts of a page may hold anything."""
     if SIZE != SIZE_PAD:
         return tl.load(at, mask=inside[:, None] & (d[None, :] < SIZE), other=0.0)
     else:
@@ -40,7 +37,6 @@ def _load_latent_rows(at, inside, d, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr)
 
 @triton.jit
 def _load_page_ids(table, begin, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pages of the keys from `begin` to `end`; one number if a page holds the whole tile."""
     if PAGE % BLOCK_N == 0:
         return tl.load(table + begin // PAGE, mask=begin < end, other=0)
     else:
@@ -54,7 +50,6 @@ def _latent_softmax_step(
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax over keys begin to begin + BLOCK_N, up to `end`. page: from _load_page_ids."""
     cache, scales, stride = pages
     to_base2, value_scale, rank = rules
     d, r, key = tl.arange(0, L_PAD), tl.arange(0, R_PAD), begin + tl.arange(0, BLOCK_N)
@@ -90,10 +85,8 @@ def _attend_key_range(
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Attention over keys begin, a multiple of BLOCK_N, to end.
-
-    Page ids are loaded one tile ahead: Triton prefetches latents only if their address does not depend on a load of the
-    same iteration. All tiles are masked, as an unmasked loop would cost registers and instruction fetches.
+    """Page ids are loaded one tile ahead: Triton prefetches latents only if their address does not depend on a load of
+    the same iteration. An unmasked loop would cost registers and instruction fetches.
     """
     peak = tl.full([q_low.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q_low.shape[0]], tl.float32)
@@ -115,9 +108,6 @@ def _load_query_tile(
     HEADS: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, ONE_TOKEN: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """This program's sequence, its rows of q in two parts, their positions and indices in [T * HEADS], the mask of real
-    rows, and the end of their keys.
-    """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a prompt's last tiles see the most keys, so they start first
     if ONE_TOKEN:
         TILES: tl.constexpr = (HEADS + BLOCK_M - 1) // BLOCK_M
@@ -148,9 +138,7 @@ def attend_latents(
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, SPLIT: tl.constexpr,
     HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """out [T, HEADS, L], or [T, HEADS, L + 2] with RANKS, for q [T, HEADS, L + R]. SPLIT: keys per part of the softmax;
-    0: one part. Grid: tiles.
-    """
+    """SPLIT: keys per part of the softmax; 0: one part."""
     seq, q_low, q_turned, position, row, real, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, rank, HEADS, L, L_PAD, R, R_PAD, PAGE, BLOCK_M, ONE_TOKEN, RANKS
     )  # fmt: skip
@@ -185,7 +173,6 @@ def _attend_and_store_split(
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Attention over a split of `length` keys before `end`. kept: row indices in [T * HEADS], and their mask."""
     weighted, peaks, totals, splits = parts
     row, real = kept
     begin, d = split * length, tl.arange(0, L_PAD)
@@ -210,11 +197,7 @@ def attend_latent_splits(
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, SPLIT: tl.constexpr,
     HELD: tl.constexpr, RANKS: tl.constexpr, LOOPED: tl.constexpr,
 ):  # fmt: skip
-    """Parts of the softmax for triton_attention.py's reduce_even_splits or reduce_fixed_splits, stored as by its
-    attend_splits. SPLIT: keys per split, counted from position 0; 0: a tile's keys are split evenly, maybe into empty
-    splits. LOOPED: a program may have several splits; a loop for one would take registers. Grid: tiles, programs per
-    tile.
-    """
+    """LOOPED: a program may have several splits; a loop for one would take registers."""
     seq, q_low, q_turned, position, row, real, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, rank, HEADS, L, L_PAD, R, R_PAD, PAGE, BLOCK_M, ONE_TOKEN, RANKS
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""MLA's per-head linears (kernels/mla/per_head_linear.py), all heads at once, in Triton."""
+"""kernels/mla/per_head_linear.py in Triton, all heads at once."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from quire.kernels.gpu.triton_launch_sizes import cdiv
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
 
 _FIXED_TILE_ROWS, _MAX_DECODE_ROWS = 64, 16
-"""Rows per tile: batch-invariant, and in decodes."""
+"""Rows per tile if batch-invariant, and in decodes."""
 _OUTPUTS_PER_TILE, _INNER_STEP = 64, 64
 _MIN_EXPANDED_TOKENS = 16
-"""Latents are expanded if the longest prompt has this many tokens. Expanding never multiplies more than absorbing, but
-launches more kernels.
-"""
+"""Tokens of the longest prompt. Expanding never multiplies more than absorbing, but launches more kernels."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -29,10 +27,7 @@ def multiply_per_head(
     x, weight, out, rows, BLOCKS: tl.constexpr, OUTS: tl.constexpr, INNER: tl.constexpr, PASSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, BLOCKS, OUTS + PASSED] from x [rows, BLOCKS, INNER + PASSED] and weight [BLOCKS, OUTS, INNER]; each
-    output is one sum in order. Programs after the tiles of OUTS copy the PASSED numbers. Grid: row tiles, tiles of OUTS
-    and PASSED, BLOCKS.
-    """
+    """Each output is one sum in order."""
     m, block = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(2)
     m_inside, k = m < rows, tl.arange(0, BLOCK_K)
     own_x = x + (m.to(tl.int64)[:, None] * BLOCKS + block) * (INNER + PASSED)
@@ -56,8 +51,6 @@ def multiply_per_head(
 
 
 class TritonPerHeadLinear:
-    """`Backend.pack_per_head_linear`, an ExpandablePerHeadLinear."""
-
     def __init__(self, weights: Sequence[Tensor], passthrough_dim: int, *, fixed: bool) -> None:
         self.weight = torch.stack(list(weights)).contiguous()
         """[B, out, in]"""

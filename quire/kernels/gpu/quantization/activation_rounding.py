@@ -1,6 +1,4 @@
-"""8-bit activations for quantized products (kernels: triton_rounded.py), and a trial that norms and gates round to the
-same bits as rounding afterwards.
-"""
+"""8-bit activations, and a trial that norms and gates round to the same bits as rounding afterwards."""
 
 from __future__ import annotations
 
@@ -23,9 +21,9 @@ log = logging.getLogger("quire.kernels")
 _BLOCKS_PER_PROGRAM = 8
 """Blocks of BLOCK inputs."""
 _ROW_BLOCK = 4096
-"""Inputs of a row that a program reads at once."""
+"""Inputs per read."""
 _GATE_BLOCK = 2048
-"""Inputs of a gate that a program reads at once."""
+"""Inputs per read."""
 _TRIAL_SHAPE = (17, 4096)
 """Rows and inputs."""
 
@@ -35,12 +33,11 @@ class EightBitRounding(ActivationRounding):
     is_integer: bool
     """Otherwise float8."""
     has_block_scales: bool
-    """One scale per BLOCK inputs of a row, [blocks, rows]; otherwise one per row, [rows]."""
+    """One per BLOCK inputs of a row, [blocks, rows]; otherwise [rows]."""
     pair_distance: int
-    """Inputs per step if codes are ordered as in the weights' two-code words; 0: natural order."""
+    """Inputs per step if codes are in the order of the weights' words; 0: natural order."""
 
     def round_rows(self, x: Tensor) -> RoundedActivations:
-        """Round x [rows, in], not fused with a norm or gate."""
         x = x.contiguous()
         rows, inner = x.shape
         rounded = self._allocate_rounded(x, inner, whole=None)
@@ -132,7 +129,7 @@ class EightBitRounding(ActivationRounding):
 
 
 def can_fuse(form: EightBitRounding, inner: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """True if norms and gates may round to this form. Narrow rows do not fill one of a norm's blocks."""
+    """False for narrow rows, which do not fill a norm's block."""
     if inner < SCALE_BLOCK:
         return False
     return device.type != "cuda" or trial_failure_reason(form, dtype, device) is None
@@ -142,12 +139,10 @@ def can_fuse(form: EightBitRounding, inner: int, dtype: torch.dtype, device: tor
 def trial_failure_reason(
     form: EightBitRounding, dtype: torch.dtype, device: torch.device, shape: tuple[int, int] = _TRIAL_SHAPE
 ) -> str | None:
-    """Return (and log) why norms and gates cannot round on this GPU, or None if bits are the same. shape: rows and
-    inputs.
-    """
+    """Why norms and gates cannot round on this GPU, also logged; None if bits are the same."""
     try:
         reason = "other bits" if _differs_from_unfused(form, dtype, device, shape) else None
-    except Exception as error:  # the fallback is unfused rounding
+    except Exception as error:  # falls back to unfused rounding
         reason = describe_kernel_error(error)
     if reason is not None:
         log.warning("norms and gates do not round to 8 bits (%s): %s", form, reason)

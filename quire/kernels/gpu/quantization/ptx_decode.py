@@ -1,5 +1,5 @@
-"""PTX that decodes low-bit codes to 16-bit numbers two at a time; Triton's own operations take one at a time. Bits of
-codes become bits of floats, then one multiply-add gives the exact numbers.
+"""PTX that decodes low-bit codes two at a time; Triton's operations take one. Code bits become float bits, then one
+multiply-add gives the exact numbers.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ HAS_PTX = tl.constexpr(not knobs.runtime.interpret and torch.version.hip is None
 _ONE_BITS = {True: 0x3F80, False: 0x3C00}
 """1.0 as bfloat16 (True) and float16."""
 _MAGIC_BITS = {True: 0x4300, False: 0x6400}
-"""Floats whose last bit counts 1: 128 in bfloat16, 1024 in float16. OR-ing a small integer into the bits adds it."""
+"""128 in bfloat16, 1024 in float16: the last bit counts 1, so OR-ing a small integer adds it."""
 
 
 def _paired_half_literal(half: int) -> str:
-    """One 16-bit number twice in a register."""
     return f"0x{half:04X}{half:04X}"
 
 
@@ -30,14 +29,13 @@ def _shift_asm(to: str, source: str, left: int) -> str:
 
 
 def _multiply_add_asm(to: str, wide: bool, factor: int, added: str) -> str:
-    """Multiply-add on the two numbers in t. added: bits, or a register."""
     kind = "bf16x2" if wide else "f16x2"
     return f"mov.b32 o, {_paired_half_literal(factor)}; mov.b32 m, {added}; fma.rn.{kind} {to}, t, o, m;"
 
 
 def _float_decode_asm(to: str, source: str, wide: bool, at: int, bits: int, mantissa: int, exponent: int) -> str:
-    """Decode small floats of `bits` bits that start at bit `at` of each half of the source. 2^exponent is the ratio of
-    their value to that of their bits in the larger type.
+    """Floats start at bit `at` of each half of the source; their value is 2^exponent times that of their bits in the
+    larger type.
     """
     fraction = 7 if wide else 10
     sign, rest = at + bits - 1, _paired_half_literal(((1 << (bits - 1)) - 1) << (fraction - mantissa))
@@ -52,11 +50,9 @@ def _float_decode_asm(to: str, source: str, wide: bool, at: int, bits: int, mant
 
 
 def _nibble_decode_asm(floats: bool, wide: bool, part: int) -> str:
-    """Decode the part-th nibble of both 16-bit words in $1: integers minus 8, or doubled floats (e2m1). wide: to
-    bfloat16.
-    """
+    """Decode the part-th nibble of both 16-bit words in $1: integers minus 8, or doubled floats (e2m1)."""
     if floats:
-        # e2m1's exponent bias is 1; doubling adds 1 to the exponent.
+        # e2m1's exponent bias is 1; doubling adds 1.
         body = _float_decode_asm("$0", "$1", wide, 4 * part, 4, 1, 127 if wide else 15)
     else:
         magic = _MAGIC_BITS[wide]
@@ -94,11 +90,10 @@ _BYTE_DECODE_ASM = tl.constexpr(
 
 @triton.constexpr_function
 def nibble_decode_asm(floats: bool, wide: bool, part: int) -> str:
-    """`_nibble_decode_asm` for kernels, which can read only precomputed text."""
+    """For kernels, which can read only precomputed text."""
     return _NIBBLE_DECODE_ASM.value[8 * floats + 4 * wide + part]
 
 
 @triton.constexpr_function
 def byte_decode_asm(floats: bool, wide: bool, part: int) -> str:
-    """`_byte_decode_asm` for kernels."""
     return _BYTE_DECODE_ASM.value[4 * floats + 2 * wide + part]

@@ -1,5 +1,3 @@
-"""Quantized linears and embeddings on a GPU, with the kernels of triton_quantized.py and PyTorch's products."""
-
 from __future__ import annotations
 
 import logging
@@ -37,20 +35,18 @@ log = logging.getLogger("quire.kernels")
 _MAX_FEW_ROWS, _MAX_SOME_ROWS = 16, 64
 """Row counts at which tiles change."""
 _MIN_DEQUANTIZED_ROWS = 256
-"""From here on weights that multiply unrounded x are dequantized, for PyTorch's 16-bit product."""
+"""Weights for unrounded x are dequantized from here on, for PyTorch's 16-bit product."""
 _LONG_STEP, _LONG_STEP_BYTES = 64, 112 * 1024
-"""Words of a long step, and the shared memory of three of them with _MAX_SOME_ROWS rows of inputs."""
+"""Words, and the shared memory of three steps with _MAX_SOME_ROWS rows."""
 _COLUMN_BLOCK = 1024
-"""Columns per program, in lookups and reductions."""
+"""Columns per program."""
 _PROGRAMS_PER_PROCESSOR = 4
-"""Per multiprocessor, to hide memory latency."""
+"""Hides memory latency."""
 _MIN_STEPS = 4
-"""Steps in a part of a split inner dimension."""
+"""Steps per part of a split inner dimension."""
 
 
 class TritonQuantizedLinear(RoundedInputLinear):
-    """Fused weights with the same input."""
-
     def __init__(
         self,
         parts: Sequence[PackedWeight],
@@ -61,15 +57,14 @@ class TritonQuantizedLinear(RoundedInputLinear):
         products: Sequence[torch_matmul.TorchMatmulKind | None] = (),
         fuses: bool = False,
     ) -> None:
-        """fixed: batch-invariant. wide: the result is float32. products: by part, PyTorch's product for many rows; ():
-        none. fuses: norms and gates may give x in 8 bits.
+        """fixed: batch-invariant. products: PyTorch's for many rows, by part. fuses: norms and gates may give x in 8
+        bits.
         """
         self.parts = parts
         self._matmuls = products or [None] * len(parts)
         self.bias = bias
         self.has_float32_output = wide
         self.dequantized_bytes = torch_matmul.DEQUANTIZED_BYTES
-        """Maximum of weights dequantized at once."""
         self._has_fixed_tiles = fixed
         self._outs = sum(each.out_features for each in parts)
         parts_and_matmuls = zip(parts, self._matmuls, strict=True)
@@ -77,7 +72,7 @@ class TritonQuantizedLinear(RoundedInputLinear):
             None if part.input_order is not None else _activation_rounding(part, product)
             for part, product in parts_and_matmuls
         )
-        """How x is rounded for many rows. A part with another input order rounds by itself."""
+        """A part with another input order rounds by itself."""
         self._fused_roundings = self._roundings if fuses else (None,) * len(parts)
         self._unrounded = (None,) * len(parts)
 
@@ -91,7 +86,7 @@ class TritonQuantizedLinear(RoundedInputLinear):
         return self._fused_roundings if self._should_round(rows) else self._unrounded
 
     def _should_round(self, rows: int) -> bool:
-        """Few rows are not rounded, because their time is that of reading the weights."""
+        """False for few rows, which take the time of reading weights."""
         return self._has_fixed_tiles or rows > _MAX_FEW_ROWS
 
     def __call__(self, x: Activations, context: LinearContext) -> Tensor:
@@ -124,7 +119,6 @@ class TritonQuantizedLinear(RoundedInputLinear):
     def _multiply_part(
         self, number: int, x: Tensor, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None
     ) -> Tensor:
-        """x @ part.T + bias in this dtype, into `out` (columns of a wider tensor) if given."""
         part, rows = self.parts[number], len(x)
         x = x if part.input_order is None else x.index_select(1, part.input_order)
         if self._should_round(rows) and (form := _activation_rounding(part, self._matmuls[number])) is not None:
@@ -162,9 +156,7 @@ def _activation_rounding(part: PackedWeight, product: torch_matmul.TorchMatmulKi
 def pack_quantized(
     weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool, fixed: bool
 ) -> TritonQuantizedLinear | None:
-    """`Backend.pack_quantized`; None if the kernels do not support a format, or fail its trial on this GPU. fixed:
-    batch-invariant.
-    """
+    """None if a format is unsupported, or fails its trial on this GPU. fixed: batch-invariant."""
     if weights[0].codes.is_cuda:
         where = (dtype, weights[0].codes.device, wide, fixed)
         for weight in weights:
@@ -202,7 +194,7 @@ def pack_without_trial(
 def pack_quantized_embedding(
     weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool, fixed: bool
 ) -> QuantizedEmbedding | None:
-    """`Backend.pack_quantized_embedding`; None as in `pack_quantized`, or if inputs are reordered."""
+    """None as in `pack_quantized`, or if inputs are reordered."""
     linear = pack_quantized([weight], None, dtype=dtype, wide=True, fixed=fixed)
     if linear is None or linear.parts[0].input_order is not None:
         return None
@@ -211,7 +203,7 @@ def pack_quantized_embedding(
 
 
 def can_multiply_float8(codes: Tensor) -> bool:
-    """True if the GPU multiplies float8, or for Triton's interpreter."""
+    """True also for Triton's interpreter."""
     return not codes.is_cuda or torch.cuda.get_device_capability(codes.device) >= (8, 9)
 
 
@@ -223,10 +215,10 @@ class MatmulTiles(NamedTuple):
 
 
 def choose_matmul_tiles(rows: int, dtype: torch.dtype, *, fixed: bool, part: PackedWeight | None = None) -> MatmulTiles:
-    """Small tiles for few rows, whose time is reading weights. fixed: one size for all rows. dtype: of the operands.
-    part: the weight if it is decoded first. Measured on an H100.
+    """Small for few rows, which take the time of reading weights; fixed: one size. part: a weight that is decoded
+    first. Measured on an H100.
     """
-    if dtype == torch.float32:  # full precision uses no tensor cores
+    if dtype == torch.float32:  # no tensor cores
         return MatmulTiles(32, 64, 4, 2)
     nibbles = False
     long = False
@@ -245,9 +237,7 @@ def choose_matmul_tiles(rows: int, dtype: torch.dtype, *, fixed: bool, part: Pac
 
 
 def split_k_count_and_length(part: PackedWeight, tiles: MatmulTiles) -> tuple[int, int]:
-    """Number of parts of the inner dimension, and words per part, from the weight's shape and the tiles alone. Stored
-    sums stay smaller than the weights.
-    """
+    """Parts, and words per part, independent of x. Stored sums stay smaller than the weights."""
     steps, columns = cdiv(part.words_per_output, part.inputs_per_step), cdiv(part.out_features, tiles.block_n)
     wanted = cdiv(_PROGRAMS_PER_PROCESSOR * triton_launch_sizes.num_multiprocessors(part.codes.device.index), columns)
     count = max(1, min(wanted, steps // _MIN_STEPS, part.words_per_output * part.codes.itemsize // (8 * tiles.block_m)))
@@ -304,7 +294,6 @@ def multiply_unrounded(part: PackedWeight, x: Tensor, bias: Tensor | None, out: 
 def _multiply_rounded_codes(
     part: PackedWeight, x: RoundedActivations, bias: Tensor | None, out: Tensor, fixed: bool
 ) -> None:
-    """The same for x in the weights' codes, with block scales."""
     rows, outs = out.shape
     tiles = choose_matmul_tiles(rows, x.codes.dtype, fixed=fixed)
     code_dtype = torch.float8_e4m3fn if part.kernel_form[0] == kernels.FLOATS else torch.int8

@@ -1,6 +1,5 @@
-"""Products for many rows: float8 by PyTorch (torch._scaled_mm), int8 by PyTorch (torch._int_mm) or Triton, and 16-bit
-products of weights dequantized piece by piece. Trials on the GPU show which work. Their tiles depend on the number of
-rows, so they are not for --deterministic.
+"""Products for many rows: float8 (torch._scaled_mm), int8 (torch._int_mm or Triton), and 16-bit with dequantized
+weights. Tiles depend on the number of rows, so they are not for --deterministic.
 """
 
 from __future__ import annotations
@@ -22,18 +21,16 @@ from quire.kernels.quantized_tensors import RoundedActivations
 _SCALE_BLOCK = 1024
 """Outputs per program."""
 DEQUANTIZED_BYTES = 128 * 2**20
-"""Weights dequantized at once: on an H100 products of many outputs gain more than fitting the L2 cache does."""
+"""Products of many outputs gain more, on an H100, than fitting the L2 cache does."""
 _MIN_TRITON_ROWS, _MIN_PROGRAM_SHARE = 64, 3
-"""Above this many rows Triton multiplies int8, and scales its sums itself, if its programs are at least this fraction
-(1 / share) of the GPU's multiprocessors.
-"""
+"""Above this many rows Triton multiplies int8 if its programs are at least 1 / share of the GPU's multiprocessors."""
 _INT8_TILES = AttentionTiles(128, 128, 8, 3)
 _INT8_STEP = 128
 _TILES_TOGETHER = 8
 _DIM_MULTIPLE = 16
-"""Inputs and outputs of _scaled_mm are multiples of it; _int_mm needs half."""
+"""For _scaled_mm; _int_mm needs half."""
 _ROW_MULTIPLE = 4
-"""_scaled_mm with scales per 128 inputs takes multiples of this many rows (cuBLASLt on an H100)."""
+"""For _scaled_mm with scales per 128 inputs (cuBLASLt on an H100)."""
 _MAX_ERROR = 0.01
 """Relative to the same codes in float64; the result's dtype has 8 bits."""
 _TRIAL_SHAPES = ((17, 512, 192), (300, 1024, 128))
@@ -41,7 +38,7 @@ _TRIAL_SHAPES = ((17, 512, 192), (300, 1024, 128))
 
 
 scaled_mm = torch._scaled_mm
-"""The public form is missing in older versions of PyTorch."""
+"""Older versions of PyTorch lack the public form."""
 
 
 class TorchMatmulKind(StrEnum):
@@ -51,7 +48,7 @@ class TorchMatmulKind(StrEnum):
 
 
 def choose_matmul(part: PackedWeight, dtype: torch.dtype) -> TorchMatmulKind | None:
-    """The product for x of this dtype that passed its trial, or None."""
+    """None if no product passes its trial."""
     candidate = _candidate_matmul(part)
     if candidate is None or trial_failure_reason(candidate, dtype, part.codes.device) is not None:
         return None
@@ -74,7 +71,7 @@ def _candidate_matmul(part: PackedWeight) -> TorchMatmulKind | None:
 
 @cache
 def trial_failure_reason(product: TorchMatmulKind, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why PyTorch's product is not used for x of this dtype on the device, or None if it is right."""
+    """None if PyTorch's product is right for x of this dtype."""
     try:
         for rows, inner, outs in _TRIAL_SHAPES:
             for biased in (False, True):
@@ -82,7 +79,7 @@ def trial_failure_reason(product: TorchMatmulKind, dtype: torch.dtype, device: t
                     error := _trial_relative_error(product, dtype, device, (rows, inner, outs), biased=biased)
                 ) > _MAX_ERROR:
                     return f"computes something else (relative error {error:.2g})"
-    except Exception as error:  # the fallback is Triton's kernels
+    except Exception as error:  # falls back to Triton's kernels
         return describe_kernel_error(error)
     return None
 
@@ -177,9 +174,7 @@ def multiply_rounded(
 def multiply_dequantized(
     part: PackedWeight, x: Tensor, bias: Tensor | None, out: Tensor, most_bytes: int = DEQUANTIZED_BYTES
 ) -> None:
-    """x [rows, in] @ weight.T + bias into out, columns of a wider tensor of x's 16-bit dtype. Dequantizes at most
-    `most_bytes` of weights at a time.
-    """
+    """As multiply_unrounded of quantized_linear.py, for 16-bit x and out."""
     most = max(
         INTERLEAVED_OUTPUTS, most_bytes // (part.in_features * x.itemsize) // INTERLEAVED_OUTPUTS * INTERLEAVED_OUTPUTS
     )

@@ -1,15 +1,11 @@
-"""Products with quantized weights, which are decoded in registers.
+"""Products with quantized weights, decoded in registers.
 
-`multiply_weight_only` decodes to x's dtype, exactly, for the tensor cores; scales and offsets join the float32 sums
-once per step of the inner dimension, which lies in one group. `multiply_block_scaled_codes` multiplies codes by 8-bit x
-from triton_rounded.py, with a scale per 128 inputs of a row. Products are weights by x, so that 64 outputs fill a
-tensor core's rows even if x has few.
+`multiply_weight_only` decodes exactly to x's dtype; scales and offsets join the float32 sums once per step, which lies
+in one group. Products are weights by x, so that 64 outputs fill a tensor core's rows even if x has few.
 
-Few rows fill a GPU only with a split inner dimension: `multiply_split_k` sums the parts, `reduce_split_k` adds them in
-order. With NESTED, `multiply_weight_only` makes the same sums in the same order, so with one tile size a row has the
-same bits in every batch. There are no atomics.
-
-Integers become floats by their bits and one addition: the GPU's own conversion has an eighth of the rate.
+Few rows fill a GPU only with a split inner dimension (`multiply_split_k`, `reduce_split_k`). NESTED makes the same sums
+in the same order, so with one tile size a row has the same bits in every batch. Integers become floats by their bits
+and one addition: the GPU's conversion has an eighth of the rate.
 """
 
 from __future__ import annotations
@@ -28,7 +24,6 @@ four with a value table; numbers of x's dtype; four doubled 4-bit floats (e2m1).
 
 @triton.constexpr_function
 def _codes_per_word(kind: int, bits: int) -> int:
-    """bits: size of a word."""
     return 1 if kind == 4 or bits == 8 else 2 if kind in (0, 1) else 4
 
 
@@ -36,7 +31,7 @@ def _codes_per_word(kind: int, bits: int) -> int:
 def _decode_packed_codes(
     codes, part: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, dtype: tl.constexpr
 ):
-    """Values of the part-th codes of words in this dtype. LOW and HIGH are a table's 16 values, a byte each."""
+    """LOW and HIGH: a table's 16 values, a byte each."""
     wide: tl.constexpr = dtype == tl.bfloat16
     short: tl.constexpr = tl.bfloat16 if wide else tl.float16
     fits: tl.constexpr = HAS_PTX and codes.dtype == tl.int16 and (wide or dtype == tl.float16)
@@ -56,7 +51,6 @@ def _decode_packed_codes(
 
 @triton.jit
 def _extract_code(words, part, KIND: tl.constexpr):
-    """A byte is one code."""
     if KIND == 2 or KIND == 3 or KIND == 5:
         return (words >> (4 * part)) & 15
     elif words.dtype == tl.int16:
@@ -85,14 +79,13 @@ def _code_to_float32(code, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.const
 
 @triton.jit
 def _offset_bytes_to_float32(code, less: tl.constexpr):
-    """Unsigned bytes minus `less`."""
     return (code.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + less)
 
 
 @triton.jit
 def weight_row_pointers(codes, n, outs, stride, LINES: tl.constexpr, STEP: tl.constexpr):
-    """Pointers to the codes of outputs n: for every LINES outputs, STEP words of each lie side by side, then the next.
-    Outputs past the last LINES get valid pointers, as other reads may fault.
+    """STEP words of each of LINES outputs lie side by side, then the next. Outputs past the last get valid pointers, as
+    other reads may fault.
     """
     wide = n.to(tl.int64)
     side = wide // LINES
@@ -105,7 +98,6 @@ def weight_row_pointers(codes, n, outs, stride, LINES: tl.constexpr, STEP: tl.co
 def _load_scales_per_part(
     scales, at, n, n_inside, outs, inner, group, PARTS: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """One scale of outputs n for each of PARTS parts of the step that starts at input `at`."""
     first = _load_group_scale(scales, at, n, n_inside, outs, inner, group)
     if PARTS == 1:
         return (first,)
@@ -129,10 +121,8 @@ def accumulate_output_tile(  # noqa: PLR0912
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Sums [BLOCK_N, BLOCK_M] of outputs n, with codes at lines [BLOCK_N, 1], for rows at x_rows [1, BLOCK_M], over
-    words first to end of lines of `stride` words. The lowest codes of BLOCK_K words are consecutive inputs, then the
-    next codes. If LINES is not 1, lines consist of whole steps. Scales are read one step ahead: Triton prefetches only
-    dot operands.
+    """Sums words first to end. The lowest codes of BLOCK_K words are consecutive inputs, then the next codes. Scales
+    are read one step ahead: Triton prefetches only dot operands.
     """
     parts: tl.constexpr = _codes_per_word(KIND, lines.dtype.element_ty.primitive_bitwidth)
     dtype: tl.constexpr = x_rows.dtype.element_ty
@@ -145,7 +135,7 @@ def accumulate_output_tile(  # noqa: PLR0912
                 offsets, first * parts, n, n_inside, outs, inner, group, parts, BLOCK_K
             )
     for begin in range(first, end, BLOCK_K):
-        if LINES > 1:  # lines are padded
+        if LINES > 1:
             packed = tl.load(lines + begin * LINES + k[None, :])
         else:
             packed = tl.load(
@@ -170,7 +160,7 @@ def accumulate_output_tile(  # noqa: PLR0912
                     offset = own_offsets[part].to(tl.float32)
                     if dtype == tl.float32:
                         total += offset[:, None] * tl.sum(right, 0)[None, :]
-                    else:  # tensor cores are idle enough, and each thread gets the sums that it needs
+                    else:
                         ones = tl.full((BLOCK_N, BLOCK_K), 1.0, tl.float32).to(dtype)
                         total += tl.dot(ones, right) * offset[:, None]
             else:
@@ -180,7 +170,6 @@ def accumulate_output_tile(  # noqa: PLR0912
 
 @triton.jit
 def _scale_and_store_tile(total, factors, bias, out, m, n, rows, outs, out_stride, BIASED: tl.constexpr):
-    """Scale sums [outputs, rows] by the outputs' factors, add the bias and store."""
     n_inside = n < outs
     added = tl.zeros_like(n).to(tl.float32)
     if BIASED:
@@ -198,9 +187,7 @@ def multiply_weight_only(
     BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
     NESTED: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, outs] for x [rows, inner] and codes [outs, stride]; a program computes BLOCK_N outputs of BLOCK_M
-    rows. NESTED: each of `parts` parts of a line, `length` words, has its own sum.
-    """
+    """NESTED: each of `parts` parts of a line, `length` words, has its own sum."""
     tiles_m = tl.cdiv(rows, BLOCK_M)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -228,7 +215,6 @@ def multiply_split_k(
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """sums [parts, rows, outs] float32, each of `length` words of every line. Grid: tiles, parts."""
     tiles_m, part = tl.cdiv(rows, BLOCK_M), tl.program_id(1)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -246,7 +232,7 @@ def multiply_split_k(
 def reduce_split_k(
     sums, factors, bias, out, rows, outs, out_stride, parts, BIASED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """out [rows, outs]: the parts' sums added in order. Grid: rows, output blocks."""
+    """Adds parts in order."""
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = n < outs
     total, added = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
@@ -264,7 +250,6 @@ def dequantize_weights(
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """out [some outputs, inner] in its dtype, from output `first` on. Grid: output tiles, steps of a line."""
     parts: tl.constexpr = _codes_per_word(KIND, codes.dtype.element_ty.primitive_bitwidth)
     row, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     n = first + row
@@ -290,7 +275,6 @@ def multiply_block_scaled_codes(
     x, x_scales, codes, scales, factors, bias, out, rows, outs, inner, out_stride, group,
     SCALED: tl.constexpr, BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, outs] for x in codes: BLOCK_K inputs share a scale in x, and in the weights."""
     tiles_m = tl.cdiv(rows, BLOCK_M)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -318,9 +302,8 @@ def multiply_integers(
     BIASED: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, outs] for int8 x [rows, inner] and codes [outs, inner], with a scale per row and a factor per output;
-    sums are exact. WHOLE: inner is a multiple of BLOCK_K. TOGETHER row tiles are neighbors in the grid, to share the
-    cache. Grid: tiles.
+    """One scale per row and factor per output. WHOLE: inner is a multiple of BLOCK_K. TOGETHER row tiles are neighbors
+    in the grid, to share the cache.
     """
     tiles_m = tl.cdiv(rows, BLOCK_M)
     width = TOGETHER * tl.cdiv(outs, BLOCK_N)
@@ -329,7 +312,7 @@ def multiply_integers(
     m = (first + at % height) * BLOCK_M + tl.arange(0, BLOCK_M)
     n, k = at // height * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     m_inside, n_inside = m < rows, n < outs
-    x_rows = x + (m % rows).to(tl.int64)[:, None] * inner  # rows beyond the last are not stored
+    x_rows = x + (m % rows).to(tl.int64)[:, None] * inner
     lines = codes + (n % outs).to(tl.int64)[None, :] * inner
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
     for begin in range(0, inner, BLOCK_K):
@@ -354,7 +337,6 @@ def multiply_integers(
 
 @triton.jit
 def scale_sums(sums, x_scales, factors, bias, out, outs, out_stride, BIASED: tl.constexpr, BLOCK: tl.constexpr):
-    """out [rows, outs] from integer sums, a scale per row and a factor per output. Grid: rows, blocks."""
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = n < outs
     total = tl.load(sums + row * outs + n, mask=inside, other=0).to(tl.float32) * tl.load(x_scales + row)
@@ -371,7 +353,6 @@ def look_up_embedding_rows(
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     STEP: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Weight rows, [ids, inner]. STEP: BLOCK_K of the products."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
     row = tl.load(ids + tl.program_id(0)).to(tl.int64)

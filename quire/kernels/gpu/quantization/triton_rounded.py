@@ -1,6 +1,5 @@
-"""x in 8 bits, int8 or float8, with a scale per row or per block of a row; rounded alone, or by the norm or gate that
-makes it. Fused kernels round the value that they would have stored, with the same operations, so both give the same
-bits.
+"""x in 8 bits, int8 or float8, rounded alone or by the norm or gate that makes it. Fused kernels round the value that
+they would have stored, so bits are the same.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from quire.kernels.gpu.triton_kv_quantization import to_float8, to_integer
 
 @triton.jit
 def _quantization_scale(most, KIND: tl.constexpr):
-    """most: largest magnitude."""
     steps: tl.constexpr = 127.0 if KIND == 0 else 448.0
     return tl.maximum(tl.div_rn(most, steps), 1.1754943508222875e-38)
 
@@ -26,8 +24,8 @@ def _quantize_values(numbers, scales, KIND: tl.constexpr):
 
 @triton.jit
 def _interleaved_column(column, PAIRED: tl.constexpr):
-    """Place of a column's code in its row. With PAIRED not 0, the first of two steps of PAIRED columns is the low byte
-    of 16-bit words, the second the high byte, as weight_packing.py packs weights.
+    """If PAIRED is not 0, the first of two steps of PAIRED columns is the low byte of 16-bit words, the second the high
+    byte.
     """
     if PAIRED:
         return column // (2 * PAIRED) * (2 * PAIRED) + column % PAIRED * 2 + column // PAIRED % 2
@@ -37,7 +35,6 @@ def _interleaved_column(column, PAIRED: tl.constexpr):
 
 @triton.jit
 def _interleave_codes(codes, PAIRED: tl.constexpr):
-    """Reorder a row of whole step pairs to _interleaved_column's order."""
     if PAIRED:
         size: tl.constexpr = codes.shape[0]
         apart = tl.reshape(codes, (size // (2 * PAIRED), 2, PAIRED))
@@ -50,9 +47,7 @@ def _interleave_codes(codes, PAIRED: tl.constexpr):
 def _quantize_and_store_blocks(
     numbers, codes, scales, row, rows, first, size, KIND: tl.constexpr, PAIRED: tl.constexpr
 ):
-    """Store codes and scales of float32 numbers [BLOCKS, BLOCK], a row from block `first` on. A scale is NaN if one of
-    its numbers is.
-    """
+    """numbers: float32 [BLOCKS, BLOCK] from block `first` on. A scale is NaN if one of them is."""
     BLOCKS: tl.constexpr = numbers.shape[0]
     BLOCK: tl.constexpr = numbers.shape[1]
     block = first + tl.arange(0, BLOCKS)
@@ -69,7 +64,6 @@ def round_per_block(
     x, codes, scales, rows, size,
     KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Codes [rows, size] and scales [blocks, rows] of x. Grid: rows, groups of BLOCKS blocks."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
     column = (first + tl.arange(0, BLOCKS))[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     numbers = tl.load(x + row * size + column, mask=column < size, other=0.0).to(tl.float32)
@@ -78,7 +72,6 @@ def round_per_block(
 
 @triton.jit
 def round_per_row(x, codes, scales, size, KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr):
-    """Codes [rows, size] and scales [rows] of x. Grid: rows."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     most, bad = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
     for begin in range(0, size, BLOCK):
@@ -100,10 +93,8 @@ def norm_rounded(
     SIZE: tl.constexpr, ROW: tl.constexpr, ADD: tl.constexpr, CENTRED: tl.constexpr, WHOLE: tl.constexpr,
     KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr, BY_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """A norm's output in codes, with a scale per block or per row. WHOLE: also unrounded, to out. Grid: rows.
-
-    Codes are always stored from blocks. Stored in the layout of the sum, 16 bytes per thread, the compiler would give
-    each thread 16 numbers of a row instead of the norm kernel's 8, and change the order of the norm's sum.
+    """WHOLE: also unrounded, to out. Codes are stored from blocks: in the layout of the sum threads would have 16
+    numbers instead of the norm kernel's 8, which changes the order of the sum.
     """
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, ROW)
     at, inside = row * SIZE + i, i < SIZE
@@ -128,7 +119,6 @@ def gate_rounded(
     GELU: tl.constexpr, WHOLE: tl.constexpr, KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """A gate's output in codes [rows, size] and scales [blocks, rows]. Grid: rows, groups of BLOCKS blocks."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
     column = (first + tl.arange(0, BLOCKS))[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = column < size
@@ -143,9 +133,7 @@ def gate_rounded_per_row(
     out, codes, scales, gate_up, size,
     GELU: tl.constexpr, WHOLE: tl.constexpr, KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A gate's output in codes [rows, size] and scales [rows]; inputs are read twice, the second time from the cache.
-    Grid: rows.
-    """
+    """The second read of inputs is from the cache."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     most, bad = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
     for begin in range(0, size, BLOCK):

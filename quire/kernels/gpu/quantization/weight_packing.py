@@ -1,5 +1,3 @@
-"""Packing of quantized weights for triton_quantized.py."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -13,36 +11,34 @@ from quire.kernels.gpu.quantization import triton_quantized as kernels
 from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, has_same_input_order
 
 _STEP_SIZES = (64, 32, 16)
-"""Inputs per product of a program: the largest that divides a group."""
+"""Inputs per product: the largest that divides a group."""
 SCALE_BLOCK = 128
-"""Inputs of rounded x per scale."""
+"""Inputs of x per scale."""
 INTERLEAVED_OUTPUTS = 64
-"""Outputs with words side by side, a step of each, so that a program's reads are contiguous."""
+"""Outputs with words side by side, a step of each, for contiguous reads."""
 _NIBBLES_PER_WORD = 4
 _MAX_PADDING = 0.03
-"""Fraction of a line that may be zero padding for a longer step."""
+"""Fraction of a line, for a longer step."""
 _FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Doubled 4-bit floats (e2m1), by code."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """Weights of one format in the kernels' layout."""
-
     codes: Tensor
     """[lines, words]: int16 words of four 4-bit codes (`_pack_nibbles`) or two 8-bit codes (`_pack_byte_pairs`), maybe
-    after `interleave_output_rows`; otherwise [outs, in], a byte or a number each.
+    interleaved; otherwise [outs, in], a byte or a number each.
     """
     factors: Tensor
     """[outs] float32."""
     scales: Tensor | None
-    """[groups, outs], multiplied by the factors; None: 1."""
+    """[groups, outs], times the factors; None: 1."""
     offsets: Tensor | None
-    """[groups, outs], multiplied by the factors; None: 0."""
+    """[groups, outs], times the factors; None: 0."""
     group_size: int
-    """Inputs per scale; the last group may be smaller."""
+    """Inputs per scale; the last may be smaller."""
     kernel_form: tuple[int, int, int, bool, bool]
-    """KIND, LOW, HIGH, SCALED and OFFSET of the kernels."""
+    """KIND, LOW, HIGH, SCALED and OFFSET."""
     in_features: int
     inputs_per_step: int
     """Inputs per product."""
@@ -50,11 +46,10 @@ class PackedWeight:
     input_order: Tensor | None = None
     """As in GroupedWeight."""
     rounds_activations: bool = False
-    """x is rounded to 8 bits."""
+    """To 8 bits."""
     block_scales: Tensor | None = None
-    """[ceil(outs / 128), ceil(in / 128)] float32: scales of 128 x 128 float8 blocks, in addition to `scales`."""
+    """[ceil(outs / 128), ceil(in / 128)] float32, in addition to `scales`."""
     interleaved_outputs: int = 1
-    """Outputs that lie side by side, a step of each."""
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +58,7 @@ class PackedWeight:
 
     @property
     def kernel_key(self) -> tuple[object, ...]:
-        """Equal for weights that one kernel program can multiply."""
+        """Equal for weights that one program can multiply."""
         return self.kernel_form, self.group_size, self.inputs_per_step, self.codes.dtype
 
     @property
@@ -78,21 +73,18 @@ class PackedWeight:
 
     @property
     def pair_distance(self) -> int:
-        """Inputs per step if a word has two 8-bit codes, so that codes of x take their order; otherwise 0."""
+        """Inputs per step of words with two 8-bit codes, or 0."""
         pairs = self.kernel_form[0] in (kernels.INTEGERS, kernels.FLOATS) and self.codes.dtype == torch.int16
         return self.inputs_per_step if pairs else 0
 
     @property
     def kernel_scales_and_offsets(self) -> tuple[Tensor, Tensor]:
-        """Missing ones are replaced by other tensors."""
         scales = self.factors if self.scales is None else self.scales
         return scales, scales if self.offsets is None else self.offsets
 
 
 def pack_group_quantized(weight: GroupedWeight) -> PackedWeight | None:
-    """None if a group is no multiple of a step. As on CPUs, 8-bit integers with one scale per output multiply x in 8
-    bits.
-    """
+    """None if a group is not a multiple of a step. 8-bit integers with one scale per output multiply x in 8 bits."""
     (outs, inner), single = weight.shape, weight.scales.shape[1] == 1
     steps = [step for step in _STEP_SIZES if single or weight.group_size % step == 0]
     if not steps:
@@ -116,8 +108,8 @@ def pack_group_quantized(weight: GroupedWeight) -> PackedWeight | None:
 
 
 def pack_float8(weight: Float8Weight, *, native: bool) -> PackedWeight | None:
-    """None if a scale's inputs are no multiple of a step. native: the GPU multiplies float8, so x is rounded to it if
-    blocks allow.
+    """None if a scale's inputs are not a multiple of a step. native: the GPU multiplies float8, so x is rounded to it
+    if blocks allow.
     """
     (outs, inner), single = weight.shape, weight.inputs_per_scale == weight.shape[1]
     steps = [step for step in _STEP_SIZES if single or weight.inputs_per_scale % step == 0]
@@ -141,8 +133,8 @@ def pack_float8(weight: Float8Weight, *, native: bool) -> PackedWeight | None:
 
 
 def interleave_output_rows(part: PackedWeight) -> PackedWeight:
-    """Order words so that a program, which multiplies LINES outputs, reads contiguous steps: reading weights is the
-    time of few rows. Outputs are zero-padded. Byte codes and weights for PyTorch's products are unchanged.
+    """For contiguous reads: few rows take the time of reading weights. Outputs are zero-padded. Byte codes and weights
+    for PyTorch's products are unchanged.
     """
     if part.codes_per_word == 1 or part.rounds_activations or part.interleaved_outputs > 1:
         return part
@@ -171,14 +163,13 @@ def merge_adjacent_weights(parts: Sequence[PackedWeight]) -> list[PackedWeight]:
 
 
 def _table_values_as_two_int64(values: tuple[int, ...] | None) -> tuple[int, int]:
-    """16 values, a byte each."""
     listed = bytes(value & 255 for value in values or ())
     return int.from_bytes(listed[:8], "little", signed=True), int.from_bytes(listed[8:], "little", signed=True)
 
 
 def _pack_nibbles(codes: Tensor, step: int) -> Tensor:
-    """Words [out, words] from 4-bit codes [out, in / 2] (even input in the low half): `step` inputs are the lowest 4
-    bits of `step` words, the next inputs the bits above. Inputs are zero-padded.
+    """codes: [out, in / 2], even input in the low half. `step` inputs become the lowest 4 bits of `step` words, the
+    next inputs the bits above, zero-padded.
     """
     each = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
     each = F.pad(each, (0, -each.shape[1] % (_NIBBLES_PER_WORD * step))).unflatten(1, (-1, _NIBBLES_PER_WORD, step))
@@ -187,13 +178,12 @@ def _pack_nibbles(codes: Tensor, step: int) -> Tensor:
 
 
 def _choose_byte_pair_step(steps: Sequence[int], inner: int) -> int:
-    """The longest step with inner % (2 * step) == 0, or else the longest."""
     return next((each for each in steps if inner % (2 * each) == 0), steps[0])
 
 
 def _pack_byte_pairs(codes: Tensor, step: int) -> Tensor:
-    """Words [out, in / 2] from 8-bit codes [out, in]: of two steps the first is the low bytes, the second the high
-    bytes. Unchanged if the inputs are no multiple of two steps.
+    """codes: [out, in]. The first of two steps becomes the low bytes, the second the high bytes. Unchanged if the
+    inputs are not a multiple of two steps.
     """
     if codes.shape[1] % (2 * step):
         return codes.contiguous()

@@ -1,5 +1,5 @@
-"""Trial of each quantized format on the GPU before the first such weight is packed. Nothing else shows what another
-compiler or GPU makes of the kernels.
+"""Trial of each quantized format before its first weight is packed. Nothing else shows what another compiler or GPU
+makes of the kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ROW_COUNTS = (3, 40, 300)
 _NUM_OUTPUTS, _MIN_INPUTS = 192, 1024
 """Inputs are rounded up to whole groups."""
 _MAX_INTEGER_ERROR, _MAX_FLOAT_ERROR = 0.02, 0.04
-"""Relative error of a product with x possibly in 8 bits, of which a float has 4 for its significand."""
+"""Relative, with x possibly in 8 bits; a float8 significand has 4."""
 
 
 class QuantizedFormat(NamedTuple):
@@ -65,9 +65,7 @@ def trial_failure_reason(
     pack: PackFunction,
     counts: tuple[int, ...] = _ROW_COUNTS,
 ) -> str | None:
-    """Return why packed weights of this kind multiply wrongly; None if they do not, or if the kernels do not support
-    them. counts: numbers of rows to try.
-    """
+    """None if packed weights multiply correctly, or are unsupported. counts: numbers of rows."""
     try:
         generator = torch.Generator().manual_seed(0)
         weight = _random_weight(kind, device, generator)
@@ -81,7 +79,7 @@ def trial_failure_reason(
             error = ((linear(x, NO_ADAPTERS).double() - wanted).norm() / wanted.norm()).item()
             if not error < (_MAX_INTEGER_ERROR if kind.bits else _MAX_FLOAT_ERROR):
                 return f"{kind} computes something else for {rows} rows (relative error {error:.2g})"
-    except Exception as error:  # the fallback is plain PyTorch
+    except Exception as error:  # falls back to plain PyTorch
         return describe_kernel_error(error)
     return None
 

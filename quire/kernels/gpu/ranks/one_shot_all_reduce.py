@@ -1,9 +1,7 @@
-"""Small sums over GPUs of one machine that reach each other's memory, with one launch (triton_sum.py): launches are the
-time of a decode step's sum.
+"""Small sums in one launch over GPUs of one machine: launches are the time of a decode step's sum.
 
-Memory is shared as torch.multiprocessing does (CUDA IPC). PyTorch's symmetric memory does not serve: its rendezvous
-changes between versions, its sums never end without all ranks, and its barriers and signals end the CUDA context when
-they time out.
+Memory is shared by CUDA IPC. PyTorch's symmetric memory does not serve: its rendezvous changes between versions, its
+sums never end without all ranks, and timeouts end the CUDA context.
 """
 
 from __future__ import annotations
@@ -26,15 +24,15 @@ from quire.kernels.gpu.triton_launch_sizes import cdiv, next_power_of_2
 log = logging.getLogger("quire.kernels")
 
 NUM_PROGRAMS, _ELEMENTS_PER_PROGRAM = 128, 2048
-"""All programs must run at once; any GPU can run this many."""
+"""All must run at once; any GPU can run this many."""
 MAX_ELEMENTS = NUM_PROGRAMS * _ELEMENTS_PER_PROGRAM
-"""Each rank reads all ranks' numbers, so for more an all-reduce in pieces is faster."""
+"""Each rank reads all numbers; for more an all-reduce in pieces is faster."""
 _MAX_ELEMENT_BYTES = 4
 _MAX_POLLS = 2**30
-"""Takes minutes; the end of a rank is noticed earlier in other ways."""
+"""Minutes; the end of a rank is noticed earlier in other ways."""
 _TRIAL_POLLS = 2**26
 _TRIAL_SECONDS = 45.0
-"""For all sums of the trial. A rank whose trial failed waits a minute at the store for the others' answers."""
+"""A rank that failed waits a minute at the store for the others' answers."""
 SumShape = tuple[int, torch.dtype]
 """Number of elements and dtype."""
 _TRIAL_SUMS: tuple[SumShape, ...] = (
@@ -47,13 +45,13 @@ _TRIAL_SUMS: tuple[SumShape, ...] = (
 
 
 class OneShotAllReduce:
-    """Sums start in the same order on all ranks, with equal sizes, and never overlap."""
+    """Sums have the same order and sizes on all ranks, and never overlap."""
 
     def __init__(
         self, rank: int, rank_memories: Sequence[Tensor], host_flags: Tensor, max_polls: int = _MAX_POLLS
     ) -> None:
         """rank_memories: each rank's `rank_memory_bytes` zeros, as this rank reaches them. host_flags: [2] int32 zeros
-        in host memory that the GPU reaches. max_polls: polls of another rank's count before a sum is given up.
+        in host memory that the GPU reaches. max_polls: of another rank's count before a sum is given up.
         """
         self._rank = rank
         self.rank_memories = tuple(rank_memories)
@@ -68,9 +66,7 @@ class OneShotAllReduce:
         return 0 < x.numel() <= MAX_ELEMENTS and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum x, for which `can_reduce` is true, in float32 and in rank order. A sum that was given up returns garbage:
-        see `raise_if_failed`.
-        """
+        """Adds in float32 and rank order. A sum that was given up is garbage: see `raise_if_failed`."""
         x = x.contiguous()
         out, ranks = torch.empty_like(x), len(self.rank_memories)
         sum_over_ranks[cdiv(x.numel(), _ELEMENTS_PER_PROGRAM),](
@@ -105,7 +101,7 @@ def verify_all_reduce(
     sizes: Sequence[SumShape] = _TRIAL_SUMS,
     max_polls: int = _TRIAL_POLLS,
 ) -> None:
-    """Raises ValueError unless sums of these sizes have the bits of a CPU's. max_polls applies until the trial ends."""
+    """Raises ValueError unless sums have the bits of a CPU's."""
     sums.max_polls, until = max_polls, time.monotonic() + _TRIAL_SECONDS
     for number, (size, dtype) in enumerate((*sizes, *sizes)):
         generator = torch.Generator().manual_seed(number)
@@ -137,8 +133,8 @@ def connect_one_shot(
     storages: Any = torch.UntypedStorage,
     trial: Callable[[OneShotAllReduce, int, int, torch.device], None] = verify_all_reduce,
 ) -> OneShotAllReduce | None:
-    """Called by all ranks, with the same result: None, and a log entry, if a GPU does not reach another's memory or the
-    trial fails. Raises RuntimeError if another rank does not come. storages: PyTorch's class that shares GPU memory.
+    """All ranks call it, with the same result: None, and a log entry, if a GPU does not reach another's memory or the
+    trial fails. Raises RuntimeError if a rank does not come. storages: PyTorch's class that shares GPU memory.
     """
 
     def exchange_answers(what: str, own: bytes) -> list[bytes]:
@@ -189,6 +185,5 @@ def connect_one_shot(
 
 
 def _open_shared_memory(handle: bytes, device: torch.device, storages: Any) -> Tensor:
-    """Another rank's memory, opened for this rank's GPU."""
     storage = storages._new_shared_cuda(device.index or 0, *pickle.loads(handle))
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

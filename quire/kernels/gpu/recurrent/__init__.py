@@ -1,1 +1,1 @@
-"""Recurrent states on a GPU, token by token and in chunks."""
+"""Recurrent states on a GPU."""

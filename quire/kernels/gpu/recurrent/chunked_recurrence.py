@@ -1,6 +1,4 @@
-"""Launches triton_chunks.py for long prompts. Grids follow from shapes and the device finds long sequences, for CUDA
-graphs.
-"""
+"""Launches triton_chunks.py for long prompts, which the device finds."""
 
 from __future__ import annotations
 
@@ -26,15 +24,13 @@ MIN_CHUNKED_TOKENS = 32
 _MAX_KEY_DIM = 128
 """Larger ones are untested."""
 _COLUMN_BLOCK, _PIPELINE_STAGES = 32, 3
-"""Columns of a head's matrix per program: one prompt with 32 heads of 128 columns occupies nearly all processors of an
-H100. Stages take up to 218 of its 227 KB of shared memory.
+"""Columns of a head's matrix per program: one prompt with 32 heads of 128 columns occupies nearly all of an H100.
+Stages take up to 218 of its 227 KB of shared memory.
 """
 
 
 def can_run_chunked(rule: DeltaRule | StateSpace, inputs: Tensor, longest: int) -> bool:
-    """True if the kernels support the rule and inputs, and a sequence of `longest` tokens is long enough. GPUs other
-    than Hopper have less shared memory or other products, and are untested.
-    """
+    """GPUs other than Hopper have less shared memory or other products, and are untested. longest: tokens."""
     able = inputs.dtype == torch.bfloat16 and rule.key_dim <= _MAX_KEY_DIM
     return (
         able

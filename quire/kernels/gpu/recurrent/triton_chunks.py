@@ -1,5 +1,5 @@
-"""Delta rules and state spaces in Triton by chunks of 64 tokens, with matrix products. Bits differ from those token by
-token, and depend on how a prompt was cut.
+"""Delta rules and state spaces by chunks of 64 tokens, with matrix products. Bits differ from those token by token, and
+depend on how a prompt was cut.
 
 G_i is the sum of log decays up to token i of a chunk, S the matrix before the chunk, and token i adds k_i d_i^T:
 
@@ -7,12 +7,11 @@ G_i is the sum of log decays up to token i of a chunk, S the matrix before the c
     next matrix   exp(G) S + sum over j of exp(G - G_j) k_j d_j^T
 
 For state spaces d_j is the step times x. For the delta rule d = (1 + A)^-1 beta (v - exp(G) k S), with A_ij = beta_i
-exp(G_i - G_j) (k_i k_j) for j < i (Yang et al., 2024: Gated Delta Networks). What does not need S is computed for all
-chunks at once, then `advance_chunks` goes through a sequence's chunks.
+exp(G_i - G_j) (k_i k_j) for j < i (Yang et al., 2024: Gated Delta Networks). What does not need S is computed first,
+for all chunks at once.
 
-Inputs are bfloat16, so their products are exact in float32. A float32 operand is the sum of two bfloat16
-(`split_into_bfloat16_pair`), 16 of 24 bits: about 100 times as exact as bfloat16 at twice the price, or three times if
-both operands are float32. Matrices are float32 and stay in registers.
+A float32 operand is the sum of two bfloat16: about 100 times as exact as bfloat16 at twice the price, or three times if
+both operands are float32.
 """
 
 from __future__ import annotations
@@ -28,23 +27,21 @@ from quire.kernels.gpu.recurrent.triton_common import (
 )
 
 RECURRENCE_CHUNK = 64
-"""Tokens; Hopper's matrix products have 64 rows."""
+"""Tokens; Hopper's products have 64 rows."""
 _SIZE: tl.constexpr = tl.constexpr(RECURRENCE_CHUNK)
 
 
 @triton.jit
 def split_into_bfloat16_pair(x):
-    """Two bfloat16 with the sum x, up to 2^-17 of it. The first is rounded with integers, because scalar conversions
-    are slow.
-    """
+    """The sum is x up to 2^-17 of it. The first is rounded with integers: scalar conversions are slow."""
     high = ((x.to(tl.int32, bitcast=True) + 32768) & -65536).to(tl.float32, bitcast=True)
     return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
 
 
 @triton.jit
 def _chunk_sequence_and_index(number, decodes, seqs, query_start):
-    """A chunk's sequence, and its index there. Of the `seqs` sequences after `decodes`, s has the chunks from number
-    query_start[s] // 64 + s on, so none share one; some numbers may be unused.
+    """Sequence s after `decodes` has the chunks from number query_start[s] // 64 + s on, so none share one; some
+    numbers may be unused.
     """
     row = 0
     for begin in range(0, seqs, 256):
@@ -57,9 +54,7 @@ def _chunk_sequence_and_index(number, decodes, seqs, query_start):
 
 @triton.jit
 def _chunk_start_and_length(number, decodes, seqs, query_start, contexts, seen, known, guessed, long):
-    """A chunk's first token in the step, and the number of its sequence's tokens from there on; 0 if the chunk does not
-    exist or its sequence is not computed in chunks.
-    """
+    """Length: the sequence's tokens from the chunk on; 0 if it is not computed in chunks."""
     row, piece = _chunk_sequence_and_index(number, decodes, seqs, query_start)
     start, first, begin, stop, context = load_sequence_bounds(row, query_start, contexts, seen, known, guessed)
     count = tl.where(uses_chunked_kernel(first, begin, stop, context, long), context - first - piece * _SIZE, 0)
@@ -82,8 +77,8 @@ def prepare_delta_chunks(
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     """systems [chunks, HEADS, 64, 64]: A below the diagonal, beta on it. tiles [chunks, HEADS, 4, 64, 64] bfloat16, the
-    last two: coefficients of d in readouts, as a pair. factors [chunks, HEADS, 4, 64]: of q S, of k S, of d in the next
-    matrix, of the matrix. Grid: chunks, HEADS.
+    last two: coefficients of d in readouts. factors [chunks, HEADS, 4, 64]: of q S, of k S, of d in the next matrix, of
+    the matrix.
     """
     number, head = tl.program_id(0), tl.program_id(1)
     start, count = _chunk_start_and_length(number, decodes, seqs, query_start, contexts, seen, known, guessed, long)
@@ -131,7 +126,6 @@ def _dot_float32(a, b):
 
 @triton.jit
 def _store_beta_scaled_block(to, system, row: tl.constexpr, column: tl.constexpr, x):
-    """Multiply columns by their beta."""
     i = tl.arange(0, 16)
     where = (row * 16 + i)[:, None] * _SIZE + column * 16 + i[None, :]
     high, low = split_into_bfloat16_pair(x * tl.load(system + (column * 16 + i) * (_SIZE + 1))[None, :])
@@ -143,8 +137,8 @@ def _store_beta_scaled_block(to, system, row: tl.constexpr, column: tl.constexpr
 def invert_delta_systems(
     tiles, systems, query_start, contexts, seen, known, guessed, long, decodes, seqs, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """tiles, the first two: (1 + A)^-1 beta as a pair; applied to v - exp(G) k S it gives d. Solves the four diagonal
-    blocks of 16 rows row by row at once, and the blocks below by products of them. One warp. Grid: chunks, HEADS.
+    """tiles, the first two: (1 + A)^-1 beta. Solves the four diagonal blocks of 16 rows at once, row by row, and the
+    blocks below by products, in one warp.
     """
     number, head = tl.program_id(0), tl.program_id(1)
     _, count = _chunk_start_and_length(number, decodes, seqs, query_start, contexts, seen, known, guessed, long)
@@ -197,7 +191,7 @@ def prepare_state_space_chunks(
     GROUPS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     """tiles [chunks, HEADS, 2, 64, 64]: coefficients of x in readouts. factors [chunks, HEADS, 4, 64]: of c S, unused,
-    of x in the next matrix, of the matrix. Grid: chunks, HEADS.
+    of x in the next matrix, of the matrix.
     """
     number, head = tl.program_id(0), tl.program_id(1)
     start, count = _chunk_start_and_length(number, decodes, seqs, query_start, contexts, seen, known, guessed, long)
@@ -231,9 +225,7 @@ def advance_chunks(
     SHARING: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """read [T, HEADS, VALUE] and matrices of the chunked sequences. A token's [INPUTS] hold q per SHARING heads, or c,
-    from Q_AT; k, or b, from K_AT; v per head, or x, from V_AT. Grid: sequences after `decodes`, HEADS, blocks of VALUE.
-    """
+    """A token's [INPUTS] hold q per SHARING heads, or c, from Q_AT; k, or b, from K_AT; v per head, or x, from V_AT."""
     row, head = decodes + tl.program_id(0), tl.program_id(1)
     at, k_at = tl.arange(0, _SIZE), tl.arange(0, KEY_PAD)
     v_at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)

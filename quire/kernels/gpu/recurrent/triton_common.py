@@ -1,8 +1,6 @@
-"""Shared parts of the recurrence kernels.
-
-A program has some columns of one head's matrix of a sequence, which are independent of others, and computes the tokens
-one by one. It is one warp, so that sums over a column stay within it. Decodes, prompts and drafts use one loop body, so
-a token's bits depend on the matrix before it and its inputs alone.
+"""A program of advance_delta, advance_scan or advance_space has some columns of one head's matrix of a sequence, and
+computes token by token: read [T, HEADS, VALUE] and matrices. One warp keeps sums over a column within it. One loop body
+serves decodes, prompts and drafts, so a token's bits depend on the matrix before it and its inputs alone.
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ SEQUENCE_POINTERS = ["query_start", "contexts", "seen", "known", "slots"]
 
 @triton.jit
 def load_sequence_bounds(row, query_start, contexts, seen, known, guessed):
-    """Index of a sequence's first token in the step; positions of that token, of the first token not yet in the matrix,
-    of the first draft token, and of the end. guessed: `seen` and `known` hold the counts of StateAndVerifiedCounts.
+    """Index of a sequence's first token in the step; positions of that token, of the first token not in the matrix, of
+    the first draft token, and of the end.
     """
     start = tl.load(query_start + row)
     context = tl.load(contexts + row)
@@ -31,9 +29,7 @@ def load_sequence_bounds(row, query_start, contexts, seen, known, guessed):
 
 @triton.jit
 def uses_chunked_kernel(first, begin, stop, context, long):
-    """True if triton_chunks.py computes the sequence: it has at least `long` tokens (0: never), none a draft or
-    accepted draft.
-    """
+    """True for sequences of at least `long` tokens (0: never), none a draft or accepted draft."""
     return (long > 0) & (begin == first) & (stop == context) & (context - first >= long)
 
 
@@ -42,7 +38,6 @@ def token_input_pointers(
     given, beside, guesses, slot, position, first, start,
     INPUTS: tl.constexpr, BESIDE: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Inputs of a position: in the step, or for earlier positions among the slot's draft inputs."""
     token = (start + position - first).to(tl.int64)
     numbers, others = given + token * INPUTS, beside + token * BESIDE
     if MOST:
@@ -53,7 +48,7 @@ def token_input_pointers(
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp(x)); x above 20, as in PyTorch. Exact for small exp(x): it cancels the rounding of 1 + exp(x)."""
+    """x above 20, as in PyTorch. Exact for small exp(x): it cancels the rounding of 1 + exp(x)."""
     power = tl.exp(tl.minimum(x, 20.0))
     whole = 1.0 + power
     some = tl.log(whole) * (power / tl.where(whole == 1.0, 1.0, whole - 1.0))
@@ -65,9 +60,7 @@ def store_draft_inputs(
     guesses, given, beside, query_start, contexts, seen, known, slots,
     INPUTS: tl.constexpr, BESIDE: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store inputs of a step's draft tokens in their slots, after all programs have read those of the previous step
-    from the same places. Grid: sequences, MOST.
-    """
+    """Runs after all programs have read the previous step's inputs."""
     row = tl.program_id(0)
     start, first, _, stop, context = load_sequence_bounds(row, query_start, contexts, seen, known, True)
     position = tl.maximum(stop, first) + tl.program_id(1)
@@ -87,8 +80,8 @@ def norm_and_gate(
     out, read, z, norm, total, eps, SIZE: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
     NORMED: tl.constexpr, FIRST: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Norm and gate `read` with z, all [total]. NORMED: RMSNorm of pieces of SIZE numbers with norm [PIECES, SIZE];
-    FIRST: before the gate. ROUND: round to z's dtype before. Grid: pieces.
+    """NORMED: RMSNorm of pieces of SIZE numbers with norm [PIECES, SIZE]; FIRST: before the gate. ROUND: round to z's
+    dtype before.
     """
     piece, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     at = piece * SIZE + i

@@ -1,4 +1,4 @@
-"""The gated delta rule in Triton; kernels/recurrent/delta_rule.py is the judge."""
+"""kernels/recurrent/delta_rule.py in Triton."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ def _load_delta_token(
     numbers, others, wanted, head, k_at, v_at,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """A token's q and k [KEY_PAD], v [BLOCK], b and a of a head; 0 unless `wanted`."""
     of_key = numbers + (head // (HEADS // KEY_HEADS)) * KEY + k_at
     q = tl.load(of_key, mask=wanted & (k_at < KEY), other=0.0)
     k = tl.load(of_key + KEY_HEADS * KEY, mask=wanted & (k_at < KEY), other=0.0)
@@ -34,9 +33,8 @@ def advance_delta(
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
     MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """read [T, HEADS, VALUE] and the sequences' matrices. Loads the next token's inputs while it computes this one. A
-    readout is q S before the token's update plus (q k) times the update's delta, so that both sums over the matrix are
-    made at once. Grid: sequences, HEADS, blocks of VALUE.
+    """A readout is q S before the token's update plus (q k) times the update's delta, so that both sums over the matrix
+    are made at once.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     k_at, v_at = tl.arange(0, KEY_PAD), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)

@@ -1,8 +1,4 @@
-"""`Operations.run_recurrence` in Triton. The host never waits and grids follow from shapes, for CUDA graphs.
-
-Long prompts of delta rules and state spaces are computed by chunks of 64 tokens if bits may depend on how a prompt was
-cut; the device finds these sequences.
-"""
+"""Long prompts are computed by chunks if bits may depend on how a prompt was cut. The host never waits."""
 
 from __future__ import annotations
 
@@ -22,13 +18,12 @@ from quire.kernels.recurrent.selective_scan import SelectiveScan
 from quire.kernels.recurrent.state_space import StateSpace
 
 _MAX_MATRIX_ELEMENTS, _FIXED_MATRIX_ELEMENTS = 4096, 2048
-"""Matrix elements of a program's one warp: at most 128 registers per thread. In an H100's decodes 32 columns, with rows
-of 128 bytes, move two to three times the bytes per second of 8. 16 is a compromise if the kernel also computes long
-prompts, whose tokens wait for each other.
+"""A warp has at most 128 registers per thread. In an H100's decodes 32 columns (rows of 128 bytes) move two to three
+times the bytes per second of 8. 16 is a compromise if the kernel also computes long prompts.
 """
 _MAX_COLUMNS = 32
 _LARGE_KEY_DIM = 256
-"""As in Falcon H1; compute capability 12.0 then spills registers with more columns."""
+"""As in Falcon H1; compute capability 12.0 spills registers with more columns."""
 _DRAFT_BLOCK = 1024
 _GATE_BLOCK = 1024
 assert L2_NORM_EPS == 1e-6, "what advance_delta adds"
@@ -88,9 +83,6 @@ def _advance_states(
     *,
     fixed: bool,
 ) -> None:
-    """kernel_flags: whether there are draft tokens; tokens from which on the chunked kernel computes a sequence (0:
-    never).
-    """
     value, most = states.matrices.shape[3], states.draft_inputs.shape[1]
     key = next_power_of_2(rule.key_dim)
     few = fixed or (key >= _LARGE_KEY_DIM and is_consumer_blackwell(read.device.index))

@@ -1,4 +1,4 @@
-"""Mamba's selective scans in Triton; kernels/recurrent/selective_scan.py is the judge."""
+"""kernels/recurrent/selective_scan.py in Triton."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from quire.kernels.gpu.recurrent.triton_common import (
 def _load_scan_token(
     numbers, others, wanted, k_at, channel, inside, KEY: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """A token's x and dt of some channels [BLOCK], b and c [KEY_PAD] of all; 0 unless `wanted`."""
     x = tl.load(numbers + channel, mask=wanted & inside, other=0.0)
     b = tl.load(numbers + CHANNELS + k_at, mask=wanted & (k_at < KEY), other=0.0)
     c = tl.load(numbers + CHANNELS + KEY + k_at, mask=wanted & (k_at < KEY), other=0.0)
@@ -36,9 +35,7 @@ def advance_scan(
     HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr, NORMED: tl.constexpr,
     MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """read [T, HEADS, VALUE] and the sequences' matrices. Inputs are loaded two tokens ahead. Grid: sequences, HEADS,
-    blocks of VALUE.
-    """
+    """Inputs are loaded two tokens ahead."""
     row, head = tl.program_id(0), tl.program_id(1)
     k_at, v_at = tl.arange(0, KEY_PAD), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     start, first, begin, stop, context = load_sequence_bounds(row, query_start, contexts, seen, known, guessed)
