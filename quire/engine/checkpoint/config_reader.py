@@ -113,7 +113,9 @@ def explain_unsupported_model(raw: Mapping[str, Any]) -> list[str]:
     say it to people; [] for nothing."""
     family_reason, text_fields = explain_unsupported_family(raw), extract_text_config(raw)
     problems = [] if family_reason is None else [family_reason]
-    if (reason := explain_unsupported_quantization(text_fields.get("quantization_config") or {})) is not None:
+    is_encoder = find_encoder_family(raw.get("model_type")) is not None and not raw.get("is_decoder")
+    quantization = text_fields.get("quantization_config") or {}
+    if (reason := explain_unsupported_quantization(quantization, is_encoder=is_encoder)) is not None:
         problems.append(reason)
     if not has_quire_family(raw):
         return problems
