@@ -4,7 +4,7 @@ them. No torch."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
@@ -24,11 +24,10 @@ from quire.engine.families.base.family import DecoderFamily
 from quire.engine.families.base.mla_fields import fill_mla_head_dims
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.families.base.rope_fields import find_unsupported_rope_type, read_max_position, read_rope_parameters
-from quire.engine.families.base.schema.config_schema import FamilyConfigFields
+from quire.engine.families.base.schema.config_schema import TEXT_CONFIG_KEYS, FamilyConfigFields
 from quire.engine.families.base.weight_names import WeightNames
 
 _T = TypeVar("_T")
-_TEXT_CONFIG_KEYS = ("text_config", "llm_config", "language_config")
 
 
 def normalize_config_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,7 +56,7 @@ def extract_text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     If a model also takes images or audio, it is an object inside config.json. The keys of that object then override
     the outer keys of the same name.
     """
-    text_fields = next((raw[name] for name in _TEXT_CONFIG_KEYS if raw.get(name)), None)
+    text_fields = next((raw[name] for name in TEXT_CONFIG_KEYS if raw.get(name)), None)
     multimodal_family, defaults = find_multimodal_family(raw.get("model_type")), dict[str, Any]()
     fields = {
         **raw,
@@ -74,7 +73,7 @@ def extract_text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def parse_text_config(raw: dict[str, Any], file: str) -> dict[str, Any]:
     """The same; raises ModelError where it is no object."""
-    for key in _TEXT_CONFIG_KEYS:
+    for key in TEXT_CONFIG_KEYS:
         if not isinstance(raw.get(key) or {}, dict):
             raise ModelError(f"model: {file}: {key}: expected object")
     return extract_text_config(raw)
@@ -163,7 +162,7 @@ def checkpoint_dtype(text_fields: Mapping[str, Any]) -> str:
     )
 
 
-def parse_family_config(content: Mapping[str, Any], label: str, eos_token_ids: Sequence[int] = ()) -> ModelConfig:
+def parse_family_config(content: Mapping[str, Any], label: str) -> ModelConfig:
     """`content`: of a config.json of a family that a file of ours serves. `label`: what errors call the file. Raises
     ModelError, naming a wrong field."""
     names, family = file_field_names(content), find_decoder_family(content.get("model_type"))
@@ -193,7 +192,6 @@ def parse_family_config(content: Mapping[str, Any], label: str, eos_token_ids: S
             tie_embeddings=bool(raw.get("tie_word_embeddings")),
             dtype=checkpoint_dtype(raw),
             rope=rope,
-            eos_token_ids=tuple(token for token in eos_token_ids if 0 <= token < vocab_size),
             raw=raw,
             file_field_names=names,
         )

@@ -17,6 +17,7 @@ from typing import Any
 from quire.engine.checkpoint.tensor_headers import is_text_tensor, read_tensor_headers
 from quire.engine.common.errors import ModelError
 from quire.engine.families.base.moe_fields import moe_layer_mask
+from quire.engine.families.base.schema.config_schema import TEXT_CONFIG_KEYS
 from quire.engine.gguf.model_files import read_gguf_header
 
 MTP_PREFIX = "mtp."
@@ -40,9 +41,7 @@ _SHARED_TENSOR_PREFIXES = ("embed_tokens.", "shared_head.head.", "nextn.embed_to
 """Copies of the model's own embedding and head, as DeepSeek's README_WEIGHTS says."""
 _LAYER_TENSOR_PATTERN = re.compile(r"(?P<layers>model\.layers|mtp\.layers|blk)\.(?P<number>\d+)\.(?P<inside>.+)")
 _PER_LAYER_FIELDS = (
-    "text_config",
-    "llm_config",
-    "language_config",
+    *TEXT_CONFIG_KEYS,
     "num_nextn_predict_layers",
     "sliding_window_pattern",
     "mlp_layer_types",

@@ -10,6 +10,7 @@ import msgspec
 
 from quire.engine.common.errors import ConfigError, InvalidRequest, ModelError
 from quire.engine.common.folder_reader import MIB, convert_parsed_json, decode_json, read_text_if_present
+from quire.engine.families.base.schema.config_schema import TEXT_CONFIG_KEYS
 from quire.engine.gguf.hf_tokenizer import HARMONY_END_TOKENS
 from quire.engine.gguf.model_files import ModelFiles
 
@@ -70,6 +71,15 @@ def special_tokens_from_config(config: Mapping[str, Any]) -> dict[str, str]:
     return special_tokens
 
 
+def read_special_tokens(files: ModelFiles, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """By role (bos_token, eos_token, …): special_tokens_map.json's and, before them, tokenizer_config.json's. Raises
+    ModelError."""
+    # Some models have an empty special_tokens_map.json, which transformers does not mind.
+    empty = files.read_file_bytes("special_tokens_map.json", MAX_CONFIG_BYTES, may_be_empty=True) == b""
+    special_map = {} if empty else read_config_object(files, "special_tokens_map.json")
+    return special_tokens_from_config(special_map) | special_tokens_from_config(tokenizer_config)
+
+
 def templates_from_path_or_source(path_or_source: str) -> dict[str, str]:
     """Read a template given by its path or as Jinja source; what contains a brace is taken as source."""
     try:
@@ -108,13 +118,19 @@ def read_chat_templates(files: ModelFiles, config: Mapping[str, Any]) -> dict[st
 
 
 def read_eos_token_ids(
-    model: ModelFiles, *, tokenizer: ModelFiles | None = None, chat_template: str | None = None
+    model: ModelFiles,
+    vocab_size: int | None = None,
+    *,
+    tokenizer: ModelFiles | None = None,
+    chat_template: str | None = None,
 ) -> tuple[int, ...]:
-    """The tokens that end an answer, for everything that asks: generation_config.json's and config.json's, the
-    tokenizer's `eos_token`, and the token with which the chat template ends an assistant's turn.
+    """The tokens that end an answer, for everything that asks: generation_config.json's and config.json's (of a GGUF
+    file those that its header names), the tokenizer's `eos_token`, and the token with which the chat template ends an
+    assistant's turn.
 
-    tokenizer: the files of another tokenizer, where one is set. chat_template: as in templates_from_path_or_source,
-    where one is set. What is wrong with files is reported by those who read the rest of them."""
+    vocab_size: the model's; ids that it cannot generate end nothing. tokenizer: the files of another tokenizer, where
+    one is set. chat_template: as in templates_from_path_or_source, where one is set. What is wrong with files is
+    reported by those who read the rest of them."""
     ids: list[int] = []
     for content in (
         _read_json_or_empty(model, "generation_config.json"),
@@ -135,7 +151,7 @@ def read_eos_token_ids(
             ids += reader.end_of_turn_ids(template, ids)
     except (ConfigError, ModelError):
         pass
-    return tuple(dict.fromkeys(ids))
+    return tuple(token for token in dict.fromkeys(ids) if vocab_size is None or 0 <= token < vocab_size)
 
 
 def _read_json_or_empty(files: ModelFiles, name: str) -> dict[str, Any]:
@@ -147,7 +163,7 @@ def _read_json_or_empty(files: ModelFiles, name: str) -> dict[str, Any]:
 
 def _text_configs(config: dict[str, Any]) -> list[dict[str, Any]]:
     """A config.json's objects that may name the end of a text: it, and its text decoder's."""
-    parts = (config.get(name) for name in ("text_config", "llm_config", "language_config"))
+    parts = (config.get(name) for name in TEXT_CONFIG_KEYS)
     return [config, *(part for part in parts if isinstance(part, dict))]
 
 
@@ -173,9 +189,7 @@ class _SpecialTokenReader:
 
     def __init__(self, files: ModelFiles) -> None:
         config = read_config_object(files, "tokenizer_config.json")
-        empty = files.read_file_bytes("special_tokens_map.json", MAX_CONFIG_BYTES, may_be_empty=True) in (b"", None)
-        special_map = {} if empty else read_config_object(files, "special_tokens_map.json")
-        self._special_tokens = special_tokens_from_config(special_map) | special_tokens_from_config(config)
+        self._special_tokens = read_special_tokens(files, config)
         added = files.read_json_file("added_tokens.json", MAX_CONFIG_BYTES) or {}
         self._token_ids: dict[str, int] = {name: each for name, each in added.items() if type(each) is int}
         self._token_ids |= {

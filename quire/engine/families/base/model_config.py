@@ -31,10 +31,10 @@ class ModelConfig:
     """The checkpoint's type, as checkpoint_dtype reads it."""
     rope: dict[str, Any]
     """rope_type, rope_theta, and the keys that the rope_type adds to them."""
-    eos_token_ids: tuple[int, ...]
-    """All tokens that end an answer, as read_eos_token_ids finds them."""
     raw: FamilyConfigFields
     """Each field of its declared type, or None."""
+    eos_token_ids: tuple[int, ...] = ()
+    """All tokens that end an answer, as read_eos_token_ids finds them; (): nobody has looked."""
     max_model_len: int | None = None
     """Tokens of the longest context that will be served; None: `max_position`."""
     rope_context: int | None = None

@@ -41,6 +41,8 @@ _TokenIds = Annotated[list[_TokenId], Meta(max_length=4096)]
 _LayerLetters = Annotated[str, Meta(pattern="^[LG]+$", max_length=256)]
 """As EXAONE 4 was published: L for a layer with a window and G for one without, over and over."""
 
+TEXT_CONFIG_KEYS = ("text_config", "llm_config", "language_config")
+"""Where the config.json of a model that also takes images or audio describes its text decoder."""
 SIZE_FIELD_ALIASES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
