@@ -23,7 +23,7 @@ from quire.engine.families import (
 from quire.engine.families.base.family import DecoderFamily
 from quire.engine.families.base.mla_fields import fill_mla_head_dims
 from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.families.base.rope_fields import find_unsupported_rope_type, read_max_position, read_rope_parameters
+from quire.engine.families.base.rope_fields import read_max_position, read_rope_parameters, unsupported_rope_types
 from quire.engine.families.base.schema.config_schema import TEXT_CONFIG_KEYS, FamilyConfigFields
 from quire.engine.families.base.weight_names import WeightNames
 
@@ -120,12 +120,8 @@ def explain_unsupported_model(raw: Mapping[str, Any]) -> list[str]:
         return problems
     family = find_decoder_family(text_fields.get("model_type"))
     has_longrope = family is not None and family.has_longrope
-    rope = text_fields.get("rope_scaling") or text_fields.get("rope_parameters")
-    parts = (rope, *rope.values()) if isinstance(rope, Mapping) else ()  # or one for each kind of layer
-    rope_types = {
-        find_unsupported_rope_type(part, has_longrope=has_longrope) for part in parts if isinstance(part, Mapping)
-    }
-    return problems + [f"Quire does not compute the rope_type {each} yet" for each in sorted(rope_types - {""})]
+    unsupported = unsupported_rope_types(text_fields, has_longrope=has_longrope)
+    return problems + [f"Quire does not compute the rope_type {each} yet" for each in unsupported]
 
 
 def uses_transformers_backend(content: Mapping[str, Any], impl: str) -> bool:
