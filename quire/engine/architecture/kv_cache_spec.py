@@ -19,6 +19,12 @@ class PagedState:
     head: int = 0
     """Numbers of one key, where layers differ in them: their pages are then of another shape."""
 
+    def bytes_per_token(self, kv_width: int, model_width: int, head_scale_bytes: int = 0) -> int:
+        """In pages. kv_width: bytes of a number of keys and values; model_width: of the model's type; head_scale_bytes:
+        what a head takes beside its numbers, where these are codes."""
+        scales = self.paged_values_per_token // self.head * head_scale_bytes if head_scale_bytes else 0
+        return self.paged_values_per_token * kv_width + scales
+
 
 @dataclass(frozen=True, slots=True)
 class PagedColumnState:
@@ -35,6 +41,10 @@ class PagedColumnState:
     def paged_values_per_token(self) -> int:
         """In pages, for each token."""
         return -(-self.columns * self.channels // PIECE)
+
+    def bytes_per_token(self, kv_width: int, model_width: int, head_scale_bytes: int = 0) -> int:
+        """As PagedState's; columns are never in few bits."""
+        return self.paged_values_per_token * model_width
 
     def slot_bytes(self, drafts: int, width: int) -> int:
         """In a slot, where a step computes up to so many drafts of a sequence: the columns that may be wrong lie beside
@@ -61,6 +71,9 @@ class MatrixState:
     paged_values_per_token: int = 0
     """In pages, for each token."""
 
+    def bytes_per_token(self, kv_width: int, model_width: int, head_scale_bytes: int = 0) -> int:
+        return 0
+
     def slot_bytes(self, drafts: int, width: int) -> int:
         """As PagedColumnState's; matrices are float32."""
         guesses = drafts * (self.channels + self.beside)
@@ -77,6 +90,9 @@ class SharedState:
     window: int | None
     """As PagedState's."""
     paged_values_per_token: int = 0
+
+    def bytes_per_token(self, kv_width: int, model_width: int, head_scale_bytes: int = 0) -> int:
+        return 0
 
     def slot_bytes(self, drafts: int, width: int) -> int:
         return 0

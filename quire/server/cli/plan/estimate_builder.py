@@ -282,8 +282,7 @@ def max_step_bytes(sizes: ModelSizes, width: int, tokens: int) -> int:
 
     It consists of some 20 hidden states per token, `width` bytes per number, and the sampler's copies of the logits.
     """
-    hidden = sizes.head_parameters // sizes.vocab_size
-    return tokens * 20 * hidden * width + _DEFAULTS.max_num_seqs * sizes.vocab_size * 4 * 4
+    return tokens * 20 * sizes.hidden_size * width + _DEFAULTS.max_num_seqs * sizes.vocab_size * 4 * 4
 
 
 def _graph_bytes(sizes: ModelSizes, machine: Machine, config: EngineConfig, step_bytes: int, tokens: int) -> int:
