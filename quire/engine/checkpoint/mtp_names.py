@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.engine.architecture.draft_heads import EH_PROJ, EMBEDDING_NORM, HIDDEN_NORM, MTP_LAYER, OUTPUT_NORM
 from quire.engine.checkpoint.tensor_headers import is_text_tensor, read_tensor_headers
 from quire.engine.common.errors import ModelError
 from quire.engine.families.base.moe_fields import moe_layer_mask
@@ -22,12 +23,6 @@ from quire.engine.gguf.model_files import read_gguf_header
 
 MTP_PREFIX = "mtp."
 """What the names of such a layer begin with, where it is not the model's next one."""
-MTP_LAYER = "model.layers.0"
-EMBEDDING_NORM, HIDDEN_NORM, EH_PROJ, OUTPUT_NORM = (
-    f"{MTP_LAYER}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-)
-"""Its modules beside those of every layer: the norms of an embedding and of a hidden state, the linear that makes one
-of both, and the norm at the end."""
 _QWEN_MODULE_NAMES = {
     "pre_fc_norm_embedding": EMBEDDING_NORM,
     "pre_fc_norm_hidden": HIDDEN_NORM,

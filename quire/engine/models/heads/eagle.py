@@ -8,17 +8,13 @@ EAGLE-3 reads three layers of the decoder, where EAGLE reads the last hidden sta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from quire.engine.architecture.decoder import LayerSpec
-from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.draft_heads import EAGLE3_HEAD, EAGLE3_NORMS, EAGLE_FC, EagleSpec
 from quire.engine.common.errors import ModelError
-from quire.engine.layers.linear import FusedLinear
-from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import LoadableParameter, ParameterTable
 from quire.engine.layers.schemes import QuantizationScheme
 from quire.engine.models.decoder import Decoder
@@ -29,36 +25,14 @@ _IMPOSSIBLE_LOGIT = -1e30
 """The logit of a token that the head cannot say."""
 
 
-@dataclass(frozen=True, slots=True)
-class EagleSpec:
-    """Its layers, and how the hidden states come in."""
-
-    layers: tuple[LayerSpec, ...]
-    """What goes into the first of them is normed already, if it is to be."""
-    hidden_size: int
-    norm: NormSpec
-    fc_bias: bool
-    """Of the linear that makes one hidden state of what is read."""
-    aux_layers: tuple[int, ...] = ()
-    """EAGLE-3's: the layers of the decoder whose inputs are read."""
-    norm_before_residual: bool = False
-    """EAGLE-3's: the hidden state is normed before it begins the residual stream."""
-    draft_vocab_size: int | None = None
-    """Tokens that EAGLE-3's own head can say; None: the decoder's head says them, as in EAGLE."""
-    has_token_map: bool = False
-    """Whether the tokens that it can say have other ids than the decoder's."""
-
-
 class EagleHead(TransformerHead):
     """The first EAGLE. Its first layer has no norm before attention, and nothing is normed at the end."""
 
     def __init__(self, spec: EagleSpec, scheme: QuantizationScheme, decoder: Decoder, backend: Backend) -> None:
         """It takes embedding and head of the decoder."""
-        layers = {f"layers.{index}": layer for index, layer in enumerate(spec.layers)}
-        super().__init__(layers, scheme, decoder, backend)
+        super().__init__(spec, scheme, decoder, backend)
         self._spec, self.aux_layers = spec, spec.aux_layers
-        size, input_size = spec.hidden_size, len(spec.aux_layers) * decoder.spec.hidden_size or 2 * spec.hidden_size
-        self._fc = FusedLinear(scheme, input_size, {"fc": size}, bias=spec.fc_bias)
+        self._fc = self._outer_shapes.make_linear([EAGLE_FC])
 
     def parameters(self) -> ParameterTable:
         return self._fc.parameters() | super().parameters()
@@ -76,10 +50,8 @@ class Eagle3Head(EagleHead):
     def __init__(self, spec: EagleSpec, scheme: QuantizationScheme, decoder: Decoder, backend: Backend) -> None:
         """It takes the embedding of the decoder."""
         super().__init__(spec, scheme, decoder, backend)
-        assert spec.draft_vocab_size is not None
-        names, size = ("layers.0.input_layernorm", "layers.0.hidden_norm", "norm"), spec.hidden_size
-        self._norms = NormWeights(dict.fromkeys(names, size), decoder.dtype, spec.norm)
-        self._head = FusedLinear(scheme, size, {"lm_head": spec.draft_vocab_size}, bias=False, wide=True)
+        self._norms = self._outer_shapes.make_norms(EAGLE3_NORMS, spec.norm)
+        self._head = self._outer_shapes.make_linear([EAGLE3_HEAD], wide=True)
         self._token_ids: Tensor | None = None
         """[draft vocabulary] int64: the decoder's ids of what it can say; None: the same."""
 
@@ -96,14 +68,15 @@ class Eagle3Head(EagleHead):
         self, next_tokens: Tensor, states: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[LayerCache]
     ) -> Tensor:
         norm = partial(self._norms.apply_norm, self._backend)
-        embedded = norm("layers.0.input_layernorm", self._decoder.embed_tokens_unscaled(next_tokens))
-        normed = norm("layers.0.hidden_norm", states)
+        embedding_norm, state_norm, _ = EAGLE3_NORMS
+        embedded = norm(embedding_norm, self._decoder.embed_tokens_unscaled(next_tokens))
+        normed = norm(state_norm, states)
         residual = (normed if self._spec.norm_before_residual else states).clone()  # a backend may overwrite it
         x, residual = self._run_layers(torch.cat((embedded, normed), dim=-1), residual, metadata, kv_cache)
         return x + residual
 
     def compute_logits(self, states: Tensor, num_drafted: int) -> Tensor:
-        normed = self._norms.apply_norm(self._backend, "norm", states)
+        normed = self._norms.apply_norm(self._backend, EAGLE3_NORMS[-1], states)
         draft_logits = self._head.packed_linear(normed, NO_ADAPTERS)
         if self._token_ids is None:
             return draft_logits
