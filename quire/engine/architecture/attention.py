@@ -64,6 +64,15 @@ class AttentionLayerSpec(SublayerSpec):
             return SharedState(self.kv_source_layer, self.window)
         return PagedState(2 * self.num_kv_heads * self.head_dim, self.window, self.head_dim)
 
+    @property
+    def attention_width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_formula(self) -> str:
+        """How the numbers that it caches of a token come about, for people to read; "": it caches none."""
+        return "" if self.kv_source_layer is not None else f"2 x {self.num_kv_heads} heads x {self.head_dim}"
+
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
         prefix = f"{layer}.self_attn"
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim

@@ -9,15 +9,23 @@ from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.kv_cache_spec import LayerStates, MatrixState, PagedState, SharedState, State
 from quire.engine.architecture.mlp import MLPSpec
 from quire.engine.architecture.norm import NormSpec
-from quire.engine.architecture.parameter_shapes import LinearSizes, ParameterShapes, linear_shapes, norm_shapes
-from quire.engine.architecture.stream import PER_LAYER_MODEL_PROJECTION, PerLayerInputsSpec
-from quire.engine.architecture.sublayer import SublayerSpec
+from quire.engine.architecture.parameter_shapes import (
+    LinearSizes,
+    ParameterShapes,
+    count_parameters,
+    linear_shapes,
+    linear_sizes,
+    norm_shapes,
+)
+from quire.engine.architecture.stream import EMBED_TOKENS_PER_LAYER, PER_LAYER_MODEL_PROJECTION, PerLayerInputsSpec
+from quire.engine.architecture.sublayer import StepCosts, SublayerSpec
 
 EMBED_TOKENS = "model.embed_tokens"
 EMBED_POSITIONS = "model.embed_positions"
 LM_HEAD = "lm_head"
 FINAL_NORM = "model.norm"
 EMBEDDING_NORM = "model.embed_norm"
+_TABLE_WEIGHTS = tuple(f"{name}.weight" for name in (EMBED_TOKENS, EMBED_POSITIONS, EMBED_TOKENS_PER_LAYER))
 LayerSpec = tuple[SublayerSpec, ...]
 SpecT = TypeVar("SpecT", bound=SublayerSpec)
 
@@ -46,31 +54,55 @@ class DecoderSpec:
 
     def parameter_shapes(self) -> ParameterShapes:
         """A tied head is not listed separately."""
-        hidden, vocab = self.hidden_size, self.vocab_size
-        shapes: ParameterShapes = {f"{EMBED_TOKENS}.weight": (vocab, hidden)}
-        if self.positions is not None:
-            shapes[f"{EMBED_POSITIONS}.weight"] = (self.positions, hidden)
-        if self.embedding_norm:
-            shapes |= norm_shapes({EMBEDDING_NORM: hidden}, self.norm)
-        if self.per_layer_inputs is not None:
-            shapes |= self.per_layer_inputs.parameter_shapes(hidden)
+        shapes = self.outer_shapes()
         for index, layer in enumerate(self.layers):
             for sublayer in layer:
-                shapes |= sublayer.parameter_shapes(f"model.layers.{index}", hidden)
-        shapes |= norm_shapes({FINAL_NORM: hidden}, self.norm)
-        if not self.tie_embeddings:
-            shapes |= linear_shapes([LM_HEAD], vocab, hidden, bias=self.head_bias)
-        return shapes
+                shapes |= sublayer.parameter_shapes(f"model.layers.{index}", self.hidden_size)
+        return shapes if self.tie_embeddings else shapes | self.head_shapes()
+
+    def outer_shapes(self) -> ParameterShapes:
+        """Embedding and position tables and the norms outside of the layers; without the head."""
+        hidden = self.hidden_size
+        shapes: ParameterShapes = {f"{EMBED_TOKENS}.weight": (self.vocab_size, hidden)}
+        if self.positions is not None:
+            shapes[f"{EMBED_POSITIONS}.weight"] = (self.positions, hidden)
+        if self.per_layer_inputs is not None:
+            shapes |= self.per_layer_inputs.parameter_shapes(hidden)
+        norms = {EMBEDDING_NORM: hidden} if self.embedding_norm else {}
+        return shapes | norm_shapes({**norms, FINAL_NORM: hidden}, self.norm)
+
+    def head_shapes(self) -> ParameterShapes:
+        """A tied head uses the embedding's weight instead."""
+        return linear_shapes([LM_HEAD], self.vocab_size, self.hidden_size, bias=self.head_bias)
+
+    def table_parameters(self) -> int:
+        """Parameters of the token and position tables, which a step looks up instead of multiplying."""
+        return count_parameters({name: shape for name, shape in self.outer_shapes().items() if name in _TABLE_WEIGHTS})
+
+    def step_costs(self) -> StepCosts:
+        hidden, head = self.hidden_size, self.vocab_size * self.hidden_size
+        outer = count_parameters(self.outer_shapes()) - self.table_parameters()
+        outer += head if self.tie_embeddings else count_parameters(self.head_shapes())
+        costs = StepCosts(dense_parameters=outer, head_parameters=head)
+        for index, layer in enumerate(self.layers):
+            name, layer_shapes = f"model.layers.{index}", ParameterShapes()
+            for sublayer in layer:
+                shapes = sublayer.parameter_shapes(name, hidden)
+                # A norm that two sublayers of a layer read.
+                repeated = count_parameters({key: shapes[key] for key in shapes.keys() & layer_shapes.keys()})
+                costs += sublayer.step_costs(name, hidden) + StepCosts(dense_parameters=-repeated)
+                layer_shapes |= shapes
+        return costs
 
     def adaptable_linears(self) -> LinearSizes:
-        hidden, vocab = self.hidden_size, self.vocab_size
+        hidden = self.hidden_size
         linears: LinearSizes = {}
         for index, layer in enumerate(self.layers):
             for sublayer in layer:
                 linears |= sublayer.adaptable_linears(f"model.layers.{index}", hidden)
         if self.per_layer_inputs is not None:
             linears[PER_LAYER_MODEL_PROJECTION] = (hidden, self.per_layer_inputs.total_size)
-        return linears | {EMBED_TOKENS: (vocab, hidden), LM_HEAD: (hidden, vocab)}
+        return linears | {EMBED_TOKENS: (self.vocab_size, hidden)} | linear_sizes(self.head_shapes())
 
     @property
     def num_layers(self) -> int:

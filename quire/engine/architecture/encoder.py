@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from quire.engine.architecture.norm import NormSpec
-from quire.engine.architecture.parameter_shapes import ParameterShapes, linear_shapes, norm_shapes
+from quire.engine.architecture.parameter_shapes import ParameterShapes, count_parameters, linear_shapes, norm_shapes
 from quire.engine.architecture.pooler_head import HeadLayerSpec
+from quire.engine.architecture.sublayer import StepCosts
 from quire.engine.common.errors import ModelError
 
 EncoderActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
@@ -115,6 +116,20 @@ class EncoderSpec:
         for layer in range(self.num_layers):
             shapes |= self.layer_shapes(layer)
         return shapes
+
+    def table_parameters(self) -> int:
+        """Of what tokens, positions and segments are looked up in."""
+        return (self.vocab_size + self.positions + self.segments) * self.hidden_size
+
+    def step_costs(self) -> StepCosts:
+        """The embedding is counted as if it were an output head."""
+        word_embeddings = self.vocab_size * self.hidden_size
+        lookups = self.table_parameters() - word_embeddings
+        return StepCosts(
+            dense_parameters=count_parameters(self.parameter_shapes()) - lookups,
+            head_parameters=word_embeddings,
+            attention_width=self.num_heads * self.head_dim * self.num_layers,
+        )
 
     def layer_shapes(self, layer: int) -> ParameterShapes:
         names, prefix = self.names, self.names.layer_template.format(layer)

@@ -16,6 +16,12 @@ class PagedState:
     head: int = 0
     """Elements of one key if layers differ: their blocks have other shapes."""
 
+    def bytes_per_token(self, kv_width: int, model_width: int, head_scale_bytes: int = 0) -> int:
+        """In pages. kv_width: bytes of a number of keys and values; model_width: of the model's type; head_scale_bytes:
+        what a head takes beside its numbers, where these are codes."""
+        scales = self.paged_values_per_token // self.head * head_scale_bytes if head_scale_bytes else 0
+        return self.paged_values_per_token * kv_width + scales
+
 
 @dataclass(frozen=True, slots=True)
 class PagedColumnState:
@@ -32,6 +38,10 @@ class PagedColumnState:
     @property
     def paged_values_per_token(self) -> int:
         return -(-self.columns * self.channels // PIECE)
+
+    def bytes_per_token(self, kv_width: int, model_width: int, head_scale_bytes: int = 0) -> int:
+        """As PagedState's; columns are never in few bits."""
+        return self.paged_values_per_token * model_width
 
     def slot_bytes(self, drafts: int, width: int) -> int:
         """Drafts have separate columns, since they may be rejected. `width`: bytes per element."""
@@ -55,6 +65,9 @@ class MatrixState:
     window: None = None
     paged_values_per_token: int = 0
 
+    def bytes_per_token(self, kv_width: int, model_width: int, head_scale_bytes: int = 0) -> int:
+        return 0
+
     def slot_bytes(self, drafts: int, width: int) -> int:
         """Matrices are float32; `width`: bytes per other element."""
         guesses = drafts * (self.channels + self.beside)
@@ -69,6 +82,9 @@ class SharedState:
     layer: int
     window: int | None
     paged_values_per_token: int = 0
+
+    def bytes_per_token(self, kv_width: int, model_width: int, head_scale_bytes: int = 0) -> int:
+        return 0
 
     def slot_bytes(self, drafts: int, width: int) -> int:
         return 0

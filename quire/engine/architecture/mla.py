@@ -54,6 +54,16 @@ class MLALayerSpec(SublayerSpec):
     def kv_cache_spec(self) -> PagedState:
         return PagedState(self.head_dim, None, self.head_dim)
 
+    @property
+    def attention_width(self) -> int:
+        """The mean of keys and values."""
+        return self.num_heads * (self.qk_rope_head_dim + self.qk_nope_head_dim + self.v_head_dim) // 2
+
+    @property
+    def kv_formula(self) -> str:
+        """As AttentionLayerSpec has it."""
+        return f"({self.kv_lora_rank} latent + {self.qk_rope_head_dim} rope)"
+
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
         prefix = f"{layer}.self_attn"
         query_size = self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)

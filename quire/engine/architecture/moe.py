@@ -8,12 +8,13 @@ from quire.engine.architecture.norm import NormSpec
 from quire.engine.architecture.parameter_shapes import (
     LinearSizes,
     ParameterShapes,
+    count_parameters,
     linear_shapes,
     linear_sizes,
     mlp_shapes,
     norm_shapes,
 )
-from quire.engine.architecture.sublayer import SublayerSpec, divisibility_error
+from quire.engine.architecture.sublayer import StepCosts, SublayerSpec, divisibility_error
 from quire.kernels.parameters.activation import ClampedSwiGLU
 from quire.kernels.parameters.routing import Routing
 
@@ -99,6 +100,15 @@ class MoELayerSpec(SublayerSpec):
         if self.shared_expert is not None and self.shared_expert.gate_name is not None:
             shapes |= linear_shapes([f"{layer}.{self.shared_expert.gate_name}"], 1, hidden_size)
         return shapes | self._dense_shapes(layer, hidden_size)
+
+    def step_costs(self, layer: str, hidden_size: int) -> StepCosts:
+        experts = count_parameters(self.expert_shapes(layer, hidden_size))
+        return StepCosts(
+            dense_parameters=count_parameters(self.parameter_shapes(layer, hidden_size)) - experts,
+            num_experts=self.num_experts,
+            experts_per_token=self.routing.top_k,
+            expert_parameters=experts,
+        )
 
     def adaptable_linears(self, layer: str, hidden_size: int) -> LinearSizes:
         """Only linears that every token uses, without the shared expert's gate."""

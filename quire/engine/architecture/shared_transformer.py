@@ -15,7 +15,7 @@ from quire.engine.architecture.parameter_shapes import (
     mlp_shapes,
     norm_shapes,
 )
-from quire.engine.architecture.sublayer import SublayerSpec, divisibility_error
+from quire.engine.architecture.sublayer import StepCosts, SublayerSpec, divisibility_error
 from quire.kernels.parameters.activation import Activation
 
 SHARED_TRANSFORMER = "shared_transformer"
@@ -42,6 +42,30 @@ class SharedTransformerSpec(SublayerSpec):
         state = self.attention.kv_cache_spec
         assert isinstance(state, PagedState)
         return state
+
+    @property
+    def num_heads(self) -> int:
+        return self.attention.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.attention.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.attention.head_dim
+
+    @property
+    def attention_width(self) -> int:
+        return self.attention.attention_width
+
+    @property
+    def kv_formula(self) -> str:
+        return self.attention.kv_formula
+
+    def step_costs(self, layer: str, hidden_size: int) -> StepCosts:
+        """Every use reads the weights that all uses share."""
+        return super(SharedTransformerSpec, self).step_costs(f"model.layers.{self.weights_layer}", hidden_size)
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
         """Shared weights belong to `weights_layer`."""

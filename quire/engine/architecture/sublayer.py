@@ -1,7 +1,61 @@
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from quire.engine.architecture.kv_cache_spec import State
-from quire.engine.architecture.parameter_shapes import LinearSizes, ParameterShapes, linear_sizes
+from quire.engine.architecture.parameter_shapes import LinearSizes, ParameterShapes, count_parameters, linear_sizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCosts:
+    """What a step reads and computes, for a sublayer or a whole model."""
+
+    dense_parameters: int
+    """Parameters that every token is multiplied with, each as often as a step reads it. Without looked-up tables and
+    routed experts.
+    """
+    head_parameters: int = 0
+    """Those in the output head, tied or not. Only sampled tokens are multiplied with them."""
+    num_experts: int = 0
+    """Routed experts per layer; 0 without experts."""
+    experts_per_token: int = 0
+    expert_parameters: int = 0
+    """In the routed experts of all layers."""
+    attention_width: int = 0
+    """Query heads times head size, summed over layers with attention."""
+
+    def __add__(self, other: StepCosts) -> StepCosts:
+        return StepCosts(
+            dense_parameters=self.dense_parameters + other.dense_parameters,
+            head_parameters=self.head_parameters + other.head_parameters,
+            num_experts=max(self.num_experts, other.num_experts),
+            experts_per_token=max(self.experts_per_token, other.experts_per_token),
+            expert_parameters=self.expert_parameters + other.expert_parameters,
+            attention_width=self.attention_width + other.attention_width,
+        )
+
+    def expert_parameters_read(self, tokens: int) -> float:
+        """In a step of `tokens`, if all experts are chosen equally often."""
+        share = 1 - (1 - self.experts_per_token / self.num_experts) ** tokens if self.num_experts else 0.0
+        return self.expert_parameters * share
+
+    def parameters_read(self, tokens: int) -> int:
+        """In a step of `tokens`."""
+        return round(self.dense_parameters + self.expert_parameters_read(tokens))
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token is multiplied with, including only the experts chosen for it."""
+        return self.parameters_read(1)
+
+    def flops_per_token(self, context: int) -> int:
+        """For a token after `context` others."""
+        return 2 * self.active_parameters + 4 * self.attention_width * context
+
+    def prefill_flops(self, tokens: int) -> int:
+        """For a prompt; only its last token is sampled from."""
+        body = self.active_parameters - self.head_parameters
+        return tokens * 2 * body + 2 * self.head_parameters + 2 * self.attention_width * tokens**2
 
 
 class SublayerSpec:
@@ -17,6 +71,16 @@ class SublayerSpec:
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
         """`layer`: the layer's name in the checkpoint."""
         raise NotImplementedError(f"{type(self).__name__} does not say its parameters")
+
+    @property
+    def attention_width(self) -> int:
+        """Query heads times head size; 0 for what does not attend."""
+        return 0
+
+    def step_costs(self, layer: str, hidden_size: int) -> StepCosts:
+        """`layer`, `hidden_size`: as in `parameter_shapes`."""
+        dense = count_parameters(self.parameter_shapes(layer, hidden_size))
+        return StepCosts(dense_parameters=dense, attention_width=self.attention_width)
 
     def adaptable_linears(self, layer: str, hidden_size: int) -> LinearSizes:
         return linear_sizes(self.parameter_shapes(layer, hidden_size))

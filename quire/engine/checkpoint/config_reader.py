@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
@@ -22,12 +22,11 @@ from quire.engine.families import (
 from quire.engine.families.base.family import DecoderFamily
 from quire.engine.families.base.mla_fields import fill_mla_head_dims
 from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.families.base.rope_fields import find_unsupported_rope_type, read_max_position, read_rope_parameters
-from quire.engine.families.base.schema.config_schema import FamilyConfigFields
+from quire.engine.families.base.rope_fields import read_max_position, read_rope_parameters, unsupported_rope_types
+from quire.engine.families.base.schema.config_schema import TEXT_CONFIG_KEYS, FamilyConfigFields
 from quire.engine.families.base.weight_names import WeightNames
 
 _T = TypeVar("_T")
-_TEXT_CONFIG_KEYS = ("text_config", "llm_config", "language_config")
 
 
 def normalize_config_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,7 +50,7 @@ def normalize_config_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def extract_text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """A multimodal model's text decoder has its own object, which overrides outer keys."""
-    text_fields = next((raw[name] for name in _TEXT_CONFIG_KEYS if raw.get(name)), None)
+    text_fields = next((raw[name] for name in TEXT_CONFIG_KEYS if raw.get(name)), None)
     multimodal_family, defaults = find_multimodal_family(raw.get("model_type")), dict[str, Any]()
     fields = {
         **raw,
@@ -68,7 +67,7 @@ def extract_text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def parse_text_config(raw: dict[str, Any], file: str) -> dict[str, Any]:
     """Raises ModelError if it is not an object."""
-    for key in _TEXT_CONFIG_KEYS:
+    for key in TEXT_CONFIG_KEYS:
         if not isinstance(raw.get(key) or {}, dict):
             raise ModelError(f"model: {file}: {key}: expected object")
     return extract_text_config(raw)
@@ -105,18 +104,16 @@ def explain_unsupported_model(raw: Mapping[str, Any]) -> list[str]:
     """The fields must be checked before."""
     family_reason, text_fields = explain_unsupported_family(raw), extract_text_config(raw)
     problems = [] if family_reason is None else [family_reason]
-    if (reason := explain_unsupported_quantization(text_fields.get("quantization_config") or {})) is not None:
+    is_encoder = find_encoder_family(raw.get("model_type")) is not None and not raw.get("is_decoder")
+    quantization = text_fields.get("quantization_config") or {}
+    if (reason := explain_unsupported_quantization(quantization, is_encoder=is_encoder)) is not None:
         problems.append(reason)
     if not has_quire_family(raw):
         return problems
     family = find_decoder_family(text_fields.get("model_type"))
     has_longrope = family is not None and family.has_longrope
-    rope = text_fields.get("rope_scaling") or text_fields.get("rope_parameters")
-    parts = (rope, *rope.values()) if isinstance(rope, Mapping) else ()  # or one per layer type
-    rope_types = {
-        find_unsupported_rope_type(part, has_longrope=has_longrope) for part in parts if isinstance(part, Mapping)
-    }
-    return problems + [f"Quire does not compute the rope_type {each} yet" for each in sorted(rope_types - {""})]
+    unsupported = unsupported_rope_types(text_fields, has_longrope=has_longrope)
+    return problems + [f"Quire does not compute the rope_type {each} yet" for each in unsupported]
 
 
 def uses_transformers_backend(content: Mapping[str, Any], impl: str) -> bool:
@@ -151,7 +148,7 @@ def checkpoint_dtype(text_fields: Mapping[str, Any]) -> str:
     )
 
 
-def parse_family_config(content: Mapping[str, Any], label: str, eos_token_ids: Sequence[int] = ()) -> ModelConfig:
+def parse_family_config(content: Mapping[str, Any], label: str) -> ModelConfig:
     """`label` names the file in errors. Raises ModelError naming a wrong field."""
     names, family = file_field_names(content), find_decoder_family(content.get("model_type"))
     with use_file_names_in_errors(names):
@@ -180,7 +177,6 @@ def parse_family_config(content: Mapping[str, Any], label: str, eos_token_ids: S
             tie_embeddings=bool(raw.get("tie_word_embeddings")),
             dtype=checkpoint_dtype(raw),
             rope=rope,
-            eos_token_ids=tuple(token for token in eos_token_ids if 0 <= token < vocab_size),
             raw=raw,
             file_field_names=names,
         )

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.decoder import DecoderSpec
+from quire.engine.architecture.draft_heads import EagleSpec
 from quire.engine.architecture.encoder import EncoderSpec
 from quire.engine.architecture.mlp import MLPSpec
 from quire.engine.architecture.moe import MoELayerSpec
@@ -17,6 +19,7 @@ from quire.engine.checkpoint.config_reader import (
 from quire.engine.common.errors import ModelError
 from quire.engine.families import decoder_model_types, find_decoder_family, find_encoder_family
 from quire.engine.families.base.activations import hidden_activation
+from quire.engine.families.base.base_spec import base_decoder_spec
 from quire.engine.families.base.model_config import ModelConfig
 
 
@@ -74,3 +77,43 @@ def read_decoder_spec(raw: Mapping[str, Any]) -> DecoderSpec | None:
         return None  # transformers' classes cache expanded keys and values
     content = raw if find_decoder_family(raw.get("model_type")) is not None else text_fields
     return build_decoder_spec(parse_family_config(content, "config.json"))
+
+
+def build_eagle_spec(
+    model: ModelConfig, num_target_layers: int, tensor_names: Collection[str] = (), *, is_eagle3: bool
+) -> EagleSpec:
+    """`num_target_layers`: layers of the served decoder. Raises ModelError."""
+    if (activation := model.raw.get("hidden_act")) not in (None, "silu"):
+        raise ModelError(f"model: hidden_act {activation!r} is not supported in a head")
+    eagle3_fields: dict[str, Any] = {}
+    if is_eagle3:
+        eagle3_fields = {
+            "aux_layers": _aux_layers(model.raw.get("eagle_config") or {}, num_target_layers),
+            "norm_before_residual": bool(model.raw.get("norm_before_residual")),
+            "draft_vocab_size": model.raw.get("draft_vocab_size") or model.vocab_size,
+            "has_token_map": "d2t" in tensor_names,
+        }
+    base = base_decoder_spec(model).replace_sublayer_fields(
+        AttentionLayerSpec, qkv_bias="layers.0.self_attn.q_proj.bias" in tensor_names
+    )
+    read = 2 * model.hidden_size if is_eagle3 else model.hidden_size
+    (first, *_), *others = (
+        base.replace_sublayer_fields(AttentionLayerSpec, input_norm=False, input_size=read).layers,
+        *base.layers[1:],
+    )
+    return EagleSpec((first, *others), base.hidden_size, base.norm, "fc.bias" in tensor_names, **eagle3_fields)
+
+
+def _aux_layers(eagle_config: Any, layers: int) -> tuple[int, ...]:
+    """The layers whose inputs EAGLE-3 reads: those that config.json names, otherwise an early, a middle and a late one."""
+    if not isinstance(eagle_config, Mapping):
+        raise ModelError("model: config.json: eagle_config: expected object")
+    name = "eagle_aux_hidden_state_layer_ids"
+    if eagle_config.get("use_aux_hidden_state") is False:
+        raise ModelError("model: config.json: eagle_config: use_aux_hidden_state: false is not supported")
+    ids = eagle_config.get(name) or [2, layers // 2, layers - 3]
+    if not isinstance(ids, list) or any(type(each) is not int for each in ids):
+        raise ModelError(f"model: config.json: eagle_config: {name}: expected array of integers")
+    if ids != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= layers:
+        raise ModelError(f"model: config.json: eagle_config: {name}: {ids} are no layers of the served {layers}")
+    return tuple(ids)

@@ -20,7 +20,6 @@ from quire.engine.families import find_decoder_family
 from quire.engine.families.base.layer_types import unserved_layer_windows
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.families.base.rope_fields import rope_depends_on_context
-from quire.engine.families.base.schema.config_schema import LONGROPE_TYPES
 
 _MAX_GROUPS = 8
 """Every step carries one block table per group."""
@@ -58,26 +57,26 @@ def setting_requiring_full_kv(config: EngineConfig) -> str | None:
 def apply_context_settings(model: ModelConfig, config: EngineConfig) -> ModelConfig:
     """Apply only settings that change what is computed."""
     model = _limit_context_to_window(model, config)
-    depends_on_context = model_rope_depends_on_context(model.model_type, model.rope, model.transformers_config)
+    hf_config = model.transformers_config
+    text_fields = model.raw if hf_config is None else extract_text_config(hf_config)
     if (
-        rope_context_tokens := resolve_rope_context(config, model.max_position, depends_on_context=depends_on_context)
+        rope_context_tokens := resolve_rope_context(
+            config, model.max_position, text_fields, by_transformers=hf_config is not None
+        )
     ) is None:
         return model
     return replace(model, rope_context=rope_context_tokens, max_position=min(model.max_position, rope_context_tokens))
 
 
-def model_rope_depends_on_context(
-    model_type: str, rope: Mapping[str, Any], hf_config: Mapping[str, Any] | None
-) -> bool:
-    if hf_config is not None:
-        return rope_depends_on_context(hf_config)
-    family = find_decoder_family(model_type)
-    return family is not None and family.has_longrope and (rope.get("rope_type") or rope.get("type")) in LONGROPE_TYPES
-
-
-def resolve_rope_context(config: EngineConfig, max_position: int, *, depends_on_context: bool) -> int | None:
-    """Return None unless `depends_on_context`. Raises ConfigError if it is then set."""
-    if not depends_on_context:
+def resolve_rope_context(
+    config: EngineConfig, max_position: int, text_fields: Mapping[str, Any], *, by_transformers: bool
+) -> int | None:
+    """The context length that RoPE is computed for; None if it does not depend on it. `by_transformers`: transformers'
+    class computes the model. Raises ConfigError if rope_context is set without effect.
+    """
+    family = find_decoder_family(text_fields.get("model_type"))
+    has_longrope = family is not None and family.has_longrope
+    if not rope_depends_on_context(text_fields, by_transformers=by_transformers, has_longrope=has_longrope):
         refuse_setting_if(
             "rope_context", config.rope_context is not None and "the model's rotations depend on no context"
         )

@@ -6,6 +6,7 @@ import atexit
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -189,14 +190,20 @@ def read_model_config(
     if content is None:
         raise ModelError(f"model: {path.absolute().name or path} has no config.json")
     content = correct_tie_word_embeddings(content, parse_text_config(content, label), weights or path)
-    tokenizer_files = None if tokenizer is None else ModelFiles(tokenizer)
-    eos_token_ids = read_eos_token_ids(files, tokenizer=tokenizer_files, chat_template=chat_template)
     if uses_transformers_backend(content, impl):
-        return _read_transformers_config(files, content, label, eos_token_ids, forced=impl == "transformers")
+        config = _read_transformers_config(files, content, label, forced=impl == "transformers")
+    else:
+        config = _read_family_config(files, content, label)
+    tokenizer_files = None if tokenizer is None else ModelFiles(tokenizer)
+    eos_token_ids = read_eos_token_ids(files, config.vocab_size, tokenizer=tokenizer_files, chat_template=chat_template)
+    return replace(config, eos_token_ids=eos_token_ids)
+
+
+def _read_family_config(files: ModelFiles, content: dict[str, Any], label: str) -> ModelConfig:
     content = (
         parse_text_config(content, label) if find_multimodal_family(content.get("model_type")) is not None else content
     )
-    config = parse_family_config(content, label, eos_token_ids)
+    config = parse_family_config(content, label)
     with use_file_names_in_errors(config.file_field_names):
         if (quantization := config.raw.get("quantization_config")) and files.folder is not None:
             parse_quantization_config(quantization)
@@ -204,9 +211,7 @@ def read_model_config(
     return config
 
 
-def _read_transformers_config(
-    files: ModelFiles, content: dict[str, Any], label: str, eos_token_ids: Sequence[int], *, forced: bool
-) -> ModelConfig:
+def _read_transformers_config(files: ModelFiles, content: dict[str, Any], label: str, *, forced: bool) -> ModelConfig:
     """Raises ModelError for a class known not to work, unless `forced`."""
     if files.folder is None:
         raise ModelError(f"model: {label}: a GGUF file of a {content['model_type']} is not served")
@@ -240,7 +245,6 @@ def _read_transformers_config(
         tie_embeddings=bool(raw.get("tie_word_embeddings")),
         dtype=checkpoint_dtype(raw),
         rope={},
-        eos_token_ids=tuple(token for token in eos_token_ids if 0 <= token < vocab),
         raw={"architectures": raw.get("architectures"), "quantization_config": raw.get("quantization_config")},
         transformers_config=hf_config,
     )

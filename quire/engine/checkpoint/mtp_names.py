@@ -13,17 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.engine.architecture.draft_heads import EH_PROJ, EMBEDDING_NORM, HIDDEN_NORM, MTP_LAYER, OUTPUT_NORM
 from quire.engine.checkpoint.tensor_headers import is_text_tensor, read_tensor_headers
 from quire.engine.common.errors import ModelError
 from quire.engine.families.base.moe_fields import moe_layer_mask
+from quire.engine.families.base.schema.config_schema import TEXT_CONFIG_KEYS
 from quire.engine.gguf.model_files import read_gguf_header
 
 MTP_PREFIX = "mtp."
-MTP_LAYER = "model.layers.0"
-EMBEDDING_NORM, HIDDEN_NORM, EH_PROJ, OUTPUT_NORM = (
-    f"{MTP_LAYER}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-)
-"""EH_PROJ joins embedding and hidden state."""
 _QWEN_MODULE_NAMES = {
     "pre_fc_norm_embedding": EMBEDDING_NORM,
     "pre_fc_norm_hidden": HIDDEN_NORM,
@@ -35,9 +32,7 @@ _SHARED_TENSOR_PREFIXES = ("embed_tokens.", "shared_head.head.", "nextn.embed_to
 """Copies of the model's embedding and head (DeepSeek's README_WEIGHTS)."""
 _LAYER_TENSOR_PATTERN = re.compile(r"(?P<layers>model\.layers|mtp\.layers|blk)\.(?P<number>\d+)\.(?P<inside>.+)")
 _PER_LAYER_FIELDS = (
-    "text_config",
-    "llm_config",
-    "language_config",
+    *TEXT_CONFIG_KEYS,
     "num_nextn_predict_layers",
     "sliding_window_pattern",
     "mlp_layer_types",

@@ -8,6 +8,7 @@ from quire.engine.checkpoint.config_reader import find_weight_names
 from quire.engine.checkpoint.tensor_headers import find_weight_files, is_pickled, read_tensor_ranges, text_tensor_name
 from quire.engine.common.errors import ModelError
 from quire.engine.families import find_encoder_family
+from quire.engine.families.base.schema.config_schema import TEXT_CONFIG_KEYS
 
 _HEAD_MODULE_NAMES = {"lm_head", "embed_out"}
 _EMBEDDING_MODULE_NAMES = {"embed_tokens", "wte", "word_embeddings", "embed_in"}
@@ -27,9 +28,7 @@ def correct_tie_word_embeddings(
         or not _has_untied_head(str(text_config.get("model_type")), weights)
     ):
         return config
-    nested_configs = {
-        name: config[name] for name in ("text_config", "llm_config", "language_config") if config.get(name)
-    }
+    nested_configs = {name: config[name] for name in TEXT_CONFIG_KEYS if config.get(name)}
     return config | {name: {**part, _TIE_FIELD: False} for name, part in nested_configs.items()} | {_TIE_FIELD: False}
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Literal, TypedDict, TypeVar
 from msgspec import Meta
 
 from quire.engine.checkpoint.config_reader import find_weight_names
+from quire.engine.checkpoint.quantization import explain_unsupported_quantization
 from quire.engine.checkpoint.tensor_headers import read_tensor_headers
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, ModelError
@@ -126,8 +127,10 @@ def read_pooling_config(
     normalized. Raises ModelError naming file and field.
     """
     is_encoder = find_encoder_family(config.model_type) is not None
-    if is_encoder and config.raw.get("quantization_config"):
-        raise ModelError("model: quantized weights of an encoder are not served")
+    if is_encoder:
+        quantization = config.raw.get("quantization_config") or {}
+        if (reason := explain_unsupported_quantization(quantization, is_encoder=True)) is not None:
+            raise ModelError(f"model: {reason}")
     if classifier_tokens:
         if is_encoder or is_classifier(config) or len(classifier_tokens) != 2:
             wrong = "takes two tokens, and a decoder with an output head"

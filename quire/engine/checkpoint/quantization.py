@@ -99,8 +99,10 @@ def parse_quantization_config(config: QuantizationConfig) -> WeightFormatRules:
     return WeightFormatRules(method, tuple(groups), ignored)
 
 
-def explain_unsupported_quantization(config: Mapping[str, Any]) -> str | None:
+def explain_unsupported_quantization(config: Mapping[str, Any], *, is_encoder: bool) -> str | None:
     """None if supported."""
+    if config and is_encoder:
+        return "Quire does not serve quantized weights of an encoder"
     if not config or config.get("quant_method") == "gguf":
         return None
     try:

@@ -32,6 +32,7 @@ from quire.engine.families.base import (
     base_decoder_spec,
     expert_intermediate_size,
     fill_layer_types,
+    normalize_rope,
     read_expert_count_and_routing,
 )
 
@@ -100,7 +101,7 @@ def _layer_spec(
     has_window = "sliding" in (raw.get("layer_types") or ())[layer]
     ropes = raw.get("rope_parameters") or {}
     window = raw.get("sliding_window") or None if has_window else None
-    rope = (ropes.get("full_attention") if window is None else ropes.get("sliding_attention")) or {}
+    rope_fields = ropes.get("full_attention") if window is None else ropes.get("sliding_attention")
     num_kv_heads, head_dim = _kv_heads(config, layer, overrides, has_window=has_window)
     biased = bool(raw.get("attention_bias"))
     attention = AttentionLayerSpec(
@@ -108,7 +109,7 @@ def _layer_spec(
         num_kv_heads,
         head_dim,
         scale=1.0,
-        rope=_DEFAULT_ROPES[window is not None] | {key: value for key, value in rope.items() if value is not None},
+        rope=normalize_rope(rope_fields, _DEFAULT_ROPES[window is not None], raw.get("max_position_embeddings")),
         norm=norm,
         window=window,
         qkv_bias=biased,

@@ -6,7 +6,7 @@ from typing import Any
 
 from quire.engine.architecture import EncoderSpec, EncoderWeightNames, HeadLayerSpec, parse_encoder_activation
 from quire.engine.common.errors import ModelError
-from quire.engine.families.base import EncoderFamily, ModelConfig, base_encoder_spec
+from quire.engine.families.base import EncoderFamily, ModelConfig, base_encoder_spec, normalize_rope
 
 _WEIGHT_NAMES = EncoderWeightNames(
     word_embeddings="embeddings.tok_embeddings",
@@ -62,8 +62,7 @@ def _layer_type_rope(config: ModelConfig, kind: str) -> dict[str, Any]:
         rope_fields, theta = ropes.get("full_attention"), raw.get("global_rope_theta") or 160_000.0
     else:
         rope_fields, theta = ropes.get("sliding_attention"), raw.get("local_rope_theta") or 10_000.0
-    rope = {key: value for key, value in (rope_fields or {}).items() if value is not None}
-    return {"rope_type": "default", "rope_theta": theta} | rope
+    return normalize_rope(rope_fields, {"rope_theta": theta}, raw.get("max_position_embeddings"))
 
 
 MODERNBERT = EncoderFamily(

@@ -9,6 +9,7 @@ from torch import Tensor
 from quire.engine.architecture.decoder import EMBED_POSITIONS, EMBED_TOKENS, LM_HEAD
 from quire.engine.layers.parameters import LoadableParameter, ParameterTable, make_loadable_parameter
 from quire.engine.layers.sublayer import BuildContext
+from quire.engine.layers.sublayer_shapes import SublayerShapes
 from quire.kernels.backend import Linear, LinearContext, QuantizedEmbedding
 
 _EMBED_WEIGHT = f"{EMBED_TOKENS}.weight"
@@ -18,7 +19,7 @@ class Embedding:
     def __init__(
         self,
         build_context: BuildContext,
-        vocab_size: int,
+        shapes: SublayerShapes,
         *,
         tied: bool,
         embeds_tokens: bool = True,
@@ -26,12 +27,11 @@ class Embedding:
     ) -> None:
         """`tied`: also the LM head. `embeds_tokens`: False for a head alone."""
         self._shard = build_context.shard
-        self._cut = build_context.shard.output_slice(vocab_size)
-        self._vocab_size = vocab_size
-        self._hidden_size = build_context.hidden_size
+        self._vocab_size, self._hidden_size = shapes.rows_and_columns(EMBED_TOKENS)
+        self._cut = build_context.shard.output_slice(self._vocab_size)
         self._adapters = build_context.adapters
         self._scheme = build_context.scheme
-        self._table_spec = self._scheme.embedding_tensor_spec(vocab_size, self._hidden_size)
+        self._table_spec = self._scheme.embedding_tensor_spec(self._vocab_size, self._hidden_size)
         self._tied = tied
         self._embeds_tokens = embeds_tokens
         self.scale = torch.tensor(
@@ -83,8 +83,8 @@ class Embedding:
 
 
 class PositionEmbedding:
-    def __init__(self, max_positions: int, hidden_size: int, dtype: torch.dtype) -> None:
-        self._shape, self._dtype = (max_positions, hidden_size), dtype
+    def __init__(self, shapes: SublayerShapes, dtype: torch.dtype) -> None:
+        self._shape, self._dtype = shapes.rows_and_columns(EMBED_POSITIONS), dtype
         self._table: dict[str, Tensor] = {}
 
     def parameters(self) -> ParameterTable:

@@ -23,13 +23,12 @@ from quire.engine.architecture.decoder import (
 from quire.engine.checkpoint.kv_cache_groups import KVCacheGroups, single_kv_cache_group
 from quire.engine.layers.builders import build_sublayer
 from quire.engine.layers.embedding import Embedding, PositionEmbedding
-from quire.engine.layers.linear import FusedLinear
-from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable, merge_parameters
 from quire.engine.layers.schemes import QuantizationScheme
 from quire.engine.layers.schemes.streamed import StreamerRegisteringScheme
 from quire.engine.layers.stream.per_layer_inputs import PerLayerInputs
 from quire.engine.layers.sublayer import BuildContext, CacheTensorSpec, ForwardContext, Sublayer, scale_tensor
+from quire.engine.layers.sublayer_shapes import SublayerShapes
 from quire.kernels.backend import (
     NO_ADAPTERS,
     AttentionMetadata,
@@ -129,9 +128,7 @@ class Decoder:
 
     def build_modules(self, build_context: BuildContext) -> None:
         spec = self.spec
-        scheme = build_context.scheme
-        dtype = build_context.dtype
-        adapters, shard = build_context.adapters, build_context.shard
+        shapes = SublayerShapes(spec.outer_shapes() | spec.head_shapes(), build_context)
         self._layers = [
             [
                 build_sublayer(each, self._layer_build_context(position, build_context), f"model.layers.{index}")
@@ -143,22 +140,19 @@ class Decoder:
         self._recorded_layers: tuple[KVCache | None, RecordedLayers | None] = None, None
         self._embedding = Embedding(
             build_context,
-            spec.vocab_size,
+            shapes,
             tied=spec.tie_embeddings and self.has_head,
             embeds_tokens=self.is_first_stage,
             scale=spec.embedding_scale,
         )
-        self._positions = None if spec.positions is None else PositionEmbedding(spec.positions, spec.hidden_size, dtype)
+        self._positions = None if spec.positions is None else PositionEmbedding(shapes, build_context.dtype)
         self._per_layer_inputs = (
             None if spec.per_layer_inputs is None else PerLayerInputs(spec.per_layer_inputs, build_context)
         )
-        embedding_norm = {EMBEDDING_NORM: spec.hidden_size} if spec.embedding_norm else {}
-        self._embedding_norm = NormWeights(embedding_norm, dtype, spec.norm)
-        self._norm = NormWeights({FINAL_NORM: spec.hidden_size}, dtype, spec.norm)
-        size = spec.hidden_size
-        parts = {LM_HEAD: spec.vocab_size}
-        cuts = {LM_HEAD: shard.output_slice(spec.vocab_size)}
-        self._head = FusedLinear(scheme, size, parts, bias=spec.head_bias, wide=True, adapters=adapters, cuts=cuts)
+        self._embedding_norm = shapes.make_norms([EMBEDDING_NORM], spec.norm)
+        self._norm = shapes.make_norms([FINAL_NORM], spec.norm)
+        cuts = {LM_HEAD: build_context.shard.output_slice(spec.vocab_size)}
+        self._head = shapes.make_linear([LM_HEAD], cuts, wide=True)
 
     def _layer_build_context(self, position: int, build_context: BuildContext) -> BuildContext:
         if not isinstance(self._layer_hooks, LayerStreamer):

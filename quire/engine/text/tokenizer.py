@@ -19,12 +19,11 @@ from quire.engine.common.errors import InvalidRequest, ModelError
 from quire.engine.common.folder_reader import open_if_present
 from quire.engine.gguf.model_files import ModelFiles
 from quire.engine.text.tokenizer_files import (
-    MAX_CONFIG_BYTES,
     MAX_TOKENIZER_BYTES,
     read_chat_templates,
     read_config_object,
     read_eos_token_ids,
-    special_tokens_from_config,
+    read_special_tokens,
     templates_from_path_or_source,
 )
 from quire.engine.text.tokenizer_safety import check_normalizer_growth, check_regexes, is_rust_panic
@@ -98,10 +97,7 @@ class Tokenizer:
         path = Path(path)
         files = ModelFiles(path)
         config = read_config_object(files, "tokenizer_config.json")
-        # Some models have an empty one; transformers accepts it.
-        empty = files.read_file_bytes("special_tokens_map.json", MAX_CONFIG_BYTES, may_be_empty=True) == b""
-        special_map = {} if empty else read_config_object(files, "special_tokens_map.json")
-        special_tokens = special_tokens_from_config(special_map) | special_tokens_from_config(config)
+        special_tokens = read_special_tokens(files, config)
         content = files.read_file_bytes("tokenizer.json", MAX_TOKENIZER_BYTES)
         with _wrap_library_errors(path.name if content is None else files.file_label("tokenizer.json")):
             if content is None:
@@ -126,7 +122,7 @@ class Tokenizer:
             backend,
             special_tokens=special_tokens,
             chat_templates=templates,
-            eos_token_ids=read_eos_token_ids(files, chat_template=chat_template)
+            eos_token_ids=read_eos_token_ids(files, model_vocab_size, chat_template=chat_template)
             if eos_token_ids is None
             else eos_token_ids,
             config=config,

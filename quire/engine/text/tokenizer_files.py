@@ -8,6 +8,7 @@ import msgspec
 
 from quire.engine.common.errors import ConfigError, InvalidRequest, ModelError
 from quire.engine.common.folder_reader import MIB, convert_parsed_json, decode_json, read_text_if_present
+from quire.engine.families.base.schema.config_schema import TEXT_CONFIG_KEYS
 from quire.engine.gguf.hf_tokenizer import HARMONY_END_TOKENS
 from quire.engine.gguf.model_files import ModelFiles
 
@@ -65,6 +66,16 @@ def special_tokens_from_config(config: Mapping[str, Any]) -> dict[str, str]:
     return special_tokens
 
 
+def read_special_tokens(files: ModelFiles, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by role (bos_token, eos_token, ...): tokenizer_config.json overrides special_tokens_map.json.
+    Raises ModelError.
+    """
+    # Some models have an empty special_tokens_map.json, which transformers does not mind.
+    empty = files.read_file_bytes("special_tokens_map.json", MAX_CONFIG_BYTES, may_be_empty=True) == b""
+    special_map = {} if empty else read_config_object(files, "special_tokens_map.json")
+    return special_tokens_from_config(special_map) | special_tokens_from_config(tokenizer_config)
+
+
 def templates_from_path_or_source(path_or_source: str) -> dict[str, str]:
     """Anything with a brace is source."""
     try:
@@ -103,10 +114,18 @@ def read_chat_templates(files: ModelFiles, config: Mapping[str, Any]) -> dict[st
 
 
 def read_eos_token_ids(
-    model: ModelFiles, *, tokenizer: ModelFiles | None = None, chat_template: str | None = None
+    model: ModelFiles,
+    vocab_size: int | None = None,
+    *,
+    tokenizer: ModelFiles | None = None,
+    chat_template: str | None = None,
 ) -> tuple[int, ...]:
-    """Sources: generation_config.json, config.json, `eos_token`, and the chat template's end of turn. Broken files are
-    ignored here.
+    """The tokens that end an answer: those of generation_config.json and config.json (for a GGUF file, of its header),
+    the tokenizer's `eos_token`, and the token with which the chat template ends an assistant's turn.
+
+    `vocab_size`: the model's; larger ids are dropped. `tokenizer`: files of another tokenizer, if one is set.
+    `chat_template`: as in templates_from_path_or_source. Broken files are ignored here; whoever reads the rest of them
+    reports them.
     """
     ids: list[int] = []
     for content in (
@@ -128,7 +147,7 @@ def read_eos_token_ids(
             ids += reader.end_of_turn_ids(template, ids)
     except (ConfigError, ModelError):
         pass
-    return tuple(dict.fromkeys(ids))
+    return tuple(token for token in dict.fromkeys(ids) if vocab_size is None or 0 <= token < vocab_size)
 
 
 def _read_json_or_empty(files: ModelFiles, name: str) -> dict[str, Any]:
@@ -139,7 +158,7 @@ def _read_json_or_empty(files: ModelFiles, name: str) -> dict[str, Any]:
 
 
 def _text_configs(config: dict[str, Any]) -> list[dict[str, Any]]:
-    parts = (config.get(name) for name in ("text_config", "llm_config", "language_config"))
+    parts = (config.get(name) for name in TEXT_CONFIG_KEYS)
     return [config, *(part for part in parts if isinstance(part, dict))]
 
 
@@ -164,9 +183,7 @@ class _SpecialTokenReader:
 
     def __init__(self, files: ModelFiles) -> None:
         config = read_config_object(files, "tokenizer_config.json")
-        empty = files.read_file_bytes("special_tokens_map.json", MAX_CONFIG_BYTES, may_be_empty=True) in (b"", None)
-        special_map = {} if empty else read_config_object(files, "special_tokens_map.json")
-        self._special_tokens = special_tokens_from_config(special_map) | special_tokens_from_config(config)
+        self._special_tokens = read_special_tokens(files, config)
         added = files.read_json_file("added_tokens.json", MAX_CONFIG_BYTES) or {}
         self._token_ids: dict[str, int] = {name: each for name, each in added.items() if type(each) is int}
         self._token_ids |= {

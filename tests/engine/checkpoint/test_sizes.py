@@ -194,3 +194,12 @@ def test_what_a_plan_does_not_read_of_other_families_is_named(field: str, value:
     raw = {**tiny_models.SHAPE, **tiny_models.FAMILIES["gemma4-moe"], field: value}
     with pytest.raises(ModelError, match=field):
         read_model_sizes(raw)
+
+
+@pytest.mark.parametrize("method", [{"quant_method": "gptq", "bits": 4, "group_size": 128}, {"quant_method": "fp8"}])
+def test_quantized_weights_of_an_encoder_are_a_reason(method: dict[str, Any]) -> None:
+    encoder = content_of("bert") | {"quantization_config": method}
+    assert read_model_sizes(encoder).unsupported_reasons == ("Quire does not serve quantized weights of an encoder",)
+    assert read_model_sizes(content_of("bert")).unsupported_reasons == ()
+    decoder = content_of("llama") | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
+    assert read_model_sizes(decoder).unsupported_reasons == ()

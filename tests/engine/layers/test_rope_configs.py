@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from quire.engine.checkpoint.family_spec import read_encoder_spec
 from tests.engine.parity import edit_json, largest_difference, random_prompt
-from tests.tiny_models import save_tiny_model
+from tests.tiny_models import SHAPE, save_tiny_model
 
 PROMPT = random_prompt(100)
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -122,6 +123,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma3 nested yarn with original outside": (
+        "gemma3",
+        {
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {**YARN, "rope_theta": 5000.0},
+            },
+        },
+    ),
 }
 CASES |= {
     f"{family}, {case}": (family, CASES[case][1])
@@ -138,3 +149,12 @@ def test_rotations_equal_transformers(case: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, family)
     edit_json(path / "config.json", OLD, **changes)
     assert largest_difference(path, PROMPT) < 1e-4
+
+
+def test_layers_of_an_encoder_are_rotated_by_the_type_that_older_files_name() -> None:
+    rope = {"full_attention": {"type": "linear", "factor": 2.0}, "sliding_attention": None}
+    config = {"model_type": "modernbert", **SHAPE, "rope_parameters": rope}
+    spec = read_encoder_spec(config)
+    assert spec is not None
+    assert spec.ropes[0] == {"rope_type": "linear", "rope_theta": 160_000.0, "factor": 2.0}
+    assert spec.ropes[1] == {"rope_type": "default", "rope_theta": 10_000.0}

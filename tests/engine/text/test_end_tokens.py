@@ -141,3 +141,10 @@ def test_other_tokenizer_and_template_of_the_settings_count(tmp_path: Path) -> N
     config = EngineConfig(model=str(model), tokenizer=str(other), chat_template=CHATML)
     assert load_model_config(config, model).eos_token_ids == (2, EOS, TURN)
     assert read_eos_token_ids(ModelFiles(model)) == (2,)
+
+
+def test_ids_beyond_the_vocabulary_end_nothing_for_whoever_asks(tmp_path: Path) -> None:
+    folder = save(tmp_path, added=("<|endoftext|>",), generation_config={"eos_token_id": [2, -1, EOS, 1000]})
+    assert read_eos_token_ids(ModelFiles(folder)) == (2, -1, EOS, 1000)
+    assert read_eos_token_ids(ModelFiles(folder), 300) == (2, EOS)
+    assert Tokenizer.from_pretrained(folder, model_vocab_size=300).eos_token_ids == (2, EOS)

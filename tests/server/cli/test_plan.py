@@ -693,6 +693,9 @@ def test_a_context_of_rotations_is_refused_as_serve_refuses_it(
     short = plan(capsys, str(tmp_path), "--gpu", "h100", "--rope-context", "4096")
     assert (own["context"], short["context"]) == (16384, 4096), "which serve does not exceed"
     assert short["flags"][short["flags"].index("--rope-context") + 1] == "4096"
+    both = phi | {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+    (tmp_path / "config.json").write_text(json.dumps(both))
+    assert plan(capsys, str(tmp_path), "--gpu", "h100", "--rope-context", "4096")["context"] == 4096
 
 
 def test_a_reader_that_has_seen_enough_is_no_failure_of_ours() -> None:

@@ -3,26 +3,23 @@ from __future__ import annotations
 from quire.engine.architecture.encoder import EncoderSpec
 from quire.engine.architecture.kv_cache_spec import PagedState
 from quire.engine.architecture.parameter_shapes import count_parameters
-from quire.engine.checkpoint.sizes.decoder_sizes import DecoderSizes
+from quire.engine.checkpoint.sizes.decoder_sizes import DecoderSizes, field_values
 
 
 def count_encoder_sizes(spec: EncoderSpec, *, has_kv_cache: bool = False) -> DecoderSizes:
     """Excludes heads after pooling. `has_kv_cache`: transformers' class makes a decoder of it."""
-    word_embeddings, hidden = spec.vocab_size * spec.hidden_size, spec.hidden_size
+    costs = spec.step_costs()
     kv_values = 2 * spec.num_heads * spec.head_dim if has_kv_cache else 0
     return DecoderSizes(
+        **field_values(costs),
         num_layers=spec.num_layers,
         vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
         num_parameters=count_parameters(spec.parameter_shapes()),
-        embedding_parameters=word_embeddings + (spec.positions + spec.segments) * hidden,
-        num_experts=0,
-        experts_per_token=0,
-        expert_parameters=0,
-        head_parameters=word_embeddings,
+        embedding_parameters=spec.table_parameters(),
         kv_formula=f"2 x {spec.num_heads} heads x {spec.head_dim} x {spec.num_layers} layers",
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_heads,
         head_dim=spec.head_dim,
-        attention_width=spec.num_heads * spec.head_dim * spec.num_layers,
         layer_cache_specs=((PagedState(kv_values, None, spec.head_dim),),) * spec.num_layers,
     )

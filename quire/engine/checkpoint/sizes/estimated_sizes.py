@@ -49,8 +49,10 @@ def estimate_decoder_sizes(raw: Mapping[str, Any], text_fields: Mapping[str, Any
     return DecoderSizes(
         num_layers=layers,
         vocab_size=vocab,
+        hidden_size=hidden,
         num_parameters=embeddings + body + norm + head_bias,
         embedding_parameters=embeddings,
+        dense_parameters=table + body + norm + head_bias - sparse * experts * expert,
         num_experts=experts if sparse else 0,
         experts_per_token=read_optional_size(text_fields, "experts_per_token"),
         expert_parameters=sparse * experts * expert,

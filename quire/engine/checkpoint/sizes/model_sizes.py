@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -17,7 +17,7 @@ from quire.engine.checkpoint.config_reader import (
 )
 from quire.engine.checkpoint.family_spec import read_decoder_spec, read_encoder_spec
 from quire.engine.checkpoint.kv_cache_plan import QUANTIZED_BITS
-from quire.engine.checkpoint.sizes.decoder_sizes import DecoderSizes, count_decoder_sizes
+from quire.engine.checkpoint.sizes.decoder_sizes import DecoderSizes, count_decoder_sizes, field_values
 from quire.engine.checkpoint.sizes.encoder_sizes import count_encoder_sizes
 from quire.engine.checkpoint.sizes.estimated_sizes import (
     estimate_decoder_sizes,
@@ -93,27 +93,12 @@ class ModelSizes(DecoderSizes):
     def needs_snapshots(self) -> bool:
         return any(isinstance(each, MatrixState) for each in self.cache_specs)
 
-    @property
-    def active_parameters(self) -> int:
-        """Multiplied per token: excludes the embedding and unchosen experts."""
-        return self.parameters_read(1)
-
-    def parameters_read(self, tokens: int) -> int:
-        """Assumes equally likely experts."""
-        lookups = self.embedding_parameters - self.head_parameters
-        layers = self.num_parameters - lookups + self.reread_parameters
-        return round(layers - self.expert_parameters + self._expert_parameters_read(tokens))
-
     def weight_fraction_read(self, tokens: int) -> float:
         num_read, saved = self.parameters_read(tokens), 0.0
         if self.quantization == "mxfp4":
             saved = 1 - self.bits_per_weight / 16
-        expert_parameters = self._expert_parameters_read(tokens)
+        expert_parameters = self.expert_parameters_read(tokens)
         return (num_read - expert_parameters * saved) / (self.num_parameters - self.expert_parameters * saved)
-
-    def _expert_parameters_read(self, tokens: int) -> float:
-        share = 1 - (1 - self.experts_per_token / self.num_experts) ** tokens if self.num_experts else 0.0
-        return self.expert_parameters * share
 
     @property
     def weight_ratio(self) -> float:
@@ -142,7 +127,7 @@ def read_model_sizes(raw: Mapping[str, Any]) -> ModelSizes:
         decoder = estimate_decoder_sizes(raw, text_fields)
     quantization, bits = _read_quantization(text_fields)
     return ModelSizes(
-        **{each.name: getattr(decoder, each.name) for each in fields(decoder)},
+        **field_values(decoder),
         model_type=str(text_fields.get("model_type", "")),
         max_position=read_optional_size(text_fields, "max_position_embeddings") or 2048,
         dtype=checkpoint_dtype(text_fields),

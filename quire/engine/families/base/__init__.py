@@ -84,6 +84,7 @@ from quire.engine.families.base.moe_fields import (
 from quire.engine.families.base.rope_fields import (
     longrope_parameters,
     mrope_axes_reader,
+    normalize_rope,
     periodic_nope_ropes,
     ropes_by_window_reader,
     window_only_ropes,
@@ -176,6 +177,7 @@ __all__ = [
     "mlp_intermediate_size",
     "moe_reader",
     "mrope_axes_reader",
+    "normalize_rope",
     "optional_moe_reader",
     "periodic_nope_ropes",
     "read_expert_count_and_routing",

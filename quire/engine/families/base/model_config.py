@@ -26,9 +26,10 @@ class ModelConfig:
     """The checkpoint's dtype."""
     rope: dict[str, Any]
     """rope_type, rope_theta, and the rope_type's own keys."""
-    eos_token_ids: tuple[int, ...]
     raw: FamilyConfigFields
     """Fields of their declared types, or None."""
+    eos_token_ids: tuple[int, ...] = ()
+    """All tokens that end an answer, as read_eos_token_ids finds them; (): nobody has looked."""
     max_model_len: int | None = None
     """Longest context to serve, in tokens. None: `max_position`."""
     rope_context: int | None = None

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from quire.engine.architecture.rope import ROPE_TYPES, parse_mrope_axes
 from quire.engine.families.base.config_fields import ConfigReader
@@ -11,52 +11,83 @@ from quire.engine.families.base.schema.config_schema import (
     LONGROPE_TYPES,
     MAX_POSITIONS,
     FamilyConfigFields,
-    RopeFields,
 )
 
 _TRAINED_CONTEXT_TYPES = ("llama3", "yarn", *LONGROPE_TYPES)
 _PARTIAL_ROTARY_FIELD = "partial_rotary_factor"
+_TRAINED_CONTEXT_FIELD = "original_max_position_embeddings"
 _LONGROPE_TRAINED_CONTEXT = 4096
 _CONTEXT_DEPENDENT_TYPES = ("longrope", "su", "dynamic")
 
 
-def read_rope_parameters(raw: FamilyConfigFields, *, has_partial_rotary: bool, has_longrope: bool) -> dict[str, Any]:
-    """Normalize like transformers' `standardize_rope_params`. transformers 4 writes rope_theta next to rope_scaling,
-    transformers 5 both into rope_parameters; rope_scaling wins.
+def rope_object(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The RoPE parameters of a config.json: one set, or one for each kind of layer.
+
+    transformers 4 writes rope_theta next to an object rope_scaling, transformers 5 both into rope_parameters. If a file
+    has both objects, rope_scaling counts.
     """
-    file_rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    rope: dict[str, Any] = {key: value for key, value in file_rope.items() if value is not None}
-    if (theta := raw.get("rope_theta")) is None:
-        theta = 10_000.0
-    rope.setdefault("rope_theta", theta)
-    rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
-    rope["rope_type"] = "default" if rope["rope_type"] == "mrope" else rope["rope_type"]
+    rope = fields.get("rope_scaling") or fields.get("rope_parameters")
+    return rope if isinstance(rope, Mapping) else {}
+
+
+def rope_types(fields: Mapping[str, Any]) -> set[str]:
+    """All RoPE types in a config.json."""
+    rope = rope_object(fields)
+    return {_rope_type(each) or "default" for each in (rope, *rope.values()) if isinstance(each, Mapping)}
+
+
+def _rope_type(rope: Mapping[str, Any]) -> str:
+    """ "" if absent. Qwen's mrope is the default type with several positions per token."""
+    kind = str(rope.get("rope_type") or rope.get("type") or "")
+    return "default" if kind == "mrope" else kind
+
+
+def normalize_rope(
+    rope_fields: Mapping[str, Any] | None,
+    defaults: Mapping[str, Any],
+    positions: int | None,
+    *,
+    trained_context: int | None = None,
+    default_trained_context: int | None = None,
+) -> dict[str, Any]:
+    """Return one set of parameters in the form of ModelConfig.rope, normalized like transformers'
+    `standardize_rope_params`: with a rope_type and, if the type needs it, the context length of training.
+
+    `defaults`: rope_theta and whatever else `rope_fields` may leave out. `positions`: the model's. `trained_context`
+    takes precedence over that of `rope_fields`.
+    """
+    rope = {**defaults, **{key: value for key, value in (rope_fields or {}).items() if value is not None}}
+    rope["rope_type"] = _rope_type(rope_fields or {}) or rope.get("rope_type") or "default"
+    rope.pop("type", None)
+    if rope["rope_type"] not in _TRAINED_CONTEXT_TYPES:
+        return rope
+    context = trained_context or rope.get(_TRAINED_CONTEXT_FIELD) or default_trained_context or positions
+    if context is not None:
+        rope[_TRAINED_CONTEXT_FIELD] = context
+        if rope["rope_type"] != "llama3" and positions is not None:
+            rope.setdefault("factor", positions / context)
+    return rope
+
+
+def read_rope_parameters(raw: FamilyConfigFields, *, has_partial_rotary: bool, has_longrope: bool) -> dict[str, Any]:
+    """The parameters of all layers, or what kinds of layers share. The context length of training may stand next to the
+    object.
+    """
+    rope_fields = dict(rope_object(raw))
+    rope_fields["rope_theta"] = rope_fields.get("rope_theta") or raw.get("rope_theta") or 10_000.0
+    rope = normalize_rope(
+        rope_fields,
+        {},
+        raw.get("max_position_embeddings"),
+        trained_context=raw.get("original_max_position_embeddings"),
+        default_trained_context=_LONGROPE_TRAINED_CONTEXT if has_longrope else None,
+    )
     for name in (_PARTIAL_ROTARY_FIELD, "rotary_dim"):
         if (value := raw.get(name)) is not None:
             rope.setdefault(name, value)
     if not has_partial_rotary:
         rope.pop(_PARTIAL_ROTARY_FIELD, None)
-    if rope["rope_type"] in _TRAINED_CONTEXT_TYPES:
-        _fill_trained_context(rope, raw, has_longrope=has_longrope)
     return rope
-
-
-def _fill_trained_context(rope: dict[str, Any], raw: FamilyConfigFields, *, has_longrope: bool) -> None:
-    """A top-level field overrides the object's."""
-    name, positions = "original_max_position_embeddings", raw.get("max_position_embeddings")
-    if (top_level_value := raw.get(name)) is not None:
-        rope[name] = top_level_value
-    elif name not in rope and has_longrope:
-        rope[name] = _LONGROPE_TRAINED_CONTEXT
-    elif name not in rope and positions is not None:
-        rope[name] = positions
-    if (
-        rope["rope_type"] in ("yarn", *LONGROPE_TYPES)
-        and "factor" not in rope
-        and positions is not None
-        and name in rope
-    ):
-        rope["factor"] = positions / rope[name]
 
 
 def read_max_position(raw: FamilyConfigFields, rope: Mapping[str, Any]) -> int:
@@ -70,28 +101,16 @@ def read_max_position(raw: FamilyConfigFields, rope: Mapping[str, Any]) -> int:
     )
 
 
-def rope_depends_on_context(rope_fields: Mapping[str, Any]) -> bool:
-    kinds = (rope_fields.get(name) for name in ("rope_type", "type"))
-    inner = (each for each in rope_fields.values() if isinstance(each, Mapping))
-    return any(kind in _CONTEXT_DEPENDENT_TYPES for kind in kinds if isinstance(kind, str)) or any(
-        map(rope_depends_on_context, inner)
-    )
+def rope_depends_on_context(fields: Mapping[str, Any], *, by_transformers: bool, has_longrope: bool) -> bool:
+    """True if the longest context changes the rotations."""
+    if by_transformers:
+        return not rope_types(fields).isdisjoint(_CONTEXT_DEPENDENT_TYPES)
+    return has_longrope and not rope_types(fields).isdisjoint(LONGROPE_TYPES)
 
 
-def find_unsupported_rope_type(rope: Mapping[str, Any], *, has_longrope: bool) -> str:
-    """Empty if it is supported."""
-    kind = str(rope.get("rope_type") or rope.get("type") or "default")
-    served = {"mrope": True, "longrope": has_longrope, "su": has_longrope}.get(kind, kind in ROPE_TYPES)
-    return "" if served else kind
-
-
-def build_layer_type_rope(fields: RopeFields | None, theta: float, positions: int | None) -> dict[str, Any]:
-    rope: dict[str, Any] = {"rope_theta": theta}
-    rope |= {key: value for key, value in (fields or {}).items() if value is not None}
-    rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
-    if rope["rope_type"] in ("llama3", "yarn") and positions is not None:
-        rope.setdefault("original_max_position_embeddings", positions)
-    return rope
+def unsupported_rope_types(fields: Mapping[str, Any], *, has_longrope: bool) -> list[str]:
+    supported = {*ROPE_TYPES, "su"} if has_longrope else {*ROPE_TYPES} - {"longrope"}
+    return sorted(rope_types(fields) - supported)
 
 
 def mrope_axes_reader(interleaved_sections: tuple[int, ...]) -> ConfigReader:
@@ -105,13 +124,12 @@ def ropes_by_window_reader(full: ConfigReader, sliding: ConfigReader) -> ConfigR
     """Only layers without a window may have scaled RoPE. `full` and `sliding` read the default rope_theta."""
 
     def read_ropes(config: ModelConfig) -> list[dict[str, Any]]:
-        ropes, scaling = config.raw.get("rope_parameters") or {}, config.raw.get("rope_scaling") or {}
-        full_fields, positions = (
-            {**(ropes.get("full_attention") or {}), **scaling},
-            config.raw.get("max_position_embeddings"),
-        )
-        full_rope = build_layer_type_rope(cast(RopeFields, full_fields), full(config), positions)
-        sliding_rope = build_layer_type_rope(ropes.get("sliding_attention"), sliding(config), positions)
+        raw = config.raw
+        ropes, scaling = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
+        full_fields = {**(ropes.get("full_attention") or {}), **scaling}
+        positions = raw.get("max_position_embeddings")
+        full_rope = normalize_rope(full_fields, {"rope_theta": full(config)}, positions)
+        sliding_rope = normalize_rope(ropes.get("sliding_attention"), {"rope_theta": sliding(config)}, positions)
         return [full_rope if window is None else sliding_rope for window in sliding_windows(config)]
 
     return read_ropes

@@ -100,8 +100,7 @@ def gemma4_vision_spec(config: VisionConfig) -> Gemma4VisionSpec:
             )
     if not config.parameters_only and (most > _MAX_TOKENS or most * pool > table):
         raise config.config_error(f"vision_config: position_embedding_size: {table} for images of {most} tokens")
-    rope, normalized = tower.get("rope_parameters") or {}, bool(preprocessor.get("do_normalize"))
-    theta, eps = rope.get("rope_theta"), tower.get("rms_norm_eps")
+    normalized, eps = bool(preprocessor.get("do_normalize")), tower.get("rms_norm_eps")
     return Gemma4VisionSpec(
         tower_shape=shape if eps is None else replace(shape, eps=eps),
         normalization=config.pixel_normalization(_ZERO_MEAN, _UNIT_STD, use_file_values=normalized),
@@ -112,7 +111,7 @@ def gemma4_vision_spec(config: VisionConfig) -> Gemma4VisionSpec:
         pooling_size=pool,
         max_tokens=most,
         position_table_size=table,
-        rope_theta=float(theta) if isinstance(theta, int | float) and theta >= 1 else 100.0,
+        rope_theta=config.rope_theta(100.0),
         has_clipped_linears=bool(tower.get("use_clipped_linears")),
         standardizes_tokens=bool(tower.get("standardize")),
         begin_token_id=config.token_id_from_field("boi_token_id", 255999),

@@ -103,8 +103,7 @@ def _base_pixtral_vision_spec(
         raise config.config_error(
             f"vision_config: patch_size: images of {longest_edge} pixels are not 1 to {_MAX_PATCHES_PER_SIDE} patches"
         )
-    rope, bias = config.tower.get("rope_parameters") or {}, config.model_fields.get("multimodal_projector_bias")
-    theta, eps = rope.get("rope_theta") or config.tower.get("rope_theta"), config.text_config.get("rms_norm_eps")
+    bias, eps = config.model_fields.get("multimodal_projector_bias"), config.text_config.get("rms_norm_eps")
     return PixtralVisionSpec(
         tower_shape=shape,
         normalization=config.pixel_normalization(CLIP_MEAN, CLIP_STD),
@@ -113,7 +112,7 @@ def _base_pixtral_vision_spec(
         merge_size=merge,
         has_patch_merger=has_patch_merger,
         longest_edge=longest_edge,
-        rope_theta=float(theta) if isinstance(theta, int | float) and theta >= 1 else 10000.0,
+        rope_theta=config.rope_theta(10000.0),
         projector_activation=config.model_fields.get("projector_hidden_act") or "gelu",
         has_projector_bias=not has_patch_merger if bias is None else bias,
         merger_norm_eps=float(eps) if isinstance(eps, int | float) else 1e-5 if has_patch_merger else 1e-6,

@@ -11,8 +11,16 @@ import torch
 from torch import Tensor
 
 from quire.engine.layers.parameters import ParameterTable
-from quire.engine.layers.sublayer import CacheTensorSpec
-from quire.kernels.backend import AttentionMetadata, LayerCache
+from quire.engine.layers.schemes import QuantizationScheme
+from quire.engine.layers.sublayer import BuildContext, CacheTensorSpec
+from quire.engine.models.decoder import Decoder
+from quire.kernels.backend import AttentionMetadata, Backend, LayerCache
+
+
+def draft_build_context(scheme: QuantizationScheme, decoder: Decoder, backend: Backend) -> BuildContext:
+    """A head reads and writes what the decoder's layers do, in its types, whole on every rank."""
+    shape = (decoder.spec.hidden_size, decoder.dtype, decoder.kv_dtype, decoder.device, decoder.max_model_len)
+    return BuildContext(backend, scheme, *shape, kv_scales={})
 
 
 class DraftHead(ABC):

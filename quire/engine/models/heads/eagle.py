@@ -5,17 +5,13 @@ next token. EAGLE-3 reads three decoder layers and has a smaller vocabulary. No 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from quire.engine.architecture.decoder import LayerSpec
-from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.draft_heads import EAGLE3_HEAD, EAGLE3_NORMS, EAGLE_FC, EagleSpec
 from quire.engine.common.errors import ModelError
-from quire.engine.layers.linear import FusedLinear
-from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import LoadableParameter, ParameterTable
 from quire.engine.layers.schemes import QuantizationScheme
 from quire.engine.models.decoder import Decoder
@@ -26,32 +22,13 @@ _IMPOSSIBLE_LOGIT = -1e30
 """For tokens outside the draft vocabulary."""
 
 
-@dataclass(frozen=True, slots=True)
-class EagleSpec:
-    layers: tuple[LayerSpec, ...]
-    """The first layer's input is normed already."""
-    hidden_size: int
-    norm: NormSpec
-    fc_bias: bool
-    aux_layers: tuple[int, ...] = ()
-    """EAGLE-3 only."""
-    norm_before_residual: bool = False
-    """EAGLE-3 only."""
-    draft_vocab_size: int | None = None
-    """None: the decoder's head is used."""
-    has_token_map: bool = False
-    """Draft ids differ from the decoder's."""
-
-
 class EagleHead(TransformerHead):
     """No norm before the first attention or at the end."""
 
     def __init__(self, spec: EagleSpec, scheme: QuantizationScheme, decoder: Decoder, backend: Backend) -> None:
-        layers = {f"layers.{index}": layer for index, layer in enumerate(spec.layers)}
-        super().__init__(layers, scheme, decoder, backend)
+        super().__init__(spec, scheme, decoder, backend)
         self._spec, self.aux_layers = spec, spec.aux_layers
-        size, input_size = spec.hidden_size, len(spec.aux_layers) * decoder.spec.hidden_size or 2 * spec.hidden_size
-        self._fc = FusedLinear(scheme, input_size, {"fc": size}, bias=spec.fc_bias)
+        self._fc = self._outer_shapes.make_linear([EAGLE_FC])
 
     def parameters(self) -> ParameterTable:
         return self._fc.parameters() | super().parameters()
@@ -68,10 +45,8 @@ class EagleHead(TransformerHead):
 class Eagle3Head(EagleHead):
     def __init__(self, spec: EagleSpec, scheme: QuantizationScheme, decoder: Decoder, backend: Backend) -> None:
         super().__init__(spec, scheme, decoder, backend)
-        assert spec.draft_vocab_size is not None
-        names, size = ("layers.0.input_layernorm", "layers.0.hidden_norm", "norm"), spec.hidden_size
-        self._norms = NormWeights(dict.fromkeys(names, size), decoder.dtype, spec.norm)
-        self._head = FusedLinear(scheme, size, {"lm_head": spec.draft_vocab_size}, bias=False, wide=True)
+        self._norms = self._outer_shapes.make_norms(EAGLE3_NORMS, spec.norm)
+        self._head = self._outer_shapes.make_linear([EAGLE3_HEAD], wide=True)
         self._token_ids: Tensor | None = None
         """[draft vocabulary] int64 decoder ids; None: the same ids."""
 
@@ -88,14 +63,15 @@ class Eagle3Head(EagleHead):
         self, next_tokens: Tensor, states: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[LayerCache]
     ) -> Tensor:
         norm = partial(self._norms.apply_norm, self._backend)
-        embedded = norm("layers.0.input_layernorm", self._decoder.embed_tokens_unscaled(next_tokens))
-        normed = norm("layers.0.hidden_norm", states)
+        embedding_norm, state_norm, _ = EAGLE3_NORMS
+        embedded = norm(embedding_norm, self._decoder.embed_tokens_unscaled(next_tokens))
+        normed = norm(state_norm, states)
         residual = (normed if self._spec.norm_before_residual else states).clone()  # a backend may overwrite it
         x, residual = self._run_layers(torch.cat((embedded, normed), dim=-1), residual, metadata, kv_cache)
         return x + residual
 
     def compute_logits(self, states: Tensor, num_drafted: int) -> Tensor:
-        normed = self._norms.apply_norm(self._backend, "norm", states)
+        normed = self._norms.apply_norm(self._backend, EAGLE3_NORMS[-1], states)
         draft_logits = self._head.packed_linear(normed, NO_ADAPTERS)
         if self._token_ids is None:
             return draft_logits

@@ -8,31 +8,23 @@ from itertools import chain
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.layers.linear import FusedLinear
+from quire.engine.architecture.draft_heads import MedusaSpec
 from quire.engine.layers.parameters import ParameterTable, merge_parameters
 from quire.engine.layers.schemes import QuantizationScheme
+from quire.engine.layers.sublayer_shapes import SublayerShapes
 from quire.engine.models.decoder import Decoder
-from quire.engine.models.heads.draft_head import DraftHead
-from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LayerCache
+from quire.engine.models.heads.draft_head import DraftHead, draft_build_context
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, LayerCache
 
 
 class MedusaHead(DraftHead):
-    def __init__(self, scheme: QuantizationScheme, decoder: Decoder, heads: int, blocks: int) -> None:
-        """`blocks`: linears before a head's last one."""
-        hidden_size, vocab_size = decoder.spec.hidden_size, decoder.spec.vocab_size
+    def __init__(self, spec: MedusaSpec, scheme: QuantizationScheme, decoder: Decoder, backend: Backend) -> None:
         self.device = decoder.device
-        self.max_draft_tokens = heads
-        self._blocks = [
-            [
-                FusedLinear(scheme, hidden_size, {f"{head}.{block}.linear": hidden_size}, bias=True)
-                for block in range(blocks)
-            ]
-            for head in range(heads)
-        ]
-        self._last = [
-            FusedLinear(scheme, hidden_size, {f"{head}.{blocks}": vocab_size}, bias=False, wide=True)
-            for head in range(heads)
-        ]
+        self.max_draft_tokens = spec.num_heads
+        shapes = SublayerShapes(spec.parameter_shapes(), draft_build_context(scheme, decoder, backend))
+        heads = range(spec.num_heads)
+        self._blocks = [[shapes.make_linear([name]) for name in spec.block_names(head)] for head in heads]
+        self._last = [shapes.make_linear([spec.last_name(head)], wide=True) for head in heads]
 
     def parameters(self) -> ParameterTable:
         return merge_parameters(*chain.from_iterable(self._blocks), *self._last)

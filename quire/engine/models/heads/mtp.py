@@ -14,10 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.engine.architecture.decoder import LayerSpec
-from quire.engine.checkpoint.mtp_names import EH_PROJ, EMBEDDING_NORM, HIDDEN_NORM, OUTPUT_NORM
-from quire.engine.layers.linear import FusedLinear
-from quire.engine.layers.norm import NormWeights
+from quire.engine.architecture.draft_heads import EH_PROJ, EMBEDDING_NORM, HIDDEN_NORM, OUTPUT_NORM, MTPSpec
 from quire.engine.layers.parameters import ParameterTable
 from quire.engine.layers.schemes import QuantizationScheme
 from quire.engine.models.decoder import Decoder
@@ -26,14 +23,11 @@ from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Layer
 
 
 class MTPHead(TransformerHead):
-    def __init__(
-        self, specs: Sequence[LayerSpec], scheme: QuantizationScheme, decoder: Decoder, backend: Backend
-    ) -> None:
-        named = {f"model.layers.{number}": spec for number, spec in enumerate(specs)}
-        super().__init__(named, scheme, decoder, backend)
-        size, names = decoder.spec.hidden_size, (EMBEDDING_NORM, HIDDEN_NORM, OUTPUT_NORM)
-        self._norms = NormWeights(dict.fromkeys(names, size), decoder.dtype, decoder.spec.norm)
-        self._eh_proj = FusedLinear(scheme, 2 * size, {EH_PROJ: size}, bias=False)
+    def __init__(self, spec: MTPSpec, scheme: QuantizationScheme, decoder: Decoder, backend: Backend) -> None:
+        """It takes embedding and head of the decoder."""
+        super().__init__(spec, scheme, decoder, backend)
+        self._norms = self._outer_shapes.make_norms((EMBEDDING_NORM, HIDDEN_NORM, OUTPUT_NORM), spec.norm)
+        self._eh_proj = self._outer_shapes.make_linear([EH_PROJ])
 
     def parameters(self) -> ParameterTable:
         return self._norms.parameters() | self._eh_proj.parameters() | super().parameters()

@@ -1,20 +1,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 
 from torch import Tensor
 
-from quire.engine.architecture.decoder import LayerSpec
+from quire.engine.architecture.draft_heads import EagleSpec, MTPSpec
 from quire.engine.layers.builders import build_sublayer
 from quire.engine.layers.parameters import ParameterTable, merge_parameters
 from quire.engine.layers.schemes import QuantizationScheme
-from quire.engine.layers.sublayer import BuildContext, CacheTensorSpec, ForwardContext
+from quire.engine.layers.sublayer import CacheTensorSpec, ForwardContext
+from quire.engine.layers.sublayer_shapes import SublayerShapes
 from quire.engine.models.decoder import Decoder
-from quire.engine.models.heads.draft_head import DraftHead
+from quire.engine.models.heads.draft_head import DraftHead, draft_build_context
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, LayerCache, Operations, RecordedLayers
 
 
@@ -22,13 +23,14 @@ class TransformerHead(DraftHead):
     """Uses the decoder's LM head by default."""
 
     def __init__(
-        self, specs: Mapping[str, LayerSpec], scheme: QuantizationScheme, decoder: Decoder, backend: Backend
+        self, spec: MTPSpec | EagleSpec, scheme: QuantizationScheme, decoder: Decoder, backend: Backend
     ) -> None:
-        """`specs`: by checkpoint name. Ranks have whole heads."""
         self.device = decoder.device
-        shape = (decoder.spec.hidden_size, decoder.dtype, decoder.kv_dtype, decoder.device, decoder.max_model_len)
-        build_context = BuildContext(backend, scheme, *shape, kv_scales={})
-        self._layers = [[build_sublayer(each, build_context, name) for each in spec] for name, spec in specs.items()]
+        build_context = draft_build_context(scheme, decoder, backend)
+        self._layers = [
+            [build_sublayer(each, build_context, name) for each in layer] for name, layer in spec.layers_by_name.items()
+        ]
+        self._outer_shapes = SublayerShapes(spec.outer_shapes(), build_context)
         self._decoder, self._backend = decoder, backend
         self._recorded_layers: tuple[Sequence[LayerCache] | None, RecordedLayers | None] = None, None
         kinds = Counter(

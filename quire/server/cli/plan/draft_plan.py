@@ -5,15 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.engine.checkpoint.config_reader import extract_text_config
+from quire.engine.architecture.draft_heads import MTPSpec
+from quire.engine.architecture.parameter_shapes import count_parameters
+from quire.engine.checkpoint.config_reader import extract_text_config, parse_family_config
+from quire.engine.checkpoint.family_spec import build_eagle_spec, read_decoder_spec
 from quire.engine.checkpoint.kv_cache_plan import StateSlotCounts, count_state_slots
 from quire.engine.checkpoint.model_resolver import DRAFT_HEAD_FILE_PATTERNS, read_raw_config, resolve_model
 from quire.engine.checkpoint.mtp_names import find_mtp_names, mtp_layer_config
-from quire.engine.checkpoint.sizes.estimated_sizes import read_required_size
 from quire.engine.checkpoint.sizes.model_sizes import ModelSizes, read_model_sizes
 from quire.engine.checkpoint.tensor_headers import CheckpointSize, read_checkpoint_size
 from quire.engine.common.config import SpeculativeConfig
-from quire.engine.common.errors import ConfigError
+from quire.engine.common.errors import ConfigError, ModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +89,34 @@ def plan_draft(
     raw, folder = read_raw_config(speculative_config.model)
     sizes = read_model_sizes(raw)
     draft_weights = None if folder is None else read_checkpoint_size(folder)
-    return DraftPlan(speculative_config, draft_weights or CheckpointSize(sizes.num_parameters, 0), sizes)
+    if draft_weights is None:
+        draft_weights = CheckpointSize(_count_draft_parameters(speculative_config, raw, sizes, served), 0)
+    return DraftPlan(speculative_config, draft_weights, sizes)
+
+
+def _count_draft_parameters(
+    speculative_config: SpeculativeConfig, raw: Mapping[str, Any], sizes: ModelSizes, served: Mapping[str, Any]
+) -> int:
+    """Of a draft model, or of a head without the served model's embedding."""
+    if speculative_config.method == "draft_model":
+        return sizes.num_parameters
+    target_layers = read_model_sizes(served).num_layers
+    is_eagle3 = speculative_config.method == "eagle3"
+    spec = build_eagle_spec(parse_family_config(raw, "config.json"), target_layers, is_eagle3=is_eagle3)
+    return count_parameters(spec.parameter_shapes())
 
 
 def _plan_mtp(speculative_config: SpeculativeConfig, text: Mapping[str, Any], folder: Path | None) -> DraftPlan:
     layers = read_model_sizes(text).num_layers
-    sizes = read_model_sizes(mtp_layer_config(text, layers))
-    hidden = read_required_size(text, "hidden_size")
-    numbers = (
-        sizes.num_parameters - sizes.embedding_parameters + 2 * hidden**2 + 2 * hidden
-    )  # the final norm is counted there
+    layer_config = mtp_layer_config(text, layers)
+    spec = read_decoder_spec(layer_config)
+    if spec is None:
+        raise ModelError(
+            f"model: no file of Quire serves the layer that a {text.get('model_type')} guesses tokens with"
+        )
+    numbers = count_parameters(MTPSpec.from_decoder(spec).parameter_shapes())
     draft_weights = None
     if folder is not None and read_checkpoint_size(folder) is not None:
         names = find_mtp_names(folder, layers)
         draft_weights = read_checkpoint_size(folder, lambda stored: names.mtp_name_from_checkpoint(stored) is not None)
-    return DraftPlan(speculative_config, draft_weights or CheckpointSize(numbers, 0), sizes)
+    return DraftPlan(speculative_config, draft_weights or CheckpointSize(numbers, 0), read_model_sizes(layer_config))

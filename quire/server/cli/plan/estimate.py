@@ -113,7 +113,7 @@ class Estimate:
         together, turns = -(-streams // machine.stages), max(streams, machine.stages)
         read = self.weight_bytes * sizes.weight_fraction_read(together) * machine.stages / machine.count
         read += turns * context * self.kv_token_bytes
-        work = turns * (2 * sizes.active_parameters + 4 * sizes.attention_width * context) / machine.count
+        work = turns * sizes.flops_per_token(context) / machine.count
         return streams / max(read / machine.bandwidth, work / machine.flops)
 
     def min_prefill_seconds(self, tokens: int) -> float | None:
@@ -121,9 +121,7 @@ class Estimate:
         machine, sizes = self.machine, self.sizes
         if machine.bandwidth is None or machine.flops is None:
             return None
-        body = sizes.active_parameters - sizes.head_parameters
-        work = tokens * 2 * body + 2 * sizes.head_parameters + 2 * sizes.attention_width * tokens**2
         read = self.weight_bytes * sizes.weight_fraction_read(tokens)
         parts = -(-tokens // self.block_needs.max_chunk_tokens)
-        waits = (parts + machine.stages - 1) / parts  # until the first chunk reaches the last stage
-        return max(work / machine.flops, read / machine.bandwidth) / machine.count * waits
+        waits = (parts + machine.stages - 1) / parts  # until the first part has reached the last stage
+        return max(sizes.prefill_flops(tokens) / machine.flops, read / machine.bandwidth) / machine.count * waits

@@ -271,8 +271,7 @@ def max_step_bytes(sizes: ModelSizes, width: int, tokens: int) -> int:
     """Rough; the engine measures it. About 20 hidden states per token of `width` bytes per number, and copies of the
     logits.
     """
-    hidden = sizes.head_parameters // sizes.vocab_size
-    return tokens * 20 * hidden * width + _DEFAULTS.max_num_seqs * sizes.vocab_size * 4 * 4
+    return tokens * 20 * sizes.hidden_size * width + _DEFAULTS.max_num_seqs * sizes.vocab_size * 4 * 4
 
 
 def _graph_bytes(sizes: ModelSizes, machine: Machine, config: EngineConfig, step_bytes: int, tokens: int) -> int:

@@ -86,13 +86,12 @@ def load_required_vision_spec(model: str, revision: str | None, raw: dict[str, A
 def plan_images(images: ImageCountAndSize, vision: VisionSpec, estimate: Estimate) -> ImagesPlan:
     layout = vision.make_layout(images.width, images.height, has_other_images=images.count > 1)
     width, count = DTYPE_BYTES[estimate.dtype], images.count
-    hidden = estimate.sizes.head_parameters // estimate.sizes.vocab_size
     contents = layout.iter_resized_images(Image.new("RGB", (images.width, images.height)))
     return ImagesPlan(
         images,
         count * len(layout.token_run_lengths),
         count * len(_PLACEHOLDER_TOKEN.findall(layout.placeholder_text(lambda token: "<>"))),
-        count * layout.num_tokens * hidden * width,
+        count * layout.num_tokens * estimate.sizes.hidden_size * width,
         count * sum(len(each.pixels) for each in contents),
         estimate.sizes.tower_bytes(width, estimate.config.online_quantization),
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.checkpoint.config_reader import extract_text_config, has_quire_family
-from quire.engine.checkpoint.kv_cache_groups import model_rope_depends_on_context, resolve_rope_context
+from quire.engine.checkpoint.kv_cache_groups import resolve_rope_context
 from quire.engine.checkpoint.mtp_names import make_main_model_filter
 from quire.engine.checkpoint.overrides import read_raw_config_with_overrides
 from quire.engine.checkpoint.sizes.model_sizes import ModelSizes, read_model_sizes
@@ -32,11 +32,7 @@ def model_sizes_with_served_context(config: EngineConfig, raw: dict[str, Any]) -
     """Raises ModelError, and ConfigError for a useless rope_context."""
     sizes, text = read_model_sizes(raw), extract_text_config(raw)
     uses_transformers = config.model_impl == "transformers" or not has_quire_family(raw)
-    rope = text.get("rope_parameters") or text.get("rope_scaling")
-    decides = model_rope_depends_on_context(
-        sizes.model_type, rope if isinstance(rope, dict) else {}, raw if uses_transformers else None
-    )
-    resolve_rope_context(config, sizes.max_position, depends_on_context=decides)
+    resolve_rope_context(config, sizes.max_position, text, by_transformers=uses_transformers)
     return replace(sizes, max_position=min(sizes.max_position, config.rope_context or sizes.max_position))
 
 

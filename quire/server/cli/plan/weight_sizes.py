@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from quire.engine.architecture.kv_cache_spec import PagedState
 from quire.engine.checkpoint.kv_cache_plan import (
     DTYPE_BYTES,
     KV_CODE_SCALE_BYTES,
@@ -76,18 +75,11 @@ def _tied_head_copy_bytes(sizes: ModelSizes, machine: Machine, width: int, bits:
 
 
 def kv_token_bytes(sizes: ModelSizes, dtype: str, kv_cache_dtype: str) -> int:
-    """In all layers. Convolution states are never quantized."""
-    columns = sizes.conv_values_per_token * DTYPE_BYTES[dtype]
-    if kv_cache_dtype == "auto":
-        return sizes.kv_values_per_token * DTYPE_BYTES[dtype] + columns
-    if kv_cache_dtype in DTYPE_BYTES:
-        return sizes.kv_values_per_token * DTYPE_BYTES[kv_cache_dtype] + columns
-    heads = sum(
-        each.paged_values_per_token // (each.head or sizes.head_dim)
-        for each in sizes.cache_specs
-        if isinstance(each, PagedState)
-    )
-    return sizes.kv_values_per_token + heads * KV_CODE_SCALE_BYTES[kv_cache_dtype] + columns
+    """Bytes of one token in the KV blocks of all layers."""
+    width = DTYPE_BYTES[dtype]
+    kv_width = width if kv_cache_dtype == "auto" else DTYPE_BYTES.get(kv_cache_dtype, 1)
+    scale_bytes = KV_CODE_SCALE_BYTES.get(kv_cache_dtype, 0)
+    return sum(each.bytes_per_token(kv_width, width, scale_bytes) for each in sizes.cache_specs)
 
 
 def resolve_dtypes(sizes: ModelSizes, machine: Machine, config: EngineConfig) -> tuple[str, str]:

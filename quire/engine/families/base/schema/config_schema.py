@@ -39,6 +39,8 @@ _TokenIds = Annotated[list[_TokenId], Meta(max_length=4096)]
 _LayerLetters = Annotated[str, Meta(pattern="^[LG]+$", max_length=256)]
 """EXAONE 4's repeated pattern: L has a window, G has none."""
 
+TEXT_CONFIG_KEYS = ("text_config", "llm_config", "language_config")
+"""Where the config.json of a model that also takes images or audio describes its text decoder."""
 SIZE_FIELD_ALIASES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),

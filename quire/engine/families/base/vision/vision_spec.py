@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.engine.common.errors import ModelError
 from quire.engine.common.types import Image as Content
+from quire.engine.families.base.rope_fields import rope_object
 from quire.engine.families.base.vision.vision_config_fields import (
     ModelConfigFields,
     PreprocessorFields,
@@ -258,6 +259,11 @@ class VisionConfig:
         """Unlike other fields, 0 is a value."""
         field_value: Any = self.model_fields.get(name)
         return default if field_value is None else int(field_value)
+
+    def rope_theta(self, default: float) -> float:
+        """Of the tower's rotation."""
+        theta = rope_object(self.tower).get("rope_theta") or self.tower.get("rope_theta")
+        return float(theta) if isinstance(theta, int | float) and theta >= 1 else default
 
     def image_size(self, default: int) -> int:
         """In pixels."""

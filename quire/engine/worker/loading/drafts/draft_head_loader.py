@@ -10,22 +10,22 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from quire.engine.architecture.attention import AttentionLayerSpec
+from quire.engine.architecture.draft_heads import EagleSpec, MedusaSpec
+from quire.engine.checkpoint.family_spec import build_eagle_spec
 from quire.engine.checkpoint.model_resolver import DRAFT_HEAD_FILE_PATTERNS, read_model_config, resolve_model
 from quire.engine.checkpoint.tensor_headers import find_weight_files
 from quire.engine.common.config import EngineConfig, SpeculativeConfig
 from quire.engine.common.errors import ModelError
-from quire.engine.families.base.base_spec import base_decoder_spec
 from quire.engine.layers.schemes import QuantizationScheme, UnquantizedScheme
 from quire.engine.layers.schemes.online_quantization import OnlineQuantizedScheme
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.heads.draft_head import DraftHead
-from quire.engine.models.heads.eagle import Eagle3Head, EagleHead, EagleSpec
+from quire.engine.models.heads.eagle import Eagle3Head, EagleHead
 from quire.engine.models.heads.medusa import MedusaHead
 from quire.engine.worker.device_memory import allocate_kv_blocks
 from quire.engine.worker.draft_head_runner import DraftHeadRunner
@@ -121,11 +121,11 @@ def _make_head(
     backend: Backend,
 ) -> DraftHead:
     if speculative.method == "medusa":
-        heads, blocks = medusa_shape(tensors)
-        return MedusaHead(scheme, decoder, heads, blocks)
+        spec = MedusaSpec(*medusa_shape(tensors), decoder.spec.hidden_size, decoder.spec.vocab_size)
+        return MedusaHead(spec, scheme, decoder, backend)
     is_eagle3 = speculative.method == "eagle3"
-    spec = eagle_spec(path, tensors, decoder, is_eagle3=is_eagle3)
-    return (Eagle3Head if is_eagle3 else EagleHead)(spec, scheme, decoder, backend)
+    eagle = eagle_spec(path, tensors, decoder, is_eagle3=is_eagle3)
+    return (Eagle3Head if is_eagle3 else EagleHead)(eagle, scheme, decoder, backend)
 
 
 def medusa_shape(tensors: dict[str, Tensor]) -> tuple[int, int]:
@@ -146,36 +146,7 @@ def eagle_spec(path: Path, tensors: dict[str, Tensor], decoder: Decoder, *, is_e
     ):
         if own_value != theirs:
             raise ModelError(f"model: its {what} is {own_value}, the served model's {theirs}")
-    if (activation := model.raw.get("hidden_act")) not in (None, "silu"):
-        raise ModelError(f"model: hidden_act {activation!r} is not supported in a head")
-    eagle3_fields: dict[str, Any] = {}
-    if is_eagle3:
-        eagle3_fields = {
-            "aux_layers": _aux_layers(model.raw.get("eagle_config") or {}, served.num_layers),
-            "norm_before_residual": bool(model.raw.get("norm_before_residual")),
-            "draft_vocab_size": model.raw.get("draft_vocab_size") or model.vocab_size,
-            "has_token_map": "d2t" in tensors,
-        }
-    base = base_decoder_spec(model).replace_sublayer_fields(
-        AttentionLayerSpec, qkv_bias="layers.0.self_attn.q_proj.bias" in tensors
-    )
-    read = 2 * model.hidden_size if is_eagle3 else model.hidden_size
-    (first, *_), *others = (
-        base.replace_sublayer_fields(AttentionLayerSpec, input_norm=False, input_size=read).layers,
-        *base.layers[1:],
-    )
-    return EagleSpec((first, *others), base.hidden_size, base.norm, "fc.bias" in tensors, **eagle3_fields)
-
-
-def _aux_layers(eagle_config: Any, layers: int) -> tuple[int, ...]:
-    """By default an early, a middle and a late one."""
-    name = "eagle_aux_hidden_state_layer_ids"
-    if eagle_config.get("use_aux_hidden_state") is False:
-        raise ModelError("model: config.json: eagle_config: use_aux_hidden_state: false is not supported")
-    taps = tuple(eagle_config.get(name) or (2, layers // 2, layers - 3))
-    if list(taps) != sorted(set(taps)) or taps[-1] >= layers:
-        raise ModelError(f"model: config.json: eagle_config: {name}: {list(taps)} are no layers of the served {layers}")
-    return taps
+    return build_eagle_spec(model, served.num_layers, tensors, is_eagle3=is_eagle3)
 
 
 def read_head_tensors(path: Path) -> dict[str, Tensor]:

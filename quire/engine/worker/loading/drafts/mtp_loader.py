@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from quire.engine.architecture.draft_heads import MTPSpec
 from quire.engine.checkpoint.model_resolver import resolve_weights
 from quire.engine.checkpoint.mtp_names import find_mtp_names, mtp_layer_config
 from quire.engine.common.config import EngineConfig
@@ -48,7 +49,7 @@ def _load_mtp(config: EngineConfig, target_config: ModelConfig, backend: Backend
     )
     names = None if dummy else find_mtp_names(path, target_config.num_layers)
     weights = open_weights(config, path, mtp_config, backend, decoder.dtype, mtp=names)
-    head = MTPHead(decoder_spec(mtp_config).layers, weights.scheme, decoder, backend)
+    head = MTPHead(MTPSpec.from_decoder(decoder_spec(mtp_config)), weights.scheme, decoder, backend)
     table = head.parameters()
     stream: Iterable[tuple[str, Tensor]] = dummy_stream(table, config.seed, decoder.device) if dummy else weights.stream
     with torch.inference_mode():

@@ -1,0 +1,111 @@
+"""Parameter shapes of draft heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.engine.architecture.decoder import DecoderSpec, LayerSpec
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.parameter_shapes import ParameterShapes, linear_shapes, norm_shapes
+
+MTP_LAYER = "model.layers.0"
+EMBEDDING_NORM, HIDDEN_NORM, EH_PROJ, OUTPUT_NORM = (
+    f"{MTP_LAYER}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+)
+"""Modules that only MTP layers have: the norms of the embedding and of the hidden state, the linear that joins both,
+and the last norm.
+"""
+EAGLE_FC, EAGLE3_HEAD = "fc", "lm_head"
+EAGLE3_NORMS = ("layers.0.input_layernorm", "layers.0.hidden_norm", "norm")
+"""Norms of embeddings, of hidden states, and of the input of EAGLE-3's head."""
+
+
+@dataclass(frozen=True, slots=True)
+class MTPSpec:
+    """One or two layers with the norms and the linear before them."""
+
+    layers: tuple[LayerSpec, ...]
+    hidden_size: int
+    norm: NormSpec
+
+    @classmethod
+    def from_decoder(cls, spec: DecoderSpec) -> MTPSpec:
+        """`spec`: a decoder that consists of these layers."""
+        return cls(spec.layers, spec.hidden_size, spec.norm)
+
+    @property
+    def layers_by_name(self) -> dict[str, LayerSpec]:
+        return {f"model.layers.{index}": layer for index, layer in enumerate(self.layers)}
+
+    def outer_shapes(self) -> ParameterShapes:
+        """Everything but the layers. Embedding and head are the decoder's."""
+        size = self.hidden_size
+        norms = dict.fromkeys((EMBEDDING_NORM, HIDDEN_NORM, OUTPUT_NORM), size)
+        return linear_shapes([EH_PROJ], size, 2 * size) | norm_shapes(norms, self.norm)
+
+    def parameter_shapes(self) -> ParameterShapes:
+        return self.outer_shapes() | _layer_shapes(self.layers_by_name, self.hidden_size)
+
+
+@dataclass(frozen=True, slots=True)
+class EagleSpec:
+    layers: tuple[LayerSpec, ...]
+    """The first layer has no input norm."""
+    hidden_size: int
+    norm: NormSpec
+    fc_bias: bool
+    """The linear that joins its inputs into one hidden state has a bias."""
+    aux_layers: tuple[int, ...] = ()
+    """EAGLE-3: decoder layers whose inputs it reads."""
+    norm_before_residual: bool = False
+    """EAGLE-3: the residual stream begins with the normed hidden state."""
+    draft_vocab_size: int | None = None
+    """Size of EAGLE-3's own head; None: it uses the decoder's head, like EAGLE."""
+    has_token_map: bool = False
+    """Its head's token ids differ from the decoder's."""
+
+    @property
+    def layers_by_name(self) -> dict[str, LayerSpec]:
+        return {f"layers.{index}": layer for index, layer in enumerate(self.layers)}
+
+    def outer_shapes(self) -> ParameterShapes:
+        """Everything but the layers and the token map. The embedding is the decoder's."""
+        size = self.hidden_size
+        shapes = linear_shapes([EAGLE_FC], size, (len(self.aux_layers) or 2) * size, bias=self.fc_bias)
+        if self.draft_vocab_size is None:
+            return shapes
+        shapes |= norm_shapes(dict.fromkeys(EAGLE3_NORMS, size), self.norm)
+        return shapes | linear_shapes([EAGLE3_HEAD], self.draft_vocab_size, size)
+
+    def parameter_shapes(self) -> ParameterShapes:
+        return self.outer_shapes() | _layer_shapes(self.layers_by_name, self.hidden_size)
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaSpec:
+    num_heads: int
+    num_blocks: int
+    """Linears of a head before its last one."""
+    hidden_size: int
+    vocab_size: int
+
+    def block_names(self, head: int) -> list[str]:
+        return [f"{head}.{block}.linear" for block in range(self.num_blocks)]
+
+    def last_name(self, head: int) -> str:
+        return f"{head}.{self.num_blocks}"
+
+    def parameter_shapes(self) -> ParameterShapes:
+        shapes = ParameterShapes()
+        for head in range(self.num_heads):
+            shapes |= linear_shapes(self.block_names(head), self.hidden_size, self.hidden_size, bias=True)
+            shapes |= linear_shapes([self.last_name(head)], self.vocab_size, self.hidden_size)
+        return shapes
+
+
+def _layer_shapes(layers: dict[str, LayerSpec], hidden_size: int) -> ParameterShapes:
+    shapes = ParameterShapes()
+    for name, layer in layers.items():
+        for sublayer in layer:
+            shapes |= sublayer.parameter_shapes(name, hidden_size)
+    return shapes

@@ -1,0 +1,80 @@
+"""What specs say a step reads and computes, against what the roofline's arithmetic counts by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quire.engine.architecture.attention import AttentionLayerSpec
+from quire.engine.architecture.decoder import DecoderSpec
+from quire.engine.architecture.kv_cache_spec import PagedColumnState, PagedState
+from quire.engine.architecture.mla import MLALayerSpec
+from quire.engine.architecture.mlp import MLPSpec
+from quire.engine.architecture.moe import MoELayerSpec
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.shared_transformer import SharedTransformerSpec
+from quire.kernels.parameters.activation import Activation
+from quire.kernels.parameters.routing import Routing
+
+HIDDEN, INNER, VOCAB = 64, 160, 300
+NORM = NormSpec(1e-6)
+ATTENTION = AttentionLayerSpec(4, 2, 16, scale=1.0, rope=None, norm=NORM)
+MLP = MLPSpec(INNER, NORM)
+ATTENTION_PARAMETERS = 2 * HIDDEN * 64 + 2 * HIDDEN * 32 + HIDDEN
+MLP_PARAMETERS = 3 * HIDDEN * INNER + HIDDEN
+
+
+def decoder(*layers: tuple[object, ...], tied: bool = False) -> DecoderSpec:
+    return DecoderSpec(VOCAB, HIDDEN, layers, NORM, tie_embeddings=tied)  # type: ignore[arg-type]
+
+
+def test_a_token_is_multiplied_with_all_parameters_but_the_embedding() -> None:
+    for tied in (False, True):
+        costs = decoder((ATTENTION, MLP), (ATTENTION, MLP), tied=tied).step_costs()
+        body = 2 * (ATTENTION_PARAMETERS + MLP_PARAMETERS) + HIDDEN
+        assert costs.active_parameters == costs.parameters_read(99) == body + VOCAB * HIDDEN
+        assert costs.flops_per_token(100) == 2 * (body + VOCAB * HIDDEN) + 4 * 2 * 64 * 100
+        assert costs.prefill_flops(10) == 2 * 10 * body + 2 * VOCAB * HIDDEN + 2 * 2 * 64 * 10**2
+
+
+def test_experts_are_read_as_far_as_they_are_chosen() -> None:
+    experts = MoELayerSpec(8, Routing(2), INNER, NORM)
+    costs = experts.step_costs("", HIDDEN)
+    each = 3 * HIDDEN * INNER
+    assert (costs.dense_parameters, costs.expert_parameters) == (8 * HIDDEN + HIDDEN, 8 * each)
+    assert costs.active_parameters == 9 * HIDDEN + 2 * each
+    assert costs.parameters_read(2) == round(9 * HIDDEN + 8 * each * (1 - 0.75**2))
+
+
+def test_a_norm_that_two_sublayers_read_costs_once() -> None:
+    parallel = replace(MLP, parallel=True, shares_norm=True)
+    alone = decoder((parallel,)).step_costs()
+    both = decoder((ATTENTION, parallel)).step_costs()
+    assert both.dense_parameters - alone.dense_parameters == ATTENTION_PARAMETERS - HIDDEN
+
+
+def test_each_use_of_shared_weights_reads_them() -> None:
+    block = SharedTransformerSpec(
+        attention=replace(ATTENTION, input_size=2 * HIDDEN, input_norm=False),
+        intermediate_size=INNER,
+        bias=False,
+        activation=Activation("gelu"),
+        norm=NORM,
+        weights_layer=0,
+        use_index=0,
+        adapter_rank=4,
+        adapts_attention=False,
+    )
+    first, second = (each.step_costs(f"model.layers.{index}", HIDDEN) for index, each in enumerate((block, block)))
+    assert first == second
+    assert second.attention_width == 64
+
+
+def test_latent_attention_attends_by_keys_and_values_and_caches_latents() -> None:
+    attention = MLALayerSpec(4, 32, 8, 16, 12, None, scale=1.0, rope={}, norm=NORM, latent_eps=1e-6)
+    assert attention.attention_width == 4 * (8 + 16 + 12) // 2
+    assert attention.kv_cache_spec.bytes_per_token(2, 4) == 2 * (32 + 8)
+
+
+def test_codes_have_scales_and_columns_none() -> None:
+    assert PagedState(128, None, 16).bytes_per_token(1, 2, head_scale_bytes=2) == 128 + 8 * 2
+    assert PagedColumnState(64, 4).bytes_per_token(1, 2, head_scale_bytes=2) == 2 * (4 * 64 // 16)
