@@ -26,25 +26,24 @@ FILE = ROOT / "docs/reference/supported-models.md"
 FOLDER = ROOT / "quire/engine/families"
 SUBLAYERS: dict[type[SublayerSpec], str] = {
     AttentionLayerSpec: "attention",
-    MLALayerSpec: "[latent attention](../latents.md)",
-    ShortConvSpec: "[short convolutions](../hybrids.md)",
-    DeltaNetSpec: "[gated delta nets](../hybrids.md)",
-    Mamba2LayerSpec: "[state spaces](../hybrids.md#larger-states)",
-    MambaLayerSpec: "[selective scans](../hybrids.md#larger-states)",
+    MLALayerSpec: "[latent attention](../explanations/kv-cache.md#latent-attention)",
+    ShortConvSpec: "[short convolutions](../explanations/kv-cache.md#recurrent-states)",
+    DeltaNetSpec: "[gated delta nets](../explanations/kv-cache.md#recurrent-states)",
+    Mamba2LayerSpec: "[state spaces](../explanations/kv-cache.md#recurrent-states)",
+    MambaLayerSpec: "[selective scans](../explanations/kv-cache.md#recurrent-states)",
     SharedTransformerSpec: "blocks that layers share",
     MLPSpec: "MLP",
-    MoELayerSpec: "[experts](../checkpoints.md#mixtures-of-experts)",
+    MoELayerSpec: "[experts](../guides/models.md)",
 }
 INTRODUCTION = """# Supported models
 
-Generated from the families' files in `quire/engine/families`, which say all that Quire knows of each, by
-`python -m tests.supported_models`. What is special of some families: [checkpoints](../checkpoints.md). Nearly all other
-causal language models of transformers are served [by their own class](../checkpoints.md#by-transformers-own-class):
-[every class](../models_table.md).
+Generated from the files in `quire/engine/families` by `python -m tests.supported_models`. For formats and names see
+[models](../guides/models.md). Most other causal language models of transformers are served by transformers' own class:
+[every class](models-table.md).
 
 ## Models that generate text
 
-`model_type` is what config.json calls them; GGUF is `general.architecture`, -: only safetensors.
+`model_type` is the value in config.json, GGUF the value of `general.architecture`; - means safetensors only.
 
 | file | models | `model_type` | GGUF | with images | layers, of a small model |
 |---|---|---|---|---|---|
@@ -112,7 +111,7 @@ def _with_images(families: list[ModelFamily]) -> str:
     outer = [(name, find_multimodal_family(name)) for name in multimodal_model_types()]
     found = [name for name, each in outer if each is not None and each.text_model_type in texts]
     served = [f"`{name}`" for name in found if (each := find_multimodal_family(name)) and each.read_vision_spec]
-    return f"[{', '.join(served)}](../images.md)" if served else "-"
+    return f"[{', '.join(served)}](../guides/images.md)" if served else "-"
 
 
 def _layers(families: list[ModelFamily]) -> str:
@@ -137,7 +136,7 @@ def _sublayers(spec: DecoderSpec) -> Iterator[str]:
     sublayers = [each for layer in spec.layers for each in layer]
     yield from (name for kind, name in SUBLAYERS.items() if any(isinstance(each, kind) for each in sublayers))
     if any(isinstance(each, AttentionLayerSpec) and each.window for each in sublayers):
-        yield "[sliding windows](../sliding_window.md)"
+        yield "[sliding windows](../explanations/kv-cache.md#sliding-windows)"
 
 
 if __name__ == "__main__":

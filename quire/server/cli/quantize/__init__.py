@@ -48,7 +48,7 @@ def main(argv: Sequence[str], started: float) -> int:
                     "metavar": "NUMBER",
                     "type": float,
                     "default": _DEFAULT_STRENGTH,
-                    "help": f"share of the activations' range that moves to the weights, 0 to 1 (default {_DEFAULT_STRENGTH})",
+                    "help": f"share of the activations' range that weights take, 0 to 1 (default {_DEFAULT_STRENGTH})",
                 },
                 "--revision": {"metavar": "TEXT", "help": "branch, tag or commit of a hub id"},
             },
