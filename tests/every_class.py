@@ -209,11 +209,11 @@ def as_table(outcomes: Sequence[Outcome]) -> str:
     ours, theirs = (sum(each.by == by for each in outcomes) for by in ("quire", "transformers"))
     said = (
         f"Quire serves {ours + theirs} of the {len(outcomes)} causal classes of transformers "
-        f"{transformers.__version__}: {ours} by its own files, {theirs} by [transformers' class]({_SECTION}) on Quire's "
-        "KV blocks. Each was tested with a small random model: log probabilities equal transformers' in float64 to 5e-5 (times the deviation of the "
-        "logits if that is above 1), in ragged batches, with chunked prompts and cached prefixes. `same bits` means "
-        "that a request has the same bits alone, in any batch and after a cached prefix. `python -m tests.every_class` "
-        "writes this table, and `make test-all` checks it."
+        f"{transformers.__version__}: {ours} by its own files, {theirs} by [transformers' class]({_SECTION}) on "
+        "Quire's KV blocks. Each was tested with a small random model: log probabilities equal transformers' in "
+        "float64 to 5e-5 (times the deviation of the logits if that is above 1), in ragged batches, with chunked "
+        "prompts and cached prefixes. `same bits` means that a request has the same bits alone, in any batch and "
+        "after a cached prefix. `python -m tests.every_class` writes this table, and `make test-all` checks it."
     )
     lines = [
         "# Every causal language model of transformers",
