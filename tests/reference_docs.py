@@ -116,8 +116,9 @@ def _flag(action: argparse.Action) -> str:
     value = value.replace("|", "\\|")
     if not action.option_strings:
         return f"`{value}`"
-    names = ", ".join(f"`{each}`" for each in action.option_strings)
-    return f"{names} `{value}`" if value and action.nargs != 0 else names
+    *others, last = action.option_strings
+    last = f"{last} {value}" if value and action.nargs != 0 else last
+    return ", ".join(f"`{each}`" for each in [*others, last])
 
 
 def _settings(model: type[BaseModel], without: Any) -> str:

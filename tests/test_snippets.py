@@ -28,7 +28,9 @@ from quire.server.config import ServerConfig
 from tests.e2e.server import Server
 from tests.tree import ROOT
 
-DOCS = sorted(["README.md", "deploy/README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
+DOCS = sorted(
+    ["README.md", "deploy/README.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NOT_RUN = {
     **dict.fromkeys(
@@ -183,7 +185,7 @@ def environment() -> dict[str, str]:
 def test_every_snippet_is_run_or_says_why_not() -> None:
     assert len(snippets()) > 15
     languages = {snippet.language for snippet in snippets()}
-    assert languages <= {"", "sh", "python", "toml", "mermaid", "json", "yaml"}
+    assert languages <= {"", "sh", "text", "python", "toml", "mermaid", "json", "yaml"}
     for place, line in commands():
         known = line.startswith(tuple(NOT_RUN)) or any(re.match(each, line) for each in EXPECTED)
         assert known, f"{place}: say in EXPECTED what `{line}` prints, or in NOT_RUN why it is not run"

@@ -1,4 +1,4 @@
-"""The two tiers of tests, and the shards of the second. DEVELOPERS.md says how they are used.
+"""The two tiers of tests, and the shards of the second. CONTRIBUTING.md says how they are used.
 
 `make test` runs what is not marked `slow`. `make test-all` runs the rest (`--rest`): what is marked `slow`, and every
 hypothesis test again with all its examples. `@pytest.mark.few(n)`: of a test's cases n run in `make test`, spread over

@@ -15,11 +15,12 @@ from quire.kernels.cpu.linear import CompiledLinearBase
 from quire.kernels.quantized_tensors import GroupedWeight, QuantizedWeight, has_same_input_order
 
 _MAX_SCALE_BLOCK = 96
-"""Inputs of x that share a scale, as in quantized.h: docs/cpu.md has what more of them gain and cost."""
+"""Inputs of x that share a scale, as in quantized.h: docs/internals/lab-notes/quantization.md has what more of them
+gain and cost."""
 
 _OUTLIER_THRESHOLDS = {"8": math.inf, "auto": 0.4, "16": 0.0}
 """By activation bits: blocks of a row's inputs whose largest is above so many times the root of the mean square of all
-blocks' have 16 bits, the others 8. docs/quantization.md has what it gains and costs."""
+blocks' have 16 bits, the others 8. docs/internals/lab-notes/quantization.md has what it gains and costs."""
 
 
 def as_grouped_weights(weights: Sequence[QuantizedWeight]) -> Sequence[GroupedWeight] | None:
