@@ -231,7 +231,7 @@ class EngineConfig(BaseModel):
         1, ge=1, le=32, description="Number of engines of the same model that share the requests"
     )
     nnodes: int = Field(
-        1, ge=1, le=64, description="Number of machines that the ranks of --tensor-parallel-size are divided among"
+        1, ge=1, le=64, description="Number of machines; they share the ranks of --tensor-parallel-size"
     )
     node_rank: int = Field(0, ge=0, le=63, description="Number of this machine; 0 serves, the others compute for it")
     master_addr: str = Field(
