@@ -47,7 +47,7 @@ _STATE = "it keeps a state that is no keys and values (a recurrence, a convoluti
 _INTERFACE = "it does not attend through transformers' attention interface"
 
 
-_SECTION = "../guides/models.md"
+_SECTION = "../guides/models.md#transformers-backend"
 
 
 class Wrong(AssertionError):

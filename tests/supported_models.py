@@ -33,7 +33,7 @@ SUBLAYERS: dict[type[SublayerSpec], str] = {
     MambaLayerSpec: "[selective scans](../explanations/kv-cache.md#recurrent-states)",
     SharedTransformerSpec: "blocks that layers share",
     MLPSpec: "MLP",
-    MoELayerSpec: "[experts](../guides/models.md)",
+    MoELayerSpec: "[experts](../guides/models.md#families)",
 }
 INTRODUCTION = """# Supported models
 
@@ -136,7 +136,7 @@ def _sublayers(spec: DecoderSpec) -> Iterator[str]:
     sublayers = [each for layer in spec.layers for each in layer]
     yield from (name for kind, name in SUBLAYERS.items() if any(isinstance(each, kind) for each in sublayers))
     if any(isinstance(each, AttentionLayerSpec) and each.window for each in sublayers):
-        yield "[sliding windows](../explanations/kv-cache.md#sliding-windows)"
+        yield "[sliding windows](../guides/prefix-caching.md#sliding-windows)"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ DOCS = (
     "README.md",
     "CONTRIBUTING.md",
     "deploy/README.md",
-    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
+    *(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
 )
 NAMED = re.compile(r"`([\w.-]+/[\w./-]+)`|\]\(([\w./-]+)\)")
 IN_CODE = re.compile(

@@ -29,7 +29,7 @@ from tests.e2e.server import Server
 from tests.tree import ROOT
 
 DOCS = sorted(
-    ["README.md", "deploy/README.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+    ["README.md", "deploy/README.md", *(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
 )
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NOT_RUN = {

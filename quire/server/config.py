@@ -71,7 +71,7 @@ class ServerConfig(EngineConfig):
         description="API keys; each request must send one as a bearer token; default: no key needed",
     )
     api_key_file: Path | None = Field(
-        None, description="TOML file of API keys with names, weights and limits; see docs/reference/settings.md"
+        None, description="TOML file of API keys with names, weights and limits; see docs/deploy/security-and-limits.md"
     )
     admin_api_key: list[str] = Field(
         default_factory=list,

@@ -147,8 +147,8 @@ def find_weight_names(model_type: str, *, gguf: bool = False) -> WeightNames:
 
 def uses_float32_activations(text_fields: Mapping[str, Any]) -> bool:
     """Whether nearly all matrices have few bits, whose kernels take activations of any type: then a CPU computes in
-    float32 with keys and values of bfloat16, in the same memory.
-    docs/internals/lab-notes/quantization.md has what it gains and costs."""
+    float32 with keys and values of bfloat16, in the same memory. See
+    docs/guides/quantization.md."""
     return (text_fields.get("quantization_config") or {}).get("activations") == "float32"
 
 

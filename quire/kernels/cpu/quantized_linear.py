@@ -20,7 +20,7 @@ gain and cost."""
 
 _OUTLIER_THRESHOLDS = {"8": math.inf, "auto": 0.4, "16": 0.0}
 """By activation bits: blocks of a row's inputs whose largest is above so many times the root of the mean square of all
-blocks' have 16 bits, the others 8. docs/internals/lab-notes/quantization.md has what it gains and costs."""
+blocks' have 16 bits, the others 8. docs/guides/quantization.md has what it gains and costs."""
 
 
 def as_grouped_weights(weights: Sequence[QuantizedWeight]) -> Sequence[GroupedWeight] | None:

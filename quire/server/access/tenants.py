@@ -1,5 +1,5 @@
-"""The tenants of the server: API keys from flags and from a TOML file (see docs/reference/settings.md), and what each
-key may do."""
+"""The tenants of the server: API keys from flags and from a TOML file, and what each key may do. See
+docs/deploy/security-and-limits.md."""
 
 from __future__ import annotations
 

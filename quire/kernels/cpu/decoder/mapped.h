@@ -32,7 +32,7 @@ inline void read(const MappedExperts& mapped, int place) {
 }
 
 // Whether three of four guesses so far were right. A wrong one has the disk read what nobody needs, while it is the
-// disk that is waited for: docs/internals/lab-notes/kv-cache.md says what that cost.
+// disk that is waited for: docs/internals/lab-notes/cpu.md says what that cost.
 inline bool trusted(const MappedExperts& mapped) {
   return mapped.counts[kGuessed] >= 64 && 4 * mapped.counts[kRight] >= 3 * mapped.counts[kGuessed];
 }
