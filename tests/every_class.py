@@ -2,7 +2,7 @@
 float64.
 
 `python -m tests.every_class` writes quire/engine/checkpoint/transformers_classes/class_support.toml, which Quire reads,
-and docs/models_table.md. `python -m tests.every_class NAME ...` tries some and prints the results.
+and docs/reference/models-table.md. `python -m tests.every_class NAME ...` tries some and prints the results.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.tiny_models import VOCAB
 from tests.tree import ROOT
 
 TRIED = ROOT / "quire" / "engine" / "checkpoint" / "transformers_classes" / "class_support.toml"
-TABLE = ROOT / "docs" / "models_table.md"
+TABLE = ROOT / "docs" / "reference" / "models-table.md"
 _LENGTHS = (1, 7, 33, 50, 90)
 _ANSWER = 6
 _TOLERANCE = 5e-5
@@ -204,15 +204,15 @@ def _listed(kinds: Iterable[str]) -> str:
 
 
 def as_table(outcomes: Sequence[Outcome]) -> str:
-    """docs/models_table.md."""
+    """docs/reference/models-table.md."""
     ours, theirs = (sum(each.by == by for each in outcomes) for by in ("quire", "transformers"))
     said = (
-        f"Of the {len(outcomes)} classes of transformers {transformers.__version__} {ours + theirs} are served: {ours} "
-        f"by files of Quire, {theirs} by [transformers' own class]({_SECTION}) on Quire's pages. Each was tried with a "
-        "small random model: log probabilities equal transformers' in float64 to 5e-5 (times the deviation of the "
-        "logits, where that is above 1), in ragged batches, prompts in chunks, with cached prefixes. `same bits`: a "
-        "request has the same bits alone, beside others and behind a cached prefix. `python -m tests.every_class` "
-        "writes this table, `make test-all` tries it again."
+        f"Quire serves {ours + theirs} of the {len(outcomes)} causal classes of transformers "
+        f"{transformers.__version__}: {ours} by its own files, {theirs} by [transformers' class]({_SECTION}) on "
+        "Quire's KV blocks. Each was tested with a small random model: log probabilities equal transformers' in "
+        "float64 to 5e-5 (times the deviation of the logits if that is above 1), in ragged batches, with chunked "
+        "prompts and cached prefixes. `same bits` means that a request has the same bits alone, in any batch and "
+        "after a cached prefix. `python -m tests.every_class` writes this table, and `make test-all` checks it."
     )
     lines = [
         "# Every causal language model of transformers",
@@ -224,7 +224,7 @@ def as_table(outcomes: Sequence[Outcome]) -> str:
     ]
     for each in outcomes:
         why = each.reason or ("same bits" if each.apart else "batch-dependent")
-        by = {"quire": "a file of Quire", "transformers": "its class", "": "-"}[each.by]
+        by = {"quire": "Quire", "transformers": "transformers' class", "": "-"}[each.by]
         lines.append(f"| `{each.kind}` | {each.made_by} | {by} | {why} |")
     return "\n".join(lines) + "\n"
 

@@ -26,25 +26,24 @@ FILE = ROOT / "docs/reference/supported-models.md"
 FOLDER = ROOT / "quire/engine/families"
 SUBLAYERS: dict[type[SublayerSpec], str] = {
     AttentionLayerSpec: "attention",
-    MLALayerSpec: "[latent attention](../latents.md)",
-    ShortConvSpec: "[short convolutions](../hybrids.md)",
-    DeltaNetSpec: "[gated delta nets](../hybrids.md)",
-    Mamba2LayerSpec: "[state spaces](../hybrids.md#larger-states)",
-    MambaLayerSpec: "[selective scans](../hybrids.md#larger-states)",
+    MLALayerSpec: "[latent attention](../explanations/kv-cache.md#latent-attention)",
+    ShortConvSpec: "[short convolutions](../explanations/kv-cache.md#recurrent-states)",
+    DeltaNetSpec: "[gated delta nets](../explanations/kv-cache.md#recurrent-states)",
+    Mamba2LayerSpec: "[state spaces](../explanations/kv-cache.md#recurrent-states)",
+    MambaLayerSpec: "[selective scans](../explanations/kv-cache.md#recurrent-states)",
     SharedTransformerSpec: "blocks that layers share",
     MLPSpec: "MLP",
     MoELayerSpec: "[experts](../guides/models.md#families)",
 }
 INTRODUCTION = """# Supported models
 
-Generated from the families' files in `quire/engine/families`, which say all that Quire knows of each, by
-`python -m tests.supported_models`. What is special of some families: [models](../guides/models.md). Nearly all other
-causal language models of transformers are served [by their own class](../guides/models.md#transformers-backend):
-[every class](../models_table.md).
+Generated from the files in `quire/engine/families` by `python -m tests.supported_models`. For formats and names see
+[models](../guides/models.md). Most other causal language models of transformers are served by transformers' own class:
+[every class](models-table.md).
 
 ## Models that generate text
 
-`model_type` is what config.json calls them; GGUF is `general.architecture`, -: only safetensors.
+`model_type` is the value in config.json, GGUF the value of `general.architecture`; - means safetensors only.
 
 | file | models | `model_type` | GGUF | with images | layers, of a small model |
 |---|---|---|---|---|---|

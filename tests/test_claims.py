@@ -1,4 +1,4 @@
-"""docs/claims.md says what its program says, of the rows that are the same on every machine."""
+"""docs/explanations/benchmarks.md says what benchmarks.claims says, of the rows that are the same on every machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.claims.memory import waste
 from benchmarks.claims.plan import plans
 from tests.tree import ROOT
 
-DOCUMENT = (ROOT / "docs/claims.md").read_text(encoding="utf-8")
+DOCUMENT = (ROOT / "docs/explanations/benchmarks.md").read_text(encoding="utf-8")
 
 
 def cells(claim: str) -> list[str]:
@@ -23,9 +23,9 @@ def cells(claim: str) -> list[str]:
 def test_the_scheduler_s_rows_are_the_program_s() -> None:
     small, large, running = waste()
     share, reserved = (re.findall(r"[\d.]+", text)[0] for text in (small.measured, small.beside))
-    assert cells("KV memory that is reserved but holds no token, pages of 16")[0] == f"{share} %"
-    assert f"{reserved} %" in cells("KV memory that is reserved but holds no token, pages of 16")[1]
-    assert cells("the same, pages of 256")[0] == f"{re.findall(r'[0-9.]+', large.measured)[0]} %"
+    assert cells("KV memory reserved but unused, blocks of 16")[0] == f"{share} %"
+    assert f"{reserved} %" in cells("KV memory reserved but unused, blocks of 16")[1]
+    assert cells("the same, blocks of 256")[0] == f"{re.findall(r'[0-9.]+', large.measured)[0]} %"
     assert cells("sequences at once in 65,536 tokens")[:2] == [running.measured, running.beside.split()[0]]
 
 
@@ -33,8 +33,8 @@ def test_the_scheduler_s_rows_are_the_program_s() -> None:
 def test_the_plan_s_rows_are_the_program_s() -> None:
     coder, tiny = plans()
     page, context = coder.measured.split("; ")
-    assert cells("a page of 16 tokens of deepseek-coder-6.7b, a layer")[0] == page
+    assert cells("a block of 16 tokens of deepseek-coder-6.7b, per layer")[0] == page
     assert cells("its context of 16,384 tokens")[0] == context
     pages, _, host = re.fullmatch(r"([\d,]+) in ([\d.]+) GiB, ([\d,]+) of the host's", tiny.measured).groups()  # type: ignore[union-attr]
-    assert cells("TinyLlama on a T4")[0] == f"{pages} pages"
-    assert cells("its 4 GiB of the host's memory")[0] == f"{host} pages"
+    assert cells("TinyLlama on a T4")[0] == f"{pages} blocks"
+    assert cells("its 4 GiB of host memory")[0] == f"{host} blocks"

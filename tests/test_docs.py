@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from quire.server.config import ServerConfig
 from tests.tree import ROOT, source_files
 
 DOCS = (
     "README.md",
-    "DEVELOPERS.md",
+    "CONTRIBUTING.md",
     "deploy/README.md",
     *(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
 )
@@ -20,7 +19,7 @@ NAMED = re.compile(r"`([\w.-]+/[\w./-]+)`|\]\(([\w./-]+)\)")
 IN_CODE = re.compile(
     r"(?<![\w/.-])((?:quire|server|engine|kernels|configs|deploy|tests|benchmarks)/[\w./-]+\.[a-z]+)\b"
 )
-FLAG = re.compile(r"^\| (`--.*?) \|", re.MULTILINE)
+LINK = re.compile(r"\]\(([\w./-]*)#([\w-]+)\)")
 
 
 @pytest.mark.parametrize("name", DOCS)
@@ -47,8 +46,19 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 600
 
 
-def test_flags_of_the_table_are_there() -> None:
-    text = (ROOT / "docs/flags.md").read_text(encoding="utf-8")
-    flags = re.findall(r"--(?:no-)?([a-z-]+)", " ".join(FLAG.findall(text)))
-    assert len(flags) > 20
-    assert {flag.replace("-", "_") for flag in flags} <= ServerConfig.model_fields.keys()
+@pytest.mark.parametrize("name", DOCS)
+def test_headings_that_are_linked_are_there(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    missing = [
+        f"{page or name}#{anchor}"
+        for page, anchor in LINK.findall(text)
+        if anchor not in anchors(ROOT / name if not page else (ROOT / name).parent / page)
+    ]
+    assert missing == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    texts = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w -]", "", text).replace(" ", "-") for text in texts}

@@ -189,7 +189,7 @@ def environment() -> dict[str, str]:
 def test_every_snippet_is_run_or_says_why_not() -> None:
     assert len(snippets()) > 15
     languages = {snippet.language for snippet in snippets()}
-    assert languages <= {"", "sh", "python", "toml", "mermaid", "json", "yaml"}
+    assert languages <= {"", "sh", "text", "python", "toml", "mermaid", "json", "yaml"}
     for place, line in commands():
         known = line.startswith(tuple(NOT_RUN)) or any(re.match(each, line) for each in EXPECTED)
         assert known, f"{place}: say in EXPECTED what `{line}` prints, or in NOT_RUN why it is not run"

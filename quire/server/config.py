@@ -31,163 +31,185 @@ class ServerConfig(EngineConfig):
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0: all interfaces")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0: any free one")
     api_server_count: int = Field(
-        1, ge=1, le=64, description="API processes that listen on the port together and share the engines"
+        1, ge=1, le=64, description="Number of API processes that share the port and the engines"
     )
     served_model_name: list[str] = Field(
-        default_factory=list, description="Names that requests may use, the first one in answers; default: the model's"
+        default_factory=list,
+        description="Names that requests may use for the model; answers have the first; default: the model's own",
     )
     lora_modules: list[str] = Field(
-        default_factory=list, description="NAME=PATH of each adapter to serve, a folder or a hub id; see --enable-lora"
+        default_factory=list,
+        description="NAME=PATH of each adapter to serve, a folder or a hub id; needs --enable-lora",
     )
     allowed_lora_paths: list[Path] = Field(
         default_factory=list,
-        description="Folders, in one of which adapters must be that are loaded at run time; default: any, and the hub",
+        description="Folders from which adapters may be loaded at run time; default: any folder, and the hub",
     )
     max_logprobs: int = Field(
-        20, ge=-1, description="Most log probabilities per token a request may ask for; -1: all of the vocabulary"
+        20,
+        ge=-1,
+        description="Maximum number of log probabilities per token that a request may ask for; -1: the whole "
+        "vocabulary",
     )
     return_tokens_as_token_ids: bool = Field(
-        False, description="Log probabilities name tokens token_id:N, also where a request does not ask for it"
+        False, description="Write tokens of log probabilities as token_id:N in every answer"
     )
     dev_endpoints: bool = Field(
-        False, description="POST /collective_rpc calls the ranks, for an admin's key or this machine"
+        False, description="Enable POST /collective_rpc, which calls the ranks, for admin keys or this machine"
     )
-    allow_pull: bool = Field(False, description="POST /api/pull downloads models, for an admin's key or this machine")
+    allow_pull: bool = Field(False, description="Let POST /api/pull download models, for admin keys or this machine")
     enable_per_request_metrics: bool = Field(
-        False, description="Completions and chats of one answer tell its times, as metrics"
+        False, description="Add timing metrics to completions and chats with one answer"
     )
     allow_unknown_roles: bool = Field(
-        False, description="Chats may have roles that neither the APIs nor the chat template name"
+        False, description="Accept message roles that neither the APIs nor the chat template name"
     )
     api_key: list[str] = Field(
         default_factory=list,
-        description="Keys, one of which requests must show as a bearer token; default: none needed",
+        description="API keys; each request must send one as a bearer token; default: no key needed",
     )
     api_key_file: Path | None = Field(
-        None,
-        description="TOML file of keys with names, weights and limits of their own; "
-        "see docs/deploy/security-and-limits.md",
+        None, description="TOML file of API keys with names, weights and limits; see docs/deploy/security-and-limits.md"
     )
     admin_api_key: list[str] = Field(
-        default_factory=list, description="Keys that may also watch the engine and cancel others' requests"
+        default_factory=list,
+        description="API keys that may also watch the engine, cancel any request and change the weights",
     )
     requests_per_minute: int | None = Field(
-        None, ge=1, description="Requests that each API key may make in a minute; default: any number"
+        None, ge=1, description="Requests per minute for each API key; default: no limit"
     )
     tokens_per_minute: int | None = Field(
-        None, ge=1, description="Tokens, of prompts and answers, that each API key may use in a minute; default: any"
+        None, ge=1, description="Tokens per minute, of prompts and answers, for each API key; default: no limit"
     )
     trusted_gateways: list[str] = Field(
         default_factory=list,
-        description="Addresses or networks of gateways, whose headers may name a tenant and a priority",
+        description="Addresses or networks of gateways whose headers may name a tenant and a priority",
     )
     objective_priorities: list[str] = Field(
         default_factory=list, description="NAME=PRIORITY of each objective that such a gateway may name"
     )
     share_prefix_cache: bool = Field(False, description="Let requests of different API keys share cached prefixes")
-    max_queued_requests: int = Field(2048, ge=0, description="Requests that may wait for a slot; more are answered 503")
+    max_queued_requests: int = Field(
+        2048, ge=0, description="Maximum number of waiting requests; further ones are answered 503"
+    )
     max_queued_tokens: int = Field(
-        4_000_000, ge=1, description="Prompt tokens of requests that wait; more are answered 503"
+        4_000_000,
+        ge=1,
+        description="Maximum number of prompt tokens of waiting requests; further requests are answered 503",
     )
     allowed_media_domains: list[str] = Field(
         default_factory=list,
-        description="Hosts from which images are fetched that requests name by address; *.HOST: all below it, *: any; "
+        description="Hosts from which images may be fetched; *.HOST allows all names below it, * any host; "
         "default: none",
     )
-    max_body_size: float = Field(16.0, gt=0, description="MiB of a request's body; larger ones are answered 413")
+    max_body_size: float = Field(
+        16.0, gt=0, description="Maximum size of a request's body in MiB; larger ones are answered 413"
+    )
     read_timeout: float = Field(
-        20.0, gt=0, description="Seconds in which a request's headers, and then each 16 KiB of its body, must come"
+        20.0, gt=0, description="Seconds in which a request's headers, and then each 16 KiB of its body, must arrive"
     )
     write_timeout: float = Field(
-        60.0, gt=0, description="Seconds that a client may leave its answer unread before it is cut off"
+        60.0, gt=0, description="Seconds that a client may leave its answer unread before it is disconnected"
     )
     sse_ping: float = Field(
-        15.0, ge=0, description="Seconds of silence after which a stream gets a comment, to keep it alive; 0: never"
+        15.0,
+        ge=0,
+        description="Seconds of silence after which a stream gets a comment to keep the connection open; 0: never",
     )
     allowed_origins: list[str] = Field(
-        default_factory=list, description="Origins whose web pages may call the server (CORS); *: all; default: none"
+        default_factory=list, description="Origins whose web pages may call the server (CORS); * is all; default: none"
     )
     allowed_hosts: list[str] = Field(
         default_factory=list,
-        description="Hosts, besides this machine's names, that requests may ask for where no API key is needed and "
-        "--host is a loopback address; *.HOST: all below it, *: any",
+        description="Further host names that requests may use if no API key is needed and --host is a loopback "
+        "address; *.HOST allows all names below it, * any",
     )
-    allowed_methods: list[str] = Field(["*"], description="Methods that such pages may use")
-    allowed_headers: list[str] = Field(["*"], description="Headers that such pages may send")
-    allow_credentials: bool = Field(False, description="Such pages may send cookies")
-    ssl_certfile: Path | None = Field(None, description="PEM file of the certificate chain; serve HTTPS with it")
-    ssl_keyfile: Path | None = Field(None, description="PEM file of the certificate's key, if not in the same file")
+    allowed_methods: list[str] = Field(["*"], description="HTTP methods that pages of --allowed-origins may use")
+    allowed_headers: list[str] = Field(["*"], description="HTTP headers that pages of --allowed-origins may send")
+    allow_credentials: bool = Field(False, description="Let pages of --allowed-origins send cookies")
+    ssl_certfile: Path | None = Field(None, description="PEM file of the certificate chain; enables HTTPS")
+    ssl_keyfile: Path | None = Field(
+        None, description="PEM file of the certificate's key, if it is in a file of its own"
+    )
     ssl_ca_certs: Path | None = Field(
-        None, description="PEM file of authorities, one of which must have signed each client's certificate"
+        None, description="PEM file of authorities; each client's certificate must be signed by one of them"
     )
-    request_history: int = Field(1000, ge=0, description="Ended requests that can still be explained")
-    strict: bool = Field(False, description="Refuse request fields without effect, instead of naming them in a header")
-    trust_request_chat_template: bool = Field(False, description="Requests may bring a chat template of their own")
+    request_history: int = Field(1000, ge=0, description="Number of ended requests that can still be explained")
+    strict: bool = Field(
+        False, description="Refuse request fields that have no effect, instead of listing them in X-Ignored-Params"
+    )
+    trust_request_chat_template: bool = Field(False, description="Accept chat templates in requests")
     data_dir: Path | None = Field(
-        None, description="Directory that keeps responses, conversations, files, batches and streams; default: none are"
+        None,
+        description="Directory for stored responses, conversations, files, batches and streams; default: nothing "
+        "is stored",
     )
     max_stored_size: float = Field(
-        1.0, gt=0, description="GiB that they may take; the oldest of the API key with most are deleted"
+        1.0,
+        gt=0,
+        description="GiB that --data-dir may hold; beyond it, the oldest entries of the key that stores most are "
+        "deleted",
     )
     response_retention_days: float = Field(
         30.0,
         ge=0,
-        description="Days after which a stored response is deleted, unless a stored one continues it; 0: never",
+        description="Days after which a stored response is deleted, unless a stored response continues it; 0: never",
     )
     receipt_log: Path | None = Field(
-        None, description="File to which each answer's receipt is appended, for quire replay; default: none"
+        None, description="File that gets a receipt of each answer, for quire replay; default: none"
     )
     receipt_log_size: float = Field(
-        1.0, gt=0, description="GiB of that file; beyond, it is renamed to FILE.1, in the place of the one before"
+        1.0, gt=0, description="GiB after which the receipt log is renamed to FILE.1, which it replaces"
     )
     stream_grace: float = Field(
         600.0,
         ge=0,
         le=86_400,
-        description="Seconds for which a stream that nobody reads can be resumed: see --data-dir",
+        description="Seconds for which an unread stream can be resumed, with --data-dir",
     )
-    tool_call_parser: ToolCallParser = Field("auto", description="Format of tool calls; auto: the chat template's")
+    tool_call_parser: ToolCallParser = Field(
+        "auto", description="Format of tool calls; auto: read from the chat template"
+    )
     strict_tool_calls: bool = Field(
-        False, description="A code block with the name and arguments of a tool is text, and no call in another form"
+        False, description="Do not take a code block with a tool's name and arguments for a tool call"
     )
     disable_additional_properties: bool = Field(
         True,
-        description="Objects of JSON schemas that have properties and not additionalProperties have no others; else, "
-        "by the letter of JSON Schema, they may have any",
+        description="Close JSON schema objects that have properties but no additionalProperties; off: the letter "
+        "of JSON Schema, which allows any others",
     )
     clip_max_tokens: bool = Field(
-        True, description="max_tokens beyond the context is clipped, which a header tells; else the request is refused"
+        True, description="Clip a max_tokens beyond the context and say so in a header; off: refuse such requests"
     )
     reasoning_parser: ReasoningParser = Field(
-        "auto", description="Marks around the model's thinking; auto: the chat template's"
+        "auto", description="Format of the model's reasoning; auto: read from the chat template"
     )
     default_chat_template_kwargs: JsonObject = Field(
         default_factory=dict,
-        description="JSON object of the chat template's variables for requests that do not say them: "
-        '{"enable_thinking": false}',
+        description='JSON object of default chat template variables, such as {"enable_thinking": false}',
     )
     chat_template_content_format: Literal["auto", "string", "openai"] = Field(
         "auto",
-        description="How the chat template gets messages' texts: as a string, or in parts, as OpenAI's; auto: as it "
-        "shows them",
+        description="How the chat template gets message text: string, openai (a list of parts), or auto, which "
+        "detects it",
     )
     root_path: str = Field(
         "",
         pattern=r"^(/[\w.~%-]+)*/?$",
-        description="Prefix of all paths behind a proxy, which may keep it or take it away",
+        description="Path prefix behind a proxy, whether or not the proxy strips it",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Level of Quire's log")
     log_format: Literal["text", "json"] = Field(
-        "text", description="json: an object a line, with the ids of a request in its line"
+        "text", description="text, or json: one object per line, with request ids"
     )
     otlp_traces_endpoint: str | None = Field(
-        None, description="OTLP address (HTTP) to send OpenTelemetry traces to; needs the extra otel"
+        None, description="OTLP address (HTTP) for OpenTelemetry traces; needs the extra otel"
     )
     uvicorn_log_level: Literal["debug", "info", "warning", "error"] = Field(
         "warning", description="Level of the HTTP server's log"
     )
-    disable_access_log: bool = Field(False, description="No line per HTTP request")
-    disable_log_stats: bool = Field(False, description="No line of throughput every 10 s while requests run")
+    disable_access_log: bool = Field(False, description="Do not log each HTTP request")
+    disable_log_stats: bool = Field(False, description="Do not log throughput every 10 s while requests run")
     shutdown_timeout: float = Field(
         30.0, ge=0, description="Seconds that open requests get to finish on Ctrl-C, SIGTERM or SIGHUP"
     )

@@ -45,75 +45,89 @@ class EngineConfig(BaseModel):
 
     model: str = Field(
         DEMO_MODEL,
-        description="Local directory, .gguf file, hub id or short name; default: the embedded story-teller",
+        description="Model to serve: a local directory, a .gguf file, a hub id or a short name; default: the "
+        "embedded story-teller",
     )
-    tokenizer: str | None = Field(None, description="Directory or hub id of the tokenizer, if not the model's")
+    tokenizer: str | None = Field(None, description="Directory or hub id of the tokenizer; default: the model's own")
     skip_tokenizer_init: bool = Field(
-        False, description="No tokenizer: requests give token ids, and get them with return_token_ids"
+        False, description="Load no tokenizer: requests send token ids, and get token ids with return_token_ids"
     )
-    chat_template: str | None = Field(None, description="Jinja file of the chat template, if not the model's")
+    chat_template: str | None = Field(None, description="Jinja file of the chat template; default: the model's own")
     adapt_conversations: Literal["auto", "off"] = Field(
         "auto",
-        description="auto: what the chat template drops or refuses of a conversation is written as it takes it; "
-        "off: such a conversation is refused",
+        description="auto rewrites what the chat template would drop or refuse into a form that it takes; off "
+        "refuses such conversations",
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id")
     weights: str | None = Field(
-        None, description="Directory, or .gguf file, of other weights of the model's shape, if not the model's own"
+        None, description="Directory or .gguf file of other weights with the model's shape; default: the model's own"
     )
     model_impl: Literal["auto", "quire", "transformers"] = Field(
         "auto",
-        description="Who computes the model: a file of Quire, transformers' class; auto: that where no file does",
+        description="Model implementation: quire, transformers, or auto, which takes Quire's own if there is one",
     )
     hf_overrides: JsonObject | None = Field(
-        None, description="JSON object that is merged into config.json before anything reads it"
+        None, description="JSON object merged into config.json before anything reads it"
     )
     generation_config: str = Field(
         "auto",
         min_length=1,
-        description="Defaults of sampling: auto, the model's generation_config.json; vllm, none; or a folder with one",
+        description="Source of sampling defaults: auto (the model's generation_config.json), vllm (none), or a "
+        "folder with such a file",
     )
     override_generation_config: JsonObject | None = Field(
-        None, description="JSON object of such defaults, before the file's: temperature, top_p, max_new_tokens …"
+        None,
+        description="JSON object of sampling defaults that override the file's: temperature, top_p, max_new_tokens …",
     )
-    load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights, nothing is read")
+    load_format: Literal["auto", "dummy"] = Field(
+        "auto", description="auto reads the checkpoint; dummy makes random weights and reads nothing"
+    )
     dtype: Dtype = Field(
         "auto",
-        description="Type of weights and KV cache; auto: the checkpoint's, bfloat16 for float16 on CPU, float32 on GPU",
+        description="Type of weights and KV cache; auto: the checkpoint's, except bfloat16 for float16 on a CPU "
+        "and for float32 on a GPU",
     )
     quantization: Annotated[
         Literal[OnlineQuantization, CheckpointQuantization] | None, BeforeValidator(normalize_quantization)
     ] = Field(
         None,
-        description="int8, int4, fp8: quantize the weights while they are loaded; other names are checked against what "
-        "the checkpoint says of its own",
+        description="int8, int4 and fp8 quantize the weights while loading; other names are checked against the "
+        "checkpoint's own format",
     )
     quantize_embedding: bool | None = Field(
-        None, description="Make embedding and head 8-bit integers while they are loaded; default: with quantization"
+        None,
+        description="Quantize the embedding and the output head to 8-bit integers while loading; default: if "
+        "quantization does so",
     )
     kv_cache_dtype: Literal["auto", "bfloat16", "int8", "fp8", "fp8_e4m3"] = Field(
         "auto",
-        description="Type of keys and values; auto: that of the model, beside float32 activations bfloat16; int8, fp8: "
-        "8 bits, half the memory",
+        description="Type of keys and values; auto: the model's, or bfloat16 if a quantized GGUF file is "
+        "computed in float32; int8 and fp8 halve the memory",
     )
     activation_bits: Literal["auto", "8", "16"] = Field(
         "auto",
-        description="Bits to which a CPU rounds what it multiplies with integer weights; auto: 8, and 16 where inputs "
-        "are many times the others",
+        description="Bits of activations that a CPU multiplies with integer weights; auto: 8, or 16 for blocks "
+        "with outliers",
     )
     device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = Field(
-        "auto", description="auto: the GPU of NVIDIA's or AMD's if there is one; mps, xpu: by PyTorch's own operations"
+        "auto",
+        description="auto takes an NVIDIA or AMD GPU if there is one, else the CPU; mps and xpu use PyTorch's "
+        "own operations",
     )
     attention_backend: str = Field(
-        "auto", description="Attention kernels: auto, flash3, flash4, flash, torch_varlen, triton, sdpa, cpu, reference"
+        "auto",
+        description="Attention kernels: auto, flash3, flash4, flash, torch_varlen, triton, sdpa, cpu or reference",
     )
     deterministic: bool = Field(
         False,
-        description="On a GPU: tokens that do not depend on the batch, slower; on a CPU always so, but not in float16",
+        description="On a GPU, make tokens independent of the batch, at some cost in speed; on a CPU they are, "
+        "except in float16",
     )
-    enforce_eager: bool = Field(False, description="Start the kernels of a step one by one, not as CUDA graphs")
+    enforce_eager: bool = Field(False, description="Launch kernels one by one instead of using CUDA graphs")
     warmup_seconds: float = Field(
-        30.0, ge=0, description="Seconds before ready for a GPU's graphs; the rest are captured when idle"
+        30.0,
+        ge=0,
+        description="Seconds of the start for capturing CUDA graphs; the rest are captured when the engine is idle",
     )
     max_model_len: int | None = Field(
         None, ge=1, description="Context length in tokens; default: what the memory allows"
@@ -121,131 +135,150 @@ class EngineConfig(BaseModel):
     rope_context: int | None = Field(
         None,
         ge=1,
-        description="Context length for which rotations are chosen where it decides (LongRoPE, dynamic scaling); "
-        "default: --max-model-len, or else all positions of the model",
+        description="Context length that selects the rotary scaling (LongRoPE, dynamic NTK); default: "
+        "--max-model-len, or else the model's full context",
     )
-    max_num_seqs: int = Field(256, ge=1, description="Most sequences in one step")
+    max_num_seqs: int = Field(256, ge=1, description="Maximum number of sequences in one step")
     max_num_batched_tokens: int | None = Field(
-        None, ge=1, description="Most tokens in one step; default: 2048, on a GPU of 40 GB or more 8192"
+        None, ge=1, description="Maximum number of tokens in one step; default: 2048, or 8192 on a GPU of 40 GB or more"
     )
     long_prefill_token_threshold: int | None = Field(
-        None, ge=1, description="Most tokens of one prompt in a step, so that others share it; default: all that fit"
+        None,
+        ge=1,
+        description="Maximum number of tokens of one prompt in a step, so that long prompts do not delay others; "
+        "default: no limit",
     )
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of the GPU's memory to use")
     block_size: int | None = Field(
         None,
         ge=1,
-        description="Tokens of a page of the KV cache, by which the backend is chosen; default: the backend's",
+        description="Tokens per KV block; selects the first attention backend that has such blocks; default: the "
+        "backend's",
     )
-    kv_cache_memory: float | None = Field(None, gt=0, description="GiB for the KV cache; default: fitted to memory")
-    num_kv_blocks: int | None = Field(None, ge=1, description="Pages of the KV cache, instead of a size in GiB")
+    kv_cache_memory: float | None = Field(None, gt=0, description="GiB for the KV cache; default: fitted to the memory")
+    num_kv_blocks: int | None = Field(None, ge=1, description="Number of KV blocks, instead of a size in GiB")
     state_memory: float | None = Field(
         None,
         gt=0,
-        description="GiB of it for large states; default: on a GPU for all of --max-num-seqs, at most a third; on a "
-        "CPU half, at most 2",
+        description="GiB of the KV cache's memory for large recurrent states; default: on a GPU enough for "
+        "--max-num-seqs, at most a third; on a CPU half, at most 2",
     )
-    snapshot_tokens: int = Field(512, ge=16, multiple_of=16, description="Distance of large states' snapshots")
-    enable_prefix_caching: bool = Field(True, description="Reuse the KV of prompts that start alike")
+    snapshot_tokens: int = Field(
+        512, ge=16, multiple_of=16, description="Tokens between two snapshots of a large recurrent state"
+    )
+    enable_prefix_caching: bool = Field(True, description="Reuse KV blocks of prompts that begin alike")
     kv_offload_memory: float | None = Field(
-        None, gt=0, description="GiB of the host's memory for KV of earlier prompts, beside the KV cache"
+        None, gt=0, description="GiB of host memory for KV blocks that the cache has no room for"
     )
     kv_offload_dir: str | None = Field(
-        None, min_length=1, description="Directory for KV of earlier prompts, which survives a restart"
+        None, min_length=1, description="Directory for KV blocks that the cache has no room for; survives restarts"
     )
     kv_offload_disk: float | None = Field(
         None, gt=0, description=f"GiB that --kv-offload-dir may take; default: {DEFAULT_DISK_GIB}"
     )
     kv_offload_tier: str | None = Field(
-        None, pattern=r"^[\w.]+:\w+$", description="MODULE:FUNCTION that makes a tier of your own for such KV"
+        None, pattern=r"^[\w.]+:\w+$", description="MODULE:FUNCTION that creates a KV offload tier of your own"
     )
     runner: Literal["auto", "generate", "pooling"] = Field(
-        "auto", description="auto: all that the model can; generate: tokens alone; pooling: vectors alone"
+        "auto",
+        description="auto serves all that the model can do; generate serves tokens only; pooling serves vectors only",
     )
     pooling_type: Literal["auto", "last", "mean", "cls", "none"] = Field(
         "auto",
-        description="Which hidden states make an embedding; auto: as the model's files say; none: one of each token",
+        description="Hidden states that make an embedding; auto: as the model's files say; none: one vector per token",
     )
     classifier_from_token: list[str] = Field(
         default_factory=list,
-        description="Two tokens whose logits make a decoder's score: no,yes for Qwen3-Reranker",
+        description="Two tokens whose logits give a decoder's score, such as no,yes for Qwen3-Reranker",
     )
     speculative_config: SpeculativeConfig | None = Field(
         None,
-        description="How tokens are guessed ahead, without changing one: none, ngram, suffix, grammar, mtp, or JSON as "
-        'vLLM takes it, such as {"method": "draft_model", "model": "FOLDER", "num_speculative_tokens": 4}; '
-        "default: on a CPU what grammars force",
+        description="Speculative decoding method: none, ngram, suffix, grammar, mtp, or JSON in vLLM's form, "
+        'such as {"method": "draft_model", "model": "FOLDER", "num_speculative_tokens": 4}; default: '
+        "grammar on a CPU, else none",
     )
-    enable_lora: bool = Field(False, description="Serve low-rank adapters (LoRA) beside the model")
-    max_loras: int = Field(8, ge=1, le=256, description="Most adapters in one step")
-    max_lora_rank: int = Field(16, ge=1, le=256, description="Largest rank of an adapter")
+    enable_lora: bool = Field(False, description="Serve LoRA adapters of the model")
+    max_loras: int = Field(8, ge=1, le=256, description="Maximum number of adapters in one step")
+    max_lora_rank: int = Field(16, ge=1, le=256, description="Maximum rank of an adapter")
     max_cpu_loras: int | None = Field(
-        None, ge=1, description="Adapters that the host's memory keeps at hand; default: four times --max-loras"
+        None, ge=1, description="Adapters kept in host memory; default: four times --max-loras"
     )
     tensor_parallel_size: int = Field(
-        1, ge=1, le=64, description="Processes that compute every layer together, each with its part of the model"
+        1, ge=1, le=64, description="Number of ranks that compute every layer together, each with a part of the weights"
     )
     decode_context_parallel_size: int = Field(
         1,
         ge=1,
         le=64,
-        description="With the value of --tensor-parallel-size, its processes divide sequences' tokens among them, "
-        "not its key-value heads",
+        description="Ranks that divide each sequence's tokens instead of its KV heads; 1 or the value of "
+        "--tensor-parallel-size",
     )
     enable_expert_parallel: bool = Field(
-        False, description="With --tensor-parallel-size: each rank has some experts whole, not a part of each"
+        False, description="With --tensor-parallel-size, give each rank whole experts instead of a part of each"
     )
     one_shot_sums: bool = Field(
         False,
-        description="With --tensor-parallel-size on GPUs: few numbers are summed by a kernel of ours, not by NCCL",
+        description="With --tensor-parallel-size on GPUs, sum small tensors with Quire's kernel instead of NCCL",
     )
     pipeline_parallel_size: int = Field(
-        1, ge=1, le=64, description="Processes that each compute some of the layers, one after the other"
+        1, ge=1, le=64, description="Number of stages, each a process that computes some of the layers"
     )
     data_parallel_size: int = Field(
-        1, ge=1, le=32, description="Engines of the same model beside each other, which share the requests"
+        1, ge=1, le=32, description="Number of engines of the same model that share the requests"
     )
     nnodes: int = Field(
-        1, ge=1, le=64, description="Machines that the ranks of --tensor-parallel-size are divided among"
+        1, ge=1, le=64, description="Number of machines; they share the ranks of --tensor-parallel-size"
     )
-    node_rank: int = Field(0, ge=0, le=63, description="Which of them this is; 0 serves, the others compute for it")
+    node_rank: int = Field(0, ge=0, le=63, description="Number of this machine; 0 serves, the others compute for it")
     master_addr: str = Field(
-        "127.0.0.1", min_length=1, description="Address of machine 0 in a private network, where the others join it"
+        "127.0.0.1",
+        min_length=1,
+        description="Address of machine 0, in a private network, at which the other machines join",
     )
     master_port: int = Field(29501, ge=1, le=65535, description="Port of --master-addr")
     nodes_timeout: float = Field(600.0, gt=0, description="Seconds that machines wait for each other at the start")
-    threads: int | None = Field(None, ge=1, description="CPU threads that compute; default: all that it may use")
-    niceness: int = Field(
-        0, ge=0, le=19, description="How far the engine's process gives way to others on the CPU, where it has its own"
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads that compute; default: all that the process may use"
     )
-    engine_heartbeat_timeout: float = Field(10.0, gt=0, description="Seconds without a sign of life that end an engine")
-    engine_step_timeout: float = Field(120.0, gt=0, description="Seconds without progress in a step that end an engine")
+    niceness: int = Field(0, ge=0, le=19, description="Niceness of the engine's process, if it has one of its own")
+    engine_heartbeat_timeout: float = Field(
+        10.0, gt=0, description="Seconds without a heartbeat after which an engine is ended"
+    )
+    engine_step_timeout: float = Field(
+        120.0, gt=0, description="Seconds without progress in a step after which an engine is ended"
+    )
     max_engine_starts: int = Field(5, ge=1, description="Failed starts in a row after which a dead engine is given up")
     scheduling_policy: Literal["priority", "fcfs"] = Field(
-        "priority", description="fcfs: who came first goes first, whatever priorities requests have"
+        "priority",
+        description="priority schedules by the requests' priorities; fcfs ignores them: first come, first served",
     )
     scheduler_cls: str | None = Field(
-        None, pattern=r"^[\w.]+:\w+$", description="MODULE:CLASS of a scheduler of your own, which says who goes first"
+        None,
+        pattern=r"^[\w.]+:\w+$",
+        description="MODULE:CLASS of a scheduler of your own that orders the waiting requests",
     )
     executor_cls: str | None = Field(
-        None, pattern=r"^[\w.]+:\w+$", description="MODULE:CLASS of an executor of your own, which runs the batches"
+        None, pattern=r"^[\w.]+:\w+$", description="MODULE:CLASS of an executor of your own that runs the batches"
     )
     disable_sliding_window: bool = Field(
-        False, description="End the context where the narrowest sliding window does, so that all layers see all of it"
+        False, description="Limit the context to the smallest sliding window, so that all layers see all of it"
     )
     weights_on_disk: str | None = Field(
-        None, min_length=1, description="Directory in which a CPU's routed experts, or else layers, lie, not in memory"
+        None,
+        min_length=1,
+        description="Directory for a CPU model's routed experts, or a dense model's layers, which are then read "
+        "from disk",
     )
     weights_in_memory: float | None = Field(
         None,
         gt=0,
-        description="GiB of memory for the experts that are used most, or for layers; default: what the system leaves, "
-        "half of what is free",
+        description="GiB of memory for the most used of these weights; default: none for experts, half of the "
+        "free memory for layers",
     )
     cpu_offload_gb: float = Field(
         0.0,
         ge=0,
-        description="GiB of each GPU's layers that lie in the host's memory, and are copied as steps need them",
+        description="GiB of each GPU's layers that stay in host memory and are copied when a step needs them",
     )
     seed: int = Field(0, description="Seed of dummy weights")
 

@@ -19,7 +19,7 @@
 namespace {
 
 constexpr int kPrefetchSteps = 32;  // how far ahead to prefetch; with 4 rows or more a shorter distance is too late
-                                    // (docs/cpu.md)
+                                    // (docs/internals/lab-notes/cpu.md)
 
 // O is the type of the result: T, or float where it is not to be rounded (logits).
 template <class T, class O>

@@ -38,9 +38,13 @@ def main(argv: Sequence[str], started: float) -> int:
         __doc__,
         {
             "action": {"choices": ("submit", "status", "wait", "cancel", "list")},
-            "what": {"nargs": "?", "metavar": "FILE|ID", "help": "the file to submit, or the batch's id"},
-            "-o --output": {"type": Path, "metavar": "OUT.jsonl", "help": "wait for the results, and write them there"},
-            "--window": {"default": "24h", "help": "how long it may take: 30m, 24h, 7d (default: %(default)s)"},
+            "what": {"nargs": "?", "metavar": "FILE|ID", "help": "the file to submit, or the id of a batch"},
+            "-o --output": {
+                "type": Path,
+                "metavar": "OUT.jsonl",
+                "help": "wait for the results and write them to this file",
+            },
+            "--window": {"default": "24h", "help": "completion window, such as 30m, 24h or 7d (default: %(default)s)"},
             **server_flags("http://127.0.0.1:8000"),
         },
     )

@@ -65,9 +65,9 @@ def main(argv: Sequence[str], started: float) -> int:
             "name": {
                 "nargs": "?",
                 "metavar": "MODEL",
-                "help": "directory, .gguf file, hub id or short name; default: the embedded one",
+                "help": "directory, .gguf file, hub id or short name; default: the embedded model",
             },
-            "-hf -hfr --hf-repo": {"dest": "gguf", "metavar": "OWNER/REPO[:TAG]", "help": "a GGUF file of the hub"},
+            "-hf -hfr --hf-repo": {"dest": "gguf", "metavar": "OWNER/REPO[:TAG]", "help": "a GGUF file on the hub"},
         },
         usage="quire serve [MODEL] [--config FILE] [flags]",
         epilog="Each setting may also come from a QUIRE_* environment variable (--max-model-len: QUIRE_MAX_MODEL_LEN) "
@@ -75,7 +75,7 @@ def main(argv: Sequence[str], started: float) -> int:
         add_help=False,
     )
     add_settings_flags(parser, ServerConfig, {EngineConfig: "engine", ServerConfig: "server"})
-    models_file = "TOML file of several models to serve, or cache: all that is downloaded; see the docs"
+    models_file = "TOML file of several models to serve, or cache for all downloaded ones"
     add_flag_table(parser, {"--models": {"type": Path, "metavar": "FILE", "help": models_file}})
     args, config = parse_settings(parser, argv, ServerConfig, "name", gguf="gguf")
     if config.node_rank:

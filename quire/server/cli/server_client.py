@@ -15,10 +15,10 @@ from quire.engine.unsupported_options import suggest_nearest
 def server_flags(url: str | None, *, key: str = "api_key") -> dict[str, Any]:
     """`key`: the parsed argument's name for --api-key."""
     default = "" if url is None else " (default: %(default)s)"
-    cacert_help = "a certificate, of the server or of an authority, to trust beside the system's"
-    key_help = "the server's key; default: the variable OPENAI_API_KEY"
+    cacert_help = "certificate of the server or of an authority to trust in addition to the system's"
+    key_help = "API key of the server; default: the variable OPENAI_API_KEY"
     return {
-        "--url": {"default": url, "help": f"the server, such as 127.0.0.1:8000{default}"},
+        "--url": {"default": url, "help": f"address of the server, such as 127.0.0.1:8000{default}"},
         "--cacert": {"type": Path, "metavar": "PEM", "help": cacert_help},
         "--api-key": {"dest": key, "metavar": "KEY", "default": os.environ.get("OPENAI_API_KEY"), "help": key_help},
     }

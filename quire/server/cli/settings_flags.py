@@ -65,7 +65,7 @@ def add_settings_flags(
         nargs="?",
         metavar="all",
         default=argparse.SUPPRESS,
-        help="show the common flags, with =all all of them, and exit",
+        help="show the common flags and exit; --help=all shows all of them",
     )
     assert isinstance(shown, _HelpAction)
     parser.add_argument(

@@ -66,8 +66,17 @@ def main(argv: Sequence[str], started: float) -> int:
         "quire verify",
         __doc__,
         {
-            "name": {"nargs": "?", "metavar": "MODEL", "help": "local directory or hub id; default: the embedded one"},
-            "--requests": {"type": int, "default": 24, "metavar": "N", "help": "requests to compare (default: 24)"},
+            "name": {
+                "nargs": "?",
+                "metavar": "MODEL",
+                "help": "local directory or hub id; default: the embedded model",
+            },
+            "--requests": {
+                "type": int,
+                "default": 24,
+                "metavar": "N",
+                "help": "number of requests to compare (default: 24)",
+            },
             "--json": {"action": "store_true", "help": "print JSON"},
         },
         usage="quire verify [MODEL] [flags]",

@@ -51,7 +51,7 @@ def test_signature_and_help_show_the_options_with_their_defaults(made: type[Any]
     assert (parameters.pop("multiprocessing", None) is not None) == (made is LLM), "an LLM's own"
     assert list(parameters) == ["model", *(name for name in EngineConfig.model_fields if name != "model")]
     assert parameters["max_num_seqs"].default == 256
-    assert "max_num_seqs: Most sequences in one step\n" in made.__init__.__doc__
+    assert "max_num_seqs: Maximum number of sequences in one step\n" in made.__init__.__doc__
 
 
 def test_engine_args_are_checked_at_once() -> None:

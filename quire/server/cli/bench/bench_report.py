@@ -26,10 +26,10 @@ MARK_COLOR = "#c1440e"
 
 
 _FLAGS = {
-    "--label": {"default": "", "metavar": "TEXT", "help": "a name for this run, shown in every report"},
-    "--json": {"type": Path, "metavar": "OUT.json", "help": "write settings and figures"},
+    "--label": {"default": "", "metavar": "TEXT", "help": "name of this run, shown in every report"},
+    "--json": {"type": Path, "metavar": "OUT.json", "help": "write settings and results as JSON"},
 }
-_PNG = {"--png": {"type": Path, "metavar": "OUT.png", "help": "draw the latencies; needs matplotlib"}}
+_PNG = {"--png": {"type": Path, "metavar": "OUT.png", "help": "plot the latencies; needs matplotlib"}}
 REPORT_FLAGS, DRAWN_REPORT_FLAGS = {"report": FlagGroup(_FLAGS)}, {"report": FlagGroup(_FLAGS | _PNG)}
 
 

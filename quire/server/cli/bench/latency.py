@@ -36,18 +36,18 @@ def main(argv: Sequence[str]) -> int:
     add_flag_table(
         parser,
         {
-            "--input-len": {"type": count, "default": 32, "metavar": "N", "help": "tokens of a prompt (32)"},
-            "--output-len": {"type": count, "default": 128, "metavar": "N", "help": "tokens of an answer (128)"},
-            "--batch-size": {"type": count, "default": 8, "metavar": "N", "help": "prompts at a time (8)"},
-            "--n": {"type": count, "default": 1, "metavar": "N", "help": "answers to each (1)"},
+            "--input-len": {"type": count, "default": 32, "metavar": "N", "help": "tokens per prompt (32)"},
+            "--output-len": {"type": count, "default": 128, "metavar": "N", "help": "tokens per answer (128)"},
+            "--batch-size": {"type": count, "default": 8, "metavar": "N", "help": "prompts per batch (8)"},
+            "--n": {"type": count, "default": 1, "metavar": "N", "help": "answers per prompt (1)"},
             "--num-iters-warmup": {
                 "type": bounded_number(int, 0),
                 "default": 2,
                 "metavar": "N",
-                "help": "not measured (2)",
+                "help": "warm-up batches that are not measured (2)",
             },
-            "--num-iters": {"type": count, "default": 10, "metavar": "N", "help": "batches (10)"},
-            "--output-json": {"type": Path, "metavar": "FILE", "help": "write the latencies, by vLLM's keys"},
+            "--num-iters": {"type": count, "default": 10, "metavar": "N", "help": "batches to measure (10)"},
+            "--output-json": {"type": Path, "metavar": "FILE", "help": "write the latencies as JSON with vLLM's keys"},
             "--disable-detokenize": unneeded,
         },
     )

@@ -228,24 +228,24 @@ def build_serve_bench_parser() -> argparse.ArgumentParser:
         __doc__,
         {
             **server_flags("http://127.0.0.1:8000"),
-            "--model": {"metavar": "NAME", "help": "the model to ask for; default: the first that it lists"},
-            "--no-keepalive": {"action": "store_true", "help": "a new connection for every request"},
+            "--model": {"metavar": "NAME", "help": "model to request; default: the first one that the server lists"},
+            "--no-keepalive": {"action": "store_true", "help": "open a new connection for every request"},
             "--concurrency --max-concurrency": {
                 "type": bounded_number(int, 1),
                 "metavar": "N",
-                "help": "requests open at any time (8); with --request-rate: at most",
+                "help": "requests open at any time (8); with --request-rate, the maximum",
             },
             "--request-rate": RATE_FLAG,
             **WORKLOAD_FLAGS,
             "--prompts": {
                 "type": Path,
                 "metavar": "FILE.jsonl",
-                "help": 'real prompts, {"prompt": ...} or {"messages": ...} a line, begun again when they run out',
+                "help": 'real prompts, one {"prompt": ...} or {"messages": ...} per line, repeated if they run out',
             },
             "--ignore-eos": {
                 "action": argparse.BooleanOptionalAction,
-                "help": "ask for answers of exactly --output-len (default: not for --prompts; some servers know no "
-                "such fields)",
+                "help": "request answers of exactly --output-len (default: not with --prompts; some servers lack "
+                "the fields)",
             },
             **DRAWN_REPORT_FLAGS,
             **VLLM_FLAGS,

@@ -42,8 +42,12 @@ def main(argv: Sequence[str]) -> int:
         parser,
         WORKLOAD_FLAGS
         | {
-            "--dataset-name": {"choices": _DATASETS, "help": "what is asked (random)"},
-            "--dataset-path --dataset": {"type": Path, "metavar": "FILE", "help": "ShareGPT's JSON, or lines of JSON"},
+            "--dataset-name": {"choices": _DATASETS, "help": "source of the prompts (random)"},
+            "--dataset-path --dataset": {
+                "type": Path,
+                "metavar": "FILE",
+                "help": "ShareGPT's JSON file, or a file of JSON lines",
+            },
             "--sharegpt-output-len": {
                 "type": bounded_number(int, 1),
                 "dest": "dataset_output_len",
@@ -51,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
                 **hidden,
             },
             "--random-range-ratio": {"type": bounded_number(float, 0, 1), "default": 0.0, "metavar": "R", **hidden},
-            "--output-json": {"type": Path, "metavar": "FILE", "help": "write the figures, by vLLM's keys"},
+            "--output-json": {"type": Path, "metavar": "FILE", "help": "write the results as JSON with vLLM's keys"},
             "--backend": {"choices": ("vllm", "vllm-chat"), **hidden},
             "--n": {"type": bounded_number(int, 1), "default": 1, "metavar": "N", **hidden},
             "--async-engine": {"action": "store_true", **hidden},

@@ -16,12 +16,12 @@ FIRST_TOKEN_ID = 10
 
 _COUNT_FLAGS = (
     ("--num-requests --num-prompts --num-prompt", 32, 1, "requests to measure"),
-    ("--input-len --random-input-len --random-input", 128, 1, "tokens of a made-up prompt, random ids"),
-    ("--output-len --random-output-len --random-output", 64, 1, "tokens of an answer"),
-    ("--shared-prefix", 0, 0, "tokens that all made-up prompts have in common"),
-    ("--vocab", 4000, FIRST_TOKEN_ID + 1, "made-up prompts have token ids below this"),
-    ("--warmup --num-warmups", 2, 0, "short requests sent first, not measured"),
-    ("--seed", 0, 0, "of prompts and arrivals"),
+    ("--input-len --random-input-len --random-input", 128, 1, "random tokens per prompt"),
+    ("--output-len --random-output-len --random-output", 64, 1, "tokens per answer"),
+    ("--shared-prefix", 0, 0, "tokens that all random prompts begin with"),
+    ("--vocab", 4000, FIRST_TOKEN_ID + 1, "random token ids are below this"),
+    ("--warmup --num-warmups", 2, 0, "short warm-up requests that are not measured"),
+    ("--seed", 0, 0, "seed of prompts and arrivals"),
 )
 WORKLOAD_FLAGS = {
     "load": FlagGroup(
@@ -34,7 +34,7 @@ WORKLOAD_FLAGS = {
                 "type": bounded_number(float, 0),
                 "default": 0.0,
                 "metavar": "NUMBER",
-                "help": "0 is greedy (0)",
+                "help": "sampling temperature; 0 is greedy (0)",
             }
         }
     )

@@ -56,11 +56,19 @@ def main(argv: Sequence[str], started: float) -> int:
         "quire chat",
         __doc__,
         {
-            "name": {"nargs": "?", "metavar": "MODEL", "help": "model to load, or to ask for at --url"},
+            "name": {"nargs": "?", "metavar": "MODEL", "help": "model to load, or to request from --url"},
             **server_flags(None, key="bearer"),
             "--system": {"metavar": "TEXT", "help": "system message"},
-            "--temperature": {"type": float, "metavar": "NUMBER", "help": "0 is greedy; default: the model's own"},
-            "--max-tokens": {"type": int, "metavar": "N", "help": "longest answer; default: what the context allows"},
+            "--temperature": {
+                "type": float,
+                "metavar": "NUMBER",
+                "help": "sampling temperature; 0 is greedy; default: the model's own",
+            },
+            "--max-tokens": {
+                "type": int,
+                "metavar": "N",
+                "help": "maximum tokens per answer; default: what the context allows",
+            },
         },
         usage="quire chat [MODEL | --url URL] [flags]",
         add_help=False,

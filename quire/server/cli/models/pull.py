@@ -23,7 +23,7 @@ def main(argv: Sequence[str], started: float) -> int:
                 "names": {
                     "nargs": "+",
                     "metavar": "MODEL",
-                    "help": "OWNER/REPO, OWNER/REPO:TAG, an address, or a short name",
+                    "help": "OWNER/REPO, OWNER/REPO:TAG, a URL, or a short name",
                 },
                 "--revision": {"metavar": "TEXT", "help": "branch, tag or commit"},
             },

@@ -26,18 +26,18 @@ from quire.server.cli.unknown_flags import parse_flags
 
 _PART_FLAGS = {
     "--license": "its licence",
-    "--modelfile": "what a table of quire serve --models would say of it",
-    "--parameters": "its defaults of sampling",
-    "--system": "its system message: a model has none of its own here",
+    "--modelfile": "its table for quire serve --models",
+    "--parameters": "its sampling defaults",
+    "--system": "its system message, if a table of --models gives it one",
     "--template": "its chat template",
 }
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    parts = {name: {"action": "store_true", "help": f"only {text}"} for name, text in _PART_FLAGS.items()}
+    parts = {name: {"action": "store_true", "help": f"print only {text}"} for name, text in _PART_FLAGS.items()}
     unneeded = {"-v --verbose": {"action": "store_true", "help": argparse.SUPPRESS}}
     flags = {
-        "name": {"metavar": "MODEL", "help": "as quire serve takes it, or the name of one that a server has"},
+        "name": {"metavar": "MODEL", "help": "model, as for quire serve, or the name of one on a running server"},
         "part": ExclusiveFlags(parts),
         **unneeded,
         **server_flags(LOCAL_URL),

@@ -58,12 +58,12 @@ def main(argv: Sequence[str], started: float) -> int:
                     {
                         "--laptops": {
                             "action": "store_true",
-                            "help": "the same for three classes of laptops, as Markdown",
+                            "help": "print the table for three classes of laptops, as Markdown",
                         },
                         "--bandwidth": {
                             "type": bandwidth,
                             "metavar": "GB/s",
-                            "help": "of this machine's memory; default: measured",
+                            "help": "bandwidth of this machine's memory; default: measured",
                         },
                     }
                 )

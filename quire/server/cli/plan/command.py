@@ -143,29 +143,37 @@ def _write_picture(file: Path, estimate: Estimate, name: str) -> None:
 def _build_plan_parser() -> argparse.ArgumentParser:
     positive = bounded_number(float, 0, above=True)
     where = {
-        "--gpu": {"metavar": "NAME", "help": "a GPU of the table, or all of them; default: this machine"},
-        "--memory": {"type": positive, "metavar": "GiB", "help": "a GPU of so much memory"},
+        "--gpu": {"metavar": "NAME", "help": "a GPU by name, or all; default: this machine"},
+        "--memory": {"type": positive, "metavar": "GiB", "help": "a GPU with this much memory"},
     }
-    model = "directory, config.json, .gguf file, hub id or short name; default: what --config names, or embedded"
-    config = "TOML file of quire serve's settings, or a preset; flags go before it"
-    shown = "of a request, as 1x1024x1024: what they take"
+    model = "directory, config.json, .gguf file, hub id or short name; default: that of --config, or the embedded model"
+    config = "TOML file of quire serve's settings, or a preset; flags override it"
+    shown = "images of a request, such as 1x1024x1024, to count their tokens and memory"
     flags = {
         "name": {"nargs": "?", "metavar": "MODEL", "help": model},
         "--config": {"metavar": "FILE", "help": config},
         "where": ExclusiveFlags(where),
-        "--bandwidth": {"type": positive, "metavar": "GB/s", "help": "the device's, if the table lacks it"},
+        "--bandwidth": {
+            "type": positive,
+            "metavar": "GB/s",
+            "help": "memory bandwidth of the device, if the table lacks it",
+        },
         "--measure": {"action": "store_true", "help": "measure this machine's CPU again"},
-        "--tflops": {"type": positive, "metavar": "N", "help": "the device's 16-bit arithmetic, likewise"},
+        "--tflops": {
+            "type": positive,
+            "metavar": "N",
+            "help": "16-bit arithmetic of the device, if the table lacks it",
+        },
         "--concurrency": {
             "type": bounded_number(int, 1),
             "metavar": "N",
-            "help": "requests at once; default: what fits",
+            "help": "number of requests at once; default: what fits",
         },
         "--images": {"type": parse_image_count_and_size, "metavar": "COUNTxWIDTHxHEIGHT", "help": shown},
         "--json": {"action": "store_true", "help": "print JSON"},
-        "--picture": {"type": Path, "metavar": "OUT.svg", "help": "draw memory and what fits"},
+        "--picture": {"type": Path, "metavar": "OUT.svg", "help": "draw the memory and what fits as SVG"},
     }
-    epilog = "All other flags of quire serve mean here what they mean there."
+    epilog = "All other flags of quire serve are accepted with the same meaning."
     parser = build_parser("quire plan", __doc__, flags, epilog=epilog)
     for name, action in add_flag_per_field(parser, ServerConfig, {ServerConfig: "flags of quire serve"}).items():
         if name not in _SHOWN_FLAGS:

@@ -31,23 +31,23 @@ def main(argv: Sequence[str], started: float) -> int:
             __doc__,
             {
                 "model": {"metavar": "MODEL", "help": "directory or hub id of floating-point weights"},
-                "out": {"metavar": "OUT", "type": Path, "help": "directory to make"},
+                "out": {"metavar": "OUT", "type": Path, "help": "directory to create"},
                 "--format": {
                     "choices": QUANTIZATION_FORMATS,
                     "required": True,
-                    "help": "of the layers' linears; w8a8 is int8",
+                    "help": "format of the layers' linears; w8a8 is another name of int8",
                 },
                 "--smooth": {
                     "metavar": "FILE",
                     "type": Path,
-                    "help": "smooth activations first (SmoothQuant), by these texts: .jsonl with text, prompt or "
-                    "messages, or a text",
+                    "help": "apply SmoothQuant first, with these samples: a .jsonl file with text, prompt or messages, "
+                    "or a text file",
                 },
                 "--smooth-strength": {
                     "metavar": "NUMBER",
                     "type": float,
                     "default": _DEFAULT_STRENGTH,
-                    "help": f"how much of activations' range goes to the weights, 0 to 1 (default {_DEFAULT_STRENGTH})",
+                    "help": f"share of the activations' range that weights take, 0 to 1 (default {_DEFAULT_STRENGTH})",
                 },
                 "--revision": {"metavar": "TEXT", "help": "branch, tag or commit of a hub id"},
             },

@@ -56,9 +56,9 @@ def main(argv: Sequence[str], started: float) -> int:
     several = {"action": "extend", "nargs": "+", "default": []}
     flags = {
         "file": {"type": Path, "help": "an answer or a receipt as JSON, or a line for each (--receipt-log)"},
-        "--adapter": {**several, "metavar": "FOLDER", "help": "adapters that answers were made with"},
-        "--image": {**several, "metavar": "FILE", "help": "images that prompts had"},
-        "--quiet": {"action": "store_true", "help": "no line for receipts that are equal"},
+        "--adapter": {**several, "metavar": "FOLDER", "help": "adapters that the answers used"},
+        "--image": {**several, "metavar": "FILE", "help": "images of the prompts"},
+        "--quiet": {"action": "store_true", "help": "print no line for receipts that are equal"},
         "--json": {"action": "store_true", "help": "print a JSON object for each receipt"},
     }
     parser = build_parser("quire replay", __doc__, flags, usage="quire replay FILE [flags]", add_help=False)

@@ -217,24 +217,31 @@ def main(argv: Sequence[str], started: float) -> int:
         "Answer a file of requests in OpenAI's batch format offline; results are written as they finish. "
         "The exit status is 1 if any request failed.",
         {
-            "file": {"metavar": "FILE.jsonl", "type": Path, "help": "one request a line; -: stdin"},
+            "file": {"metavar": "FILE.jsonl", "type": Path, "help": "file with one request per line; - is stdin"},
             "-o --output": {
                 "metavar": "OUT.jsonl",
                 "type": Path,
                 "required": True,
-                "help": "one result a line; -: stdout",
+                "help": "file for the results, one per line; - is stdout",
             },
             "--resume": {
                 "action": "store_true",
-                "help": "keep the results in OUT.jsonl and do the rest, and what may succeed now",
+                "help": "keep the results in OUT.jsonl, and run only what is missing or may succeed now",
             },
-            "--retry-refused": {"action": "store_true", "help": "with --resume: also what was refused for good"},
-            "--concurrency": {"type": int, "metavar": "N", "help": "requests at once (default: --max-num-seqs)"},
+            "--retry-refused": {
+                "action": "store_true",
+                "help": "with --resume, also retry requests that were refused for good",
+            },
+            "--concurrency": {
+                "type": int,
+                "metavar": "N",
+                "help": "number of requests at once (default: --max-num-seqs)",
+            },
             "--served-model-name": {
                 "nargs": "+",
                 "metavar": "TEXT",
                 "default": argparse.SUPPRESS,
-                "help": "names that the requests call the model by",
+                "help": "names that the requests may use for the model",
             },
         },
         usage="quire run FILE.jsonl -o OUT.jsonl [--model MODEL] [--resume] [flags]",
