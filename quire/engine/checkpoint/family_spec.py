@@ -105,7 +105,7 @@ def build_eagle_spec(
 
 
 def _aux_layers(eagle_config: Any, layers: int) -> tuple[int, ...]:
-    """The layers whose inputs EAGLE-3 reads: those that config.json names, otherwise an early, a middle and a late one."""
+    """The layers whose inputs EAGLE-3 reads; by default an early, a middle and a late one."""
     if not isinstance(eagle_config, Mapping):
         raise ModelError("model: config.json: eagle_config: expected object")
     name = "eagle_aux_hidden_state_layer_ids"

@@ -18,7 +18,7 @@ from quire.server.cli.models.cached_models import CACHE_KEYWORD, build_cached_mo
 from quire.server.config import ServerConfig
 from quire.server.multi_model.added_models import AddedModels
 from quire.server.multi_model.model_manager import ModelManager
-from quire.server.multi_model.models_config import ModelEntry, read_models_file, served_config
+from quire.server.multi_model.models_config import ModelEntry, read_models_file
 from quire.server.multi_model.multi_model_app import create_multi_model_app
 from quire.server.runtime.model_runtime import ModelRuntime
 from quire.server.runtime.model_startup import open_runtime
@@ -58,11 +58,10 @@ class MultiModelHost:
 
         @asynccontextmanager
         async def open_model(entry: ModelEntry) -> AsyncIterator[ModelRuntime]:
-            config = await asyncio.to_thread(served_config, entry)
-            client, folder = processes(config), data and data / entry.name.replace("/", "--")
+            client, folder = processes(entry.config), data and data / entry.name.replace("/", "--")
             try:
                 client.engine_core.launch()
-                source, modules = await asyncio.to_thread(load_served_model_spec, config)
+                source, modules = await asyncio.to_thread(load_served_model_spec, entry.config)
                 async with open_runtime(
                     source, modules, client, has_api_keys=tenants.requires_key, folder=folder
                 ) as runtime:

@@ -9,8 +9,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from quire.engine.checkpoint.family_spec import is_encoder
-from quire.engine.checkpoint.overrides import load_model_config, resolve_model_with_overrides
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, ModelError
 from quire.engine.common.folder_reader import describe_validation_error
@@ -70,8 +68,6 @@ class ModelEntry:
     """Idle time before it sleeps; 0: never."""
     sleep_level: int
     """1: the engine's process stays and wakes fast; 2: it ends too."""
-    has_own_kv_cache_memory: bool = False
-    """False if it uses the size that all models share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,15 +172,6 @@ def _check_alias_table_keys(where: str, table: Mapping[str, Any], names: Mapping
         raise ConfigError(f"{where}: served_model_name: must be a list of names")
 
 
-def served_config(entry: ModelEntry) -> ServerConfig:
-    """The settings that its engine starts with: an encoder keeps no KV cache, whose size all models have. Raises
-    ModelError."""
-    config = entry.config
-    if entry.has_own_kv_cache_memory or not is_encoder(load_model_config(config, resolve_model_with_overrides(config))):
-        return config
-    return config.model_copy(update={"kv_cache_memory": None})
-
-
 def _parse_entry(
     where: str, name: str, table: Mapping[str, Any], defaults: ModelsFileOptions, flags: Mapping[str, Any]
 ) -> ModelEntry:
@@ -214,5 +201,4 @@ def _parse_entry(
         config,
         options.idle_seconds if "idle_seconds" in own_options else defaults.idle_seconds,
         options.sleep_level if "sleep_level" in own_options else defaults.sleep_level,
-        has_own_kv_cache_memory="kv_cache_memory" in table,
     )

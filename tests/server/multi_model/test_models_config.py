@@ -10,10 +10,8 @@ import pytest
 from quire.engine.common.config import DEMO_MODEL
 from quire.engine.common.errors import ConfigError, ModelNotFound
 from quire.server.multi_model.model_manager import ModelManager
-from quire.server.multi_model.models_config import ModelEntry, read_models_file, served_config
+from quire.server.multi_model.models_config import ModelEntry, read_models_file
 from quire.server.runtime.model_runtime import ModelRuntime
-from tests.tiny_encoders import save_tiny_encoder
-from tests.tiny_models import save_tiny_model
 
 LORA = 'enable_lora = true\nlora_modules = ["a=/a"]\n'
 ONE = f'[one]\nmodel = "{DEMO_MODEL}"\n'
@@ -101,11 +99,3 @@ def test_models_that_are_added_later_are_held_to_the_same(
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
         read_models_file(tmp_path / "none.toml", {})
-
-
-def test_the_size_of_all_models_caches_is_not_an_encoders(tmp_path: Path) -> None:
-    encoder, decoder = save_tiny_encoder(tmp_path / "encoder", "bert"), save_tiny_model(tmp_path / "decoder", "llama")
-    file, own = tmp_path / "models.toml", "kv_cache_memory = 2.0\n"
-    file.write_text(f'[one]\nmodel = "{encoder}"\n[two]\nmodel = "{encoder}"\n{own}[three]\nmodel = "{decoder}"\n')
-    one, two, three = read_models_file(file, {"kv_cache_memory": 3.0}).entries
-    assert [served_config(each).kv_cache_memory for each in (one, two, three)] == [None, 2.0, 3.0]

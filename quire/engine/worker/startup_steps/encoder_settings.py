@@ -35,7 +35,6 @@ def check_encoder_config(config: EngineConfig) -> None:
         ("cpu_offload_gb", config.cpu_offload_gb > 0, "encoders are held on the device"),
         ("enable_lora", config.enable_lora, "encoders have no adapters"),
         ("quantization", config.quantization is not None, "encoders are not quantized"),
-        ("kv_cache_memory", config.kv_cache_memory is not None, "encoders keep no KV cache"),
         ("kv_cache_dtype", config.kv_cache_dtype != "auto", "encoders keep no KV cache"),
         ("executor_cls", config.executor_cls is not None, "encoders have an executor of their own"),
         ("quantize_embedding", config.quantize_embedding, "encoders are not quantized"),
