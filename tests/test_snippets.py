@@ -85,6 +85,7 @@ NOT_RUN_PYTHON = {
     "docs/ray.md": "a client of a cluster; tests/e2e/test_ray_serve.py has one",
     "docs/lora.md": "it wants an adapter; tests/engine/lora has some",
     "docs/weights.md": "parts of a program; tests/engine/test_weights.py makes these calls",
+    "docs/learn.md": "tests/test_learn.py runs them, and compares what they print",
 }
 EXPECTED = {
     "curl -N http": r"data: \[DONE\]",
@@ -183,7 +184,7 @@ def environment() -> dict[str, str]:
 def test_every_snippet_is_run_or_says_why_not() -> None:
     assert len(snippets()) > 15
     languages = {snippet.language for snippet in snippets()}
-    assert languages <= {"", "sh", "python", "toml", "mermaid", "json", "yaml"}
+    assert languages <= {"", "sh", "python", "text", "toml", "mermaid", "json", "yaml"}
     for place, line in commands():
         known = line.startswith(tuple(NOT_RUN)) or any(re.match(each, line) for each in EXPECTED)
         assert known, f"{place}: say in EXPECTED what `{line}` prints, or in NOT_RUN why it is not run"
