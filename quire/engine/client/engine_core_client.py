@@ -16,7 +16,7 @@ import msgspec
 
 from quire.engine.common.errors import EngineError, EngineGone, QuireError
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, EngineInfo
-from quire.engine.core.stats import EngineStats, EngineView, StepRecord
+from quire.engine.core.stats import BlockTableView, EngineStats, EngineView, StepRecord
 
 log = logging.getLogger("quire.engine.link.link")
 
@@ -117,6 +117,11 @@ class EngineCoreClient(ABC):
     async def snapshot(self) -> EngineView | None:
         """The requests and pages that the engine has after its current step; None if it ends before it answers. Call
         it only while the engine is responsive."""
+
+    @abstractmethod
+    async def get_block_table(self, request_id: str) -> BlockTableView | None:
+        """The block table of a request after the engine's current step; None if the engine does not have it, or ends
+        before it answers. Call it only while the engine is responsive."""
 
     @abstractmethod
     async def call(self, content: bytes) -> list[bytes] | None:

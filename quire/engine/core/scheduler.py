@@ -83,6 +83,10 @@ class Scheduler:
             waiting, key=lambda request: request.priority_key
         )
 
+    def find_request(self, request_id: str) -> Request | None:
+        """A running or waiting request; None for an unknown id."""
+        return self._requests.get(request_id)
+
     def place(self, request: EngineCoreRequest) -> float:
         """The sort key of a request among those of its priority and tenant: the smallest goes first, and of equal ones
         the first that arrived. A class given by --scheduler-cls overrides it."""

@@ -176,6 +176,43 @@ class RequestView(msgspec.Struct, frozen=True):
     engine/core/engine_view.py."""
 
 
+class BlockTableView(msgspec.Struct, frozen=True):
+    """The block table of one request, for the live view."""
+
+    block_size: int
+    num_groups: int
+    """KV cache groups; the table has a block of each for the first `block_size` tokens, then for the next ones, and so
+    on."""
+    computed_tokens: int
+    """Tokens whose KV is in the blocks, or will be after the step under way."""
+    num_blocks: int
+    """Entries of the whole table."""
+    block_ids: list[int]
+    """Its first entries, at most engine/core/engine_view.py's MAX_LISTED_BLOCKS; -1: freed, because it left the
+    window."""
+    ref_counts: list[int]
+    """How many requests use each of these."""
+    cached: list[bool]
+    """Whether each is in the prefix cache, so that other requests find it."""
+
+
+class MemoryView(msgspec.Struct, frozen=True):
+    """How the memory of one engine's device is divided, in bytes: the fields but the first add up to it."""
+
+    total: int
+    weights: int
+    kv: int
+    """KV blocks, and what layers keep of requests in addition."""
+    activations: int
+    """What else PyTorch's allocator holds on a GPU; on the host, what the process took beyond all KV blocks since it
+    was ready."""
+    runtime: int
+    """On a GPU, CUDA's own and what other programs hold there; on the host, Python and libraries."""
+    others: int
+    """Other programs, on the host."""
+    free: int
+
+
 class EngineView(msgspec.Struct, frozen=True):
     """The engine between two steps, for the live view."""
 
@@ -190,6 +227,8 @@ class EngineView(msgspec.Struct, frozen=True):
     """Memory of the engine process; 0 where the system does not say."""
     seconds: float
     """Time it took to make this snapshot."""
+    memory: list[MemoryView] = []
+    """Of each engine; empty if it cannot be measured."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):

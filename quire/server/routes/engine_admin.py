@@ -1,6 +1,6 @@
 """The engine, for the server's operators: GET /v1/engine/events, the stream behind the dashboard; /v1/engine/requests,
-the last answers; /v1/engine/trace, a recording for Perfetto; and routes that let the engine sleep, wake it, and replace
-its weights."""
+the last answers; /v1/engine/requests/{id}/blocks, an open request's block table; /v1/engine/trace, a recording for
+Perfetto; and routes that let the engine sleep, wake it, and replace its weights."""
 
 from __future__ import annotations
 
@@ -73,6 +73,14 @@ async def list_recent_answers(request: Request, limit: Annotated[int, Query(ge=1
     return Response(
         encode_json(answers | {"adapters": list_adapter_states(runtime.client, names)}), media_type="application/json"
     )
+
+
+@router.get("/v1/engine/requests/{request_id:path}/blocks", name="engine_block_table", response_model=None)
+async def get_block_table(request_id: str, request: Request) -> Response:
+    """The block table of an open request, named as /v1/engine/events names it: at most 1,024 blocks, in order, with the
+    number of requests that use each. 404 where no engine has it."""
+    table = await get_runtime(request).live_view.get_block_table(request_id)
+    return Response(encode_json(msgspec.structs.asdict(table)), media_type="application/json")
 
 
 @router.get("/v1/engine/trace", name="engine_trace", response_model=None)

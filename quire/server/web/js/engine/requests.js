@@ -4,7 +4,7 @@ import { $, el, say } from "../dom.js";
 import { whole } from "../figures.js";
 
 export class Requests {
-  /** `actions`: cancel(id), explain(id) and point(id or null). */
+  /** `actions`: cancel(id), explain(id), showTable(id) and point(id or null). */
   constructor(hues, actions) {
     this.hues = hues;
     this.actions = actions;
@@ -55,7 +55,7 @@ export class Requests {
       images: el("span", { class: "images", role: "img", hidden: true }),
       phase: el("span", { class: "phase" }),
       cached: cell("wide num"),
-      pages: cell("wide num"),
+      pages: el("span"),
       age: cell("wide num"),
       cancel: el(
         "button",
@@ -88,14 +88,22 @@ export class Requests {
         onpointerleave: () => this.actions.point(null),
         onfocusin: () => this.actions.point(id),
         onfocusout: () => this.actions.point(null),
+        onclick: (event) => event.target.closest("button") ?? this.actions.showTable(id),
       },
       el("th", { scope: "row" }, dot, name),
       el("td", {}, row.phase),
       el("td", { class: "progress" }, el("span", { class: "bar-track", "aria-hidden": "true" }, bar), row.share,
         row.images),
-      row.cached, row.pages, row.age, el("td", { class: "end" }, row.cancel));
+      row.cached, el("td", { class: "wide num" }, this.#tableButton(id, row.pages)), row.age,
+      el("td", { class: "end" }, row.cancel));
     this.rows.set(id, row);
     return row;
+  }
+
+  #tableButton(id, pages) {
+    const label = el("span", { class: "unseen" }, `: block table of request ${shorten(id)}`);
+    const onclick = () => this.actions.showTable(id);
+    return el("button", { type: "button", class: "name", title: "Show its block table", onclick }, pages, label);
   }
 
   #fill(row, request) {
