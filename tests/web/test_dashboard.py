@@ -242,7 +242,7 @@ def test_a_clicked_request_shows_its_block_table(page: Browser, patient: Server)
         page.until(lambda: all(events))
         request_id = f"{events[0][0]['id']}-0"
         page.until(lambda: request_id in each(page, "#requests tbody th .name", "title"))
-        page.click("#requests tbody td .name")
+        page.click("#requests tbody .to-table")
         page.until(lambda: len(page.all("#table li")) >= 5)
         table = patient.get(f"/v1/engine/requests/{request_id}/blocks").json()
         shown = [int(text) for text in each(page, "#table li", "textContent")]

@@ -55,7 +55,7 @@ export class Requests {
       images: el("span", { class: "images", role: "img", hidden: true }),
       phase: el("span", { class: "phase" }),
       cached: cell("wide num"),
-      pages: el("span"),
+      pages: this.#tableButton(id),
       age: cell("wide num"),
       cancel: el(
         "button",
@@ -94,16 +94,14 @@ export class Requests {
       el("td", {}, row.phase),
       el("td", { class: "progress" }, el("span", { class: "bar-track", "aria-hidden": "true" }, bar), row.share,
         row.images),
-      row.cached, el("td", { class: "wide num" }, this.#tableButton(id, row.pages)), row.age,
-      el("td", { class: "end" }, row.cancel));
+      row.cached, el("td", { class: "wide num" }, row.pages), row.age, el("td", { class: "end" }, row.cancel));
     this.rows.set(id, row);
     return row;
   }
 
-  #tableButton(id, pages) {
-    const label = el("span", { class: "unseen" }, `: block table of request ${shorten(id)}`);
+  #tableButton(id) {
     const onclick = () => this.actions.showTable(id);
-    return el("button", { type: "button", class: "name", title: "Show its block table", onclick }, pages, label);
+    return el("button", { type: "button", class: "to-table", title: "Show its block table", onclick });
   }
 
   #fill(row, request) {
@@ -116,10 +114,9 @@ export class Requests {
     row.bar.style.width = `${Math.min(100, (100 * done) / Math.max(1, all))}%`;
     say(row.share, `${done} / ${all}${prefill ? " prompt" : ""}`);
     say(row.cached, request.prompt_tokens ? `${request.cached_tokens} / ${request.prompt_tokens}` : "–");
-    say(
-      row.pages,
-      request.shared_blocks ? `${request.blocks} (${request.shared_blocks} shared)` : String(request.blocks),
-    );
+    const pages = request.shared_blocks ? `${request.blocks} (${request.shared_blocks} shared)` : `${request.blocks}`;
+    say(row.pages, pages);
+    row.pages.ariaLabel = `${pages}: block table of request ${shorten(request.id)}`;
     say(row.age, duration(request.age));
     if (row.images.hidden && request.images.length) showImages(row.images, request);
   }
