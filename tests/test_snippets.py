@@ -91,6 +91,7 @@ NOT_RUN_PYTHON = {
     "docs/deploy/ray.md": "a client of a cluster; tests/e2e/test_ray_serve.py has one",
     "docs/guides/lora.md": "it wants an adapter; tests/engine/lora has some",
     "docs/guides/rl-weights.md": "parts of a program; tests/engine/test_weights.py makes these calls",
+    "docs/learn.md": "tests/test_learn.py runs them, and compares what they print",
 }
 EXPECTED = {
     "curl -N http": r"data: \[DONE\]",

@@ -33,7 +33,7 @@ from quire.engine.common.types import Image, MediaSpan
 from quire.engine.core.block_pool import block_hash, root_hash
 from quire.engine.core.request_history import TimelinePhase
 from quire.engine.core.scheduler import Scheduler
-from quire.engine.core.stats import TierStats
+from quire.engine.core.stats import BlockTableView, TierStats
 from quire.engine.processes.socket_folder import SocketFolder
 from quire.engine.receipts.receipt import Receipt
 from quire.engine.receipts.receipt_replay import ReplayVerdict
@@ -327,6 +327,7 @@ def others() -> dict[str, list[str]]:
         "journal: pins.given": [input_digest(spec, ComputeIdentity("fingerprint", True, "weights"))],
         "machines: queues of the store": [JOIN_QUEUE, order_queue_name(3), answer_queue_name(3)],
         "GET /v1/engine/events: a tier": fields_of(TierStats),
+        "GET /v1/engine/requests/ID/blocks": fields_of(BlockTableView),
     }
 
 

@@ -17,8 +17,8 @@ from quire.engine.common.errors import EngineError, InvalidRequest
 from quire.engine.common.executor import Executor
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest
 from quire.engine.core.drafter import Drafter
-from quire.engine.core.engine_view import take_engine_view
-from quire.engine.core.stats import EngineStats, EngineView, StepRecord
+from quire.engine.core.engine_view import take_block_table_view, take_engine_view
+from quire.engine.core.stats import BlockTableView, EngineStats, EngineView, StepRecord
 from quire.engine.core.step_runner import StepRunner
 from quire.engine.engine_builder.drafter_builder import make_configured_drafter
 from quire.engine.engine_builder.engine_core_builder import EngineCoreBuilder
@@ -65,6 +65,7 @@ class EngineCore:
             self.scheduler, self.executor, worker.steps_ahead if steps_ahead is None else steps_ahead, heartbeat
         )
         self.info = builder.build_engine_info(kv_offloader, load_seconds=time.perf_counter() - began)
+        self._measure_memory = builder.build_memory_meter(self.info)
 
     def add_request(self, engine_request: EngineCoreRequest) -> None:
         """The policy fcfs ignores priorities."""
@@ -91,7 +92,10 @@ class EngineCore:
         )
 
     def make_engine_view(self) -> EngineView:
-        return take_engine_view(self.scheduler)
+        return take_engine_view(self.scheduler, self._measure_memory)
+
+    def get_block_table(self, request_id: str) -> BlockTableView | None:
+        return take_block_table_view(self.scheduler, request_id)
 
     def run_next_warmup(self) -> bool:
         """False when no warm-up is left."""

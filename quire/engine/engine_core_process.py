@@ -20,7 +20,7 @@ from quire.engine.client.messages import (
 )
 from quire.engine.common.config import EngineConfig, capacity_settings_from_info
 from quire.engine.common.errors import QuireError
-from quire.engine.core.stats import EngineView
+from quire.engine.core.stats import BlockTableView, EngineView
 from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.processes.heartbeat import Heartbeat
 from quire.engine.processes.utility_calls import (
@@ -58,6 +58,9 @@ class EngineUtilities(EngineCoreMethods):
 
     def take_snapshot(self) -> EngineView:
         return self._engine.make_engine_view()
+
+    def get_block_table(self, request_id: str) -> BlockTableView | None:
+        return self._engine.get_block_table(request_id)
 
     def reset_prefix_cache(self) -> None:
         self._engine.reset_prefix_cache()

@@ -9,6 +9,7 @@ from quire.engine.client.engine_client import EngineClient
 from quire.engine.client.engine_process import EngineProcess
 from quire.engine.client.messages import (
     Abort,
+    EngineCoreMethods,
     EngineStarted,
     FromEngine,
     Stepped,
@@ -19,9 +20,16 @@ from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, EngineError, RequestQuarantined
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, EngineInfo
-from quire.engine.core.stats import EngineStats
+from quire.engine.core.stats import BlockTableView, EngineStats
 from quire.engine.processes.exit_cause import ExitCause
-from quire.engine.processes.utility_calls import START, Fault, UtilityCall, UtilityResult, make_result
+from quire.engine.processes.utility_calls import (
+    START,
+    Fault,
+    UtilityCall,
+    UtilityResult,
+    decode_arguments,
+    make_result,
+)
 
 INFO = EngineInfo("fake", "float32", "cpu", "none", 100, 10, 16, 0, 0, 0.0, "none")
 KILLED, CRASHED = ExitCause("was killed", external=True), ExitCause("crashed", external=False)
@@ -79,6 +87,11 @@ class FakeProcess(EngineProcess):
                     assert request.emitted_ids == [token(request.id, i) for i in range(len(request.emitted_ids))]
             case UtilityCall("sleep", id=int(id)):
                 self._let_go(make_result(id, None))
+            case UtilityCall("get_block_table", id=int(id)):
+                request_id = decode_arguments(EngineCoreMethods, message)["request_id"]
+                known = request_id in self._running
+                table = BlockTableView(16, 1, self._tokens[request_id], 1, [3], [1], [False]) if known else None
+                self._sent.put_nowait(make_result(id, table))
             case UtilityCall("check_weights", id=int(id)):
                 self._sent.put_nowait(make_result(id, None))
             case UtilityCall("load_weights", id=int(id)):

@@ -21,7 +21,7 @@ from quire.engine.common.types import (
     FinishReason,
     TokenLogprob,
 )
-from quire.engine.core.stats import EngineStats, EngineView, RequestView, StepRecord
+from quire.engine.core.stats import BlockTableView, EngineStats, EngineView, MemoryView, RequestView, StepRecord
 
 MODEL = "fake"
 Script = Callable[[EngineCoreRequest, int], int]
@@ -145,7 +145,13 @@ class FakeEngine(ExclusiveClient):
         self.looks += 1
         if self.silent:
             await asyncio.Event().wait()
-        return EngineView(self.stats, [self._seen(each) for each in self.running.values()], b"", 0, 0.0)
+        memory = [MemoryView(1000, 300, 200, 100, 50, 150, 200)]
+        return EngineView(self.stats, [self._seen(each) for each in self.running.values()], b"", 0, 0.0, memory)
+
+    async def get_block_table(self, request_id: str) -> BlockTableView | None:
+        if self.silent:
+            await asyncio.Event().wait()
+        return BlockTableView(16, 1, 20, 2, [7, 3], [2, 1], [True, False]) if request_id in self.running else None
 
     @property
     def responsive(self) -> bool:

@@ -66,8 +66,12 @@ def test_both_views_pass_axe_and_fit_the_width(browser: Browser, patient: Server
     with streams(patient, 3):
         browser.run("location.hash = '#/engine'")
         browser.until(lambda: len(browser.all("#requests tbody tr")) == 3)
+        browser.run("document.querySelector('#requests tbody tr').click()")
+        browser.until(lambda: browser.all("#table li") and browser.all(".memory-bar"))
         assert violations(browser) == []
         assert overflowing(browser, width) == []
+    browser.until(lambda: "has ended" in browser.text("#table-note"))
+    assert all("404" in error for error in browser.errors()), "it may end after it was listed"
     browser.until(lambda: len(browser.all("#answers tbody tr")) >= 4)
     heads = [each.get_property("textContent") for each in browser.all("#answers thead th") if each.is_displayed()]
     assert heads[:2] == ["Request", "Came at"]

@@ -223,3 +223,34 @@ def test_a_key_is_asked_for_and_stored_only_on_request(browser: Browser, tmp_pat
         assert all("401" in error or "403" in error for error in browser.errors())
     finally:
         assert guarded.stop() == 0, (tmp_path / "log").read_text()
+
+
+def test_the_memory_bar_divides_all_there_is(page: Browser) -> None:
+    page.until(lambda: page.one("#memory-sheet").is_displayed())
+    words = page.one(".memory-bar").get_attribute("aria-label") or ""
+    assert all(part in words for part in ("Weights", "KV cache", "Python and libraries", "Free"))
+    assert page.text("#memory-total").endswith(" in all")
+    width, parts = page.run(
+        "const bar = document.querySelector('.memory-bar');"
+        "return [bar.clientWidth, [...bar.children].map((each) => each.offsetWidth)]"
+    )
+    assert sum(parts) == pytest.approx(width, abs=3)
+
+
+def test_a_clicked_request_shows_its_block_table(page: Browser, patient: Server) -> None:
+    with streams(patient, 1, prompt=[7] * 64) as events:
+        page.until(lambda: all(events))
+        request_id = f"{events[0][0]['id']}-0"
+        page.until(lambda: request_id in each(page, "#requests tbody th .name", "title"))
+        page.click("#requests tbody .to-table")
+        page.until(lambda: len(page.all("#table li")) >= 5)
+        table = patient.get(f"/v1/engine/requests/{request_id}/blocks").json()
+        shown = [int(text) for text in each(page, "#table li", "textContent")]
+        assert shown[:5] == table["block_ids"][:5]
+        assert each(page, "#table li", "title")[0].startswith(f"Tokens 0 to 15: block {shown[0]}, full, held by")
+        count = len(shown)
+        page.until(lambda: len(page.all("#table li")) > count)
+    page.until(lambda: "has ended" in page.text("#table-note"))
+    page.click("#table-close")
+    assert not page.all("#table-sheet")[0].is_displayed()
+    assert all("404" in error for error in page.errors()), "it may end after it was listed"

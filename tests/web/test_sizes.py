@@ -50,6 +50,6 @@ def test_cancel_is_in_sight_however_wide_the_row(browser: Browser, patient: Serv
     with streams(patient, 1):
         browser.until(lambda: browser.all("#requests tbody .danger"))
         browser.run("document.querySelector('#requests .phase').textContent = 'preempted, and more than a phone shows'")
-        edges = "return [...document.querySelectorAll('#requests .danger, .scroller')].slice(0, 2).map((each) =>"
+        edges = "return [...document.querySelectorAll('#requests .danger, .stack .scroller')].slice(0, 2).map((each) =>"
         scroller, cancel = browser.run(f"{edges} each.getBoundingClientRect().right)")
         assert cancel <= scroller

@@ -34,7 +34,7 @@ from quire.engine.client.weights import Mode, Weights
 from quire.engine.common import clock
 from quire.engine.common.errors import EngineError, QuireError
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, EngineInfo
-from quire.engine.core.stats import EngineStats, EngineView, StepRecord
+from quire.engine.core.stats import BlockTableView, EngineStats, EngineView, StepRecord
 from quire.engine.processes.answering import Answering
 from quire.engine.processes.heartbeat import Alive
 from quire.engine.processes.procfs import WatchTimer
@@ -347,6 +347,10 @@ class _ApiProcessCalls(LeaderMethods):
     async def take_snapshot(self) -> EngineView | None:
         client = self._leader.client
         return await client.snapshot() if client.responsive else None
+
+    async def get_block_table(self, request_id: str) -> BlockTableView | None:
+        client = self._leader.client
+        return await client.engine_core.get_block_table(request_id) if client.responsive else None
 
     async def ask(self, topic: str, body: bytes, to: str | None) -> list[bytes]:
         return await self._leader.ask(self._identity, topic, body, to)

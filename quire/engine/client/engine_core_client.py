@@ -16,7 +16,7 @@ import msgspec
 
 from quire.engine.common.errors import EngineError, EngineGone, QuireError
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, EngineInfo
-from quire.engine.core.stats import EngineStats, EngineView, StepRecord
+from quire.engine.core.stats import BlockTableView, EngineStats, EngineView, StepRecord
 
 log = logging.getLogger("quire.engine.link.link")
 
@@ -115,6 +115,11 @@ class EngineCoreClient(ABC):
         """Requests and KV blocks after the current step; None if the engine ends first. Call it only while the engine
         is responsive.
         """
+
+    @abstractmethod
+    async def get_block_table(self, request_id: str) -> BlockTableView | None:
+        """The block table of a request after the engine's current step; None if the engine does not have it, or ends
+        before it answers. Call it only while the engine is responsive."""
 
     @abstractmethod
     async def call(self, content: bytes) -> list[bytes] | None:

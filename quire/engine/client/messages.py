@@ -15,7 +15,7 @@ import msgspec
 from quire.engine.client.engine_core_client import EngineState
 from quire.engine.client.weights import WeightChanges
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, EngineInfo, Image
-from quire.engine.core.stats import EngineStats, EngineView, StepRecord
+from quire.engine.core.stats import BlockTableView, EngineStats, EngineView, StepRecord
 from quire.engine.processes.heartbeat import Alive
 from quire.engine.processes.utility_calls import Fault, UtilityCall, UtilityResult
 
@@ -100,6 +100,10 @@ class EngineCoreMethods(ABC):
     def take_snapshot(self) -> EngineView: ...
 
     @abstractmethod
+    def get_block_table(self, request_id: str) -> BlockTableView | None:
+        """Of a running or waiting request; None for an unknown id."""
+
+    @abstractmethod
     def reset_prefix_cache(self) -> None:
         """Requests from now on find no prefix of an earlier one."""
 
@@ -141,6 +145,10 @@ class LeaderMethods(WeightChanges):
     @abstractmethod
     async def take_snapshot(self) -> EngineView | None:
         """None if no engine answers."""
+
+    @abstractmethod
+    async def get_block_table(self, request_id: str) -> BlockTableView | None:
+        """None if no engine that could be asked has the request."""
 
     @abstractmethod
     async def ask(self, topic: str, body: bytes, to: str | None) -> list[bytes]:

@@ -26,7 +26,7 @@ from quire.engine.common import clock
 from quire.engine.common.config import EngineConfig, capacity_settings_from_info
 from quire.engine.common.errors import ConfigError, EngineError, Overloaded, QuireError, RequestQuarantined
 from quire.engine.common.types import EngineCoreRequest, EngineInfo
-from quire.engine.core.stats import EngineStats, EngineView
+from quire.engine.core.stats import BlockTableView, EngineStats, EngineView
 from quire.engine.processes.exit_cause import ExitCause
 from quire.engine.processes.utility_calls import START, UtilityCall, UtilityCalls, UtilityResult, make_call
 
@@ -210,6 +210,14 @@ class ProcessClient(ExclusiveClient):
             return None
         try:
             return await self._calls.begin(EngineCoreMethods.take_snapshot)
+        except EngineError:
+            return None
+
+    async def get_block_table(self, request_id: str) -> BlockTableView | None:
+        if self._process is None or not self.ready:
+            return None
+        try:
+            return await self._calls.begin(EngineCoreMethods.get_block_table, request_id)
         except EngineError:
             return None
 

@@ -22,7 +22,7 @@ from quire.engine.client.replica_shares import replica_config, replica_cores
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import ConfigError, EngineError, Overloaded, QuireError
 from quire.engine.common.types import EngineCoreOutput, EngineCoreRequest, EngineInfo
-from quire.engine.core.stats import EngineView, StepRecord, sum_stats
+from quire.engine.core.stats import BlockTableView, EngineView, StepRecord, sum_stats
 
 log = logging.getLogger("quire.replicas")
 _POLL_SECONDS = 0.05
@@ -161,6 +161,10 @@ class ReplicatedClient(ExclusiveClient):
         snapshots = await asyncio.gather(*(each.snapshot() for each in self._replicas if each.responsive))
         views = [each for each in snapshots if each is not None]
         return merge_views(views) if views else None
+
+    async def get_block_table(self, request_id: str) -> BlockTableView | None:
+        replica = self._places.get(request_id)
+        return await replica.get_block_table(request_id) if replica is not None and replica.responsive else None
 
     async def call(self, content: bytes) -> list[bytes] | None:
         replies = await asyncio.gather(*(each.call(content) for each in self._replicas))

@@ -32,7 +32,7 @@ from quire.engine.client.weights import Mode
 from quire.engine.common.config import EngineConfig
 from quire.engine.common.errors import EngineError, InvalidRequest, Overloaded, QuireError
 from quire.engine.common.types import EngineCoreRequest, EngineInfo
-from quire.engine.core.stats import EngineStats, EngineView, sum_stats
+from quire.engine.core.stats import BlockTableView, EngineStats, EngineView, sum_stats
 from quire.engine.processes.answering import Answering
 from quire.engine.processes.heartbeat import Alive
 from quire.engine.processes.procfs import WatchTimer
@@ -174,6 +174,12 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
     async def snapshot(self) -> EngineView | None:
         try:
             return await self._calls.begin(LeaderMethods.take_snapshot)
+        except QuireError:  # the leader has gone
+            return None
+
+    async def get_block_table(self, request_id: str) -> BlockTableView | None:
+        try:
+            return await self._calls.begin(LeaderMethods.get_block_table, request_id)
         except QuireError:  # the leader has gone
             return None
 

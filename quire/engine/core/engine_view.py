@@ -2,21 +2,23 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from quire.engine.common.types import MediaSpan
-from quire.engine.core.block_pool import BlockPool
+from quire.engine.core.block_pool import NULL_BLOCK, BlockPool
 from quire.engine.core.kv_cache.block_tables import without_null_blocks
 from quire.engine.core.request import Request, RequestStatus
 from quire.engine.core.scheduler import Scheduler
-from quire.engine.core.stats import EngineView, Phase, RequestView, sum_stats
+from quire.engine.core.stats import BlockTableView, EngineView, MemoryView, Phase, RequestView, sum_stats
 from quire.engine.processes.procfs import resident_bytes
 
 MAX_LISTED_REQUESTS = 512
 """Further requests are only counted."""
 MAX_LISTED_IMAGES = 32
+MAX_LISTED_BLOCKS = 1024
+"""Further entries of a block table are only counted."""
 _MAX_TILE_GAP = 4
 """Between two spans of one image: tile marks."""
 EMPTY_BLOCK = 0
@@ -26,8 +28,11 @@ UNLISTED_OWNER = 0x7FFF
 SHARED_BLOCK = 0x8000
 
 
-def take_engine_view(scheduler: Scheduler) -> EngineView:
+def take_engine_view(
+    scheduler: Scheduler, measure_memory: Callable[[], MemoryView | None] = lambda: None
+) -> EngineView:
     began = time.perf_counter()
+    memory = measure_memory()
     running, waiting = scheduler.list_requests()
     listed = [*running, *waiting][:MAX_LISTED_REQUESTS]
     ref_counts = np.frombuffer(scheduler.kv_cache_manager.block_pool.ref_counts, dtype=np.intc)
@@ -39,6 +44,25 @@ def take_engine_view(scheduler: Scheduler) -> EngineView:
         ),
         resident_bytes=resident_bytes(),
         seconds=time.perf_counter() - began,
+        memory=[] if memory is None else [memory],
+    )
+
+
+def take_block_table_view(scheduler: Scheduler, request_id: str) -> BlockTableView | None:
+    """The block table of an open request; empty while it waits. None for an unknown id."""
+    request = scheduler.find_request(request_id)
+    if request is None:
+        return None
+    manager = scheduler.kv_cache_manager
+    pool, listed = manager.block_pool, request.block_ids[:MAX_LISTED_BLOCKS]
+    return BlockTableView(
+        block_size=manager.prefix_cache.block_size,
+        num_groups=manager.num_groups,
+        computed_tokens=request.num_computed_tokens,
+        num_blocks=len(request.block_ids),
+        block_ids=list(listed),
+        ref_counts=[0 if block == NULL_BLOCK else pool.ref_counts[block] for block in listed],
+        cached=[block in pool.cached_blocks for block in listed],
     )
 
 
@@ -110,4 +134,5 @@ def merge_views(views: Sequence[EngineView]) -> EngineView:
         block_codes=zlib.compress(np.concatenate(block_codes).astype("<u2").tobytes(), 1),
         resident_bytes=sum(each.resident_bytes for each in views),
         seconds=max(each.seconds for each in views),
+        memory=[memory for each in views for memory in each.memory],
     )

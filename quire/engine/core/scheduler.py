@@ -79,6 +79,10 @@ class Scheduler:
             waiting, key=lambda request: request.priority_key
         )
 
+    def find_request(self, request_id: str) -> Request | None:
+        """A running or waiting request; None for an unknown id."""
+        return self._requests.get(request_id)
+
     def place(self, request: EngineCoreRequest) -> float:
         """Return a request's sort key within its priority and tenant: the smallest goes first, ties go by arrival.
 

@@ -159,6 +159,42 @@ class RequestView(msgspec.Struct, frozen=True):
     """(first token, tokens); at most MAX_LISTED_IMAGES."""
 
 
+class BlockTableView(msgspec.Struct, frozen=True):
+    block_size: int
+    num_groups: int
+    """KV cache groups. The table has one block of each group for the first `block_size` tokens, then for the next ones,
+    and so on.
+    """
+    computed_tokens: int
+    """Includes the step in flight."""
+    num_blocks: int
+    """Entries of the whole table."""
+    block_ids: list[int]
+    """Its first entries, at most MAX_LISTED_BLOCKS; -1: freed, because it left the window."""
+    ref_counts: list[int]
+    """Requests that use each of these blocks."""
+    cached: list[bool]
+    """True for each block that the prefix cache has."""
+
+
+class MemoryView(msgspec.Struct, frozen=True):
+    """Memory of one engine's device, in bytes. The other fields add up to `total`."""
+
+    total: int
+    weights: int
+    kv: int
+    """KV blocks and recurrent states."""
+    activations: int
+    """On a GPU, the rest of PyTorch's allocator; on the host, growth of the process since it was ready, without KV
+    blocks.
+    """
+    runtime: int
+    """On a GPU, CUDA's own memory and other programs; on the host, Python and libraries."""
+    others: int
+    """Other programs, on the host."""
+    free: int
+
+
 class EngineView(msgspec.Struct, frozen=True):
     stats: EngineStats
     requests: list[RequestView]
@@ -171,6 +207,8 @@ class EngineView(msgspec.Struct, frozen=True):
     """0 if unknown."""
     seconds: float
     """Time to make this view."""
+    memory: list[MemoryView] = []
+    """One per engine; empty if it cannot be measured."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):

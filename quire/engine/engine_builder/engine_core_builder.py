@@ -13,6 +13,7 @@ from quire.engine.common.types import EngineInfo
 from quire.engine.core.drafter import Drafter
 from quire.engine.core.kv_offload import KVOffloader
 from quire.engine.core.scheduler import Scheduler
+from quire.engine.engine_builder.memory_meter import MemoryMeter, make_memory_meter
 from quire.engine.engine_builder.scheduler_builder import make_scheduler
 from quire.engine.processes.heartbeat import Heartbeat
 from quire.engine.tiers.kv_identity import WeightFiles, code_hash, model_sample_digest
@@ -66,6 +67,9 @@ class EngineCoreBuilder:
     def build_scheduler(self, drafter: Drafter | None, kv_offloader: KVOffloader) -> Scheduler:
         """Raises ConfigError."""
         return make_scheduler(self.config, self.worker, self.model.eos_token_ids, drafter, kv_offloader)
+
+    def build_memory_meter(self, info: EngineInfo) -> MemoryMeter:
+        return make_memory_meter(info, self.config.world_size)
 
     def build_engine_info(self, kv_offloader: KVOffloader, load_seconds: float) -> EngineInfo:
         info = self.worker.engine_info

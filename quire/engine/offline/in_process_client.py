@@ -12,7 +12,7 @@ from quire.engine.client.engine_core_client import ExclusiveClient
 from quire.engine.common.config import EngineConfig, capacity_settings_from_info
 from quire.engine.common.errors import ConfigError, EngineError, QuireError
 from quire.engine.common.types import EngineCoreRequest, EngineInfo
-from quire.engine.core.stats import EngineStats, EngineView
+from quire.engine.core.stats import BlockTableView, EngineStats, EngineView
 
 if TYPE_CHECKING:
     from quire.engine.engine_core import EngineCore, Logprobs, NamedTensors
@@ -148,6 +148,9 @@ class InProcessClient(ExclusiveClient):
 
     async def snapshot(self) -> EngineView | None:
         return None if self._engine is None else self._engine.make_engine_view()
+
+    async def get_block_table(self, request_id: str) -> BlockTableView | None:
+        return None if self._engine is None else self._engine.get_block_table(request_id)
 
     async def call(self, content: bytes) -> list[bytes] | None:
         return None if self._engine is None else self._engine.run_collective_rpc(content)

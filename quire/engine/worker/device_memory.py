@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -324,6 +324,23 @@ class KVPrefaulter:
         if self._next_tensor == 0:
             self._num_touched = end
         return True
+
+
+class GpuMemory(NamedTuple):
+    """Of one GPU, in bytes."""
+
+    total: int
+    free: int
+    allocator: int
+    """What PyTorch's allocator has of it."""
+
+
+def measure_gpu_memory(device: torch.device) -> GpuMemory | None:
+    """None for other devices."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return GpuMemory(total, free, torch.cuda.memory_reserved(device))
 
 
 def trim_host_memory() -> None:

@@ -10,7 +10,8 @@ import msgspec
 
 from quire.engine.client.engine_client import EngineClient
 from quire.engine.common import clock
-from quire.engine.core.stats import EngineView
+from quire.engine.common.errors import Overloaded, RequestNotFound
+from quire.engine.core.stats import BlockTableView, EngineView
 from quire.engine.processes.procfs import resident_bytes
 from quire.server.encoding import EVENT_END, EVENT_PREFIX, encode_json
 from quire.server.observe.rolling_stats import HISTORY_SECONDS, RollingStats
@@ -18,6 +19,8 @@ from quire.server.observe.rolling_stats import HISTORY_SECONDS, RollingStats
 PERIOD_SECONDS = 0.5
 MAX_ENGINE_SHARE = 0.005
 """Largest share of the engine's time that views may take; expensive ones are taken less often."""
+MAX_LISTED_ENGINES = 8
+"""Further engines' memory is left out."""
 OVERLAP_SECONDS = 4
 """Each `state` repeats the last complete seconds, for streams that missed an event."""
 
@@ -75,6 +78,19 @@ class LiveView:
         await asyncio.wait([pending], timeout=PERIOD_SECONDS)
         return pending.result() if pending.done() and not pending.cancelled() else None
 
+    async def get_block_table(self, request_id: str) -> BlockTableView:
+        """Raises RequestNotFound if no engine has the request, Overloaded if the engine is in a long step or is being
+        replaced."""
+        if self._client.responsive:
+            asking = asyncio.ensure_future(self._client.engine_core.get_block_table(request_id))
+            await asyncio.wait([asking], timeout=PERIOD_SECONDS)
+            if asking.done():
+                if (table := asking.result()) is not None:
+                    return table
+                raise RequestNotFound(f"No engine has a request with the id `{request_id}`", param="request_id")
+            asking.cancel()
+        raise Overloaded("the engine is in a long step, sleeps, or is being replaced")
+
     def _describe_state(self, engine_view: EngineView | None, now: float) -> dict[str, object]:
         client = self._client
         return {
@@ -99,6 +115,7 @@ class LiveView:
             "requests": [{**msgspec.structs.asdict(each), "age": age(each.id)} for each in engine_view.requests],
             "pages": base64.b64encode(engine_view.block_codes).decode("ascii"),
             "resident_bytes": engine_view.resident_bytes,
+            "memory": [msgspec.structs.asdict(each) for each in engine_view.memory[:MAX_LISTED_ENGINES]],
         }
 
 

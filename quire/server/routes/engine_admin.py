@@ -69,6 +69,14 @@ async def list_recent_answers(request: Request, limit: Annotated[int, Query(ge=1
     )
 
 
+@router.get("/v1/engine/requests/{request_id:path}/blocks", name="engine_block_table", response_model=None)
+async def get_block_table(request_id: str, request: Request) -> Response:
+    """The block table of an open request, named as /v1/engine/events names it: at most 1,024 blocks, in order, with the
+    number of requests that use each. 404 where no engine has it."""
+    table = await get_runtime(request).live_view.get_block_table(request_id)
+    return Response(encode_json(msgspec.structs.asdict(table)), media_type="application/json")
+
+
 @router.get("/v1/engine/trace", name="engine_trace", response_model=None)
 async def record_engine_trace(request: Request, seconds: Annotated[float, Query(gt=0, le=120)] = 5.0) -> Response:
     """Record for `seconds` seconds, then answer with a trace for ui.perfetto.dev."""

@@ -317,6 +317,10 @@ async def test_snapshots_and_resets_reach_the_engine(tmp_path: Path) -> None:
         await until(lambda: bool(server.engine.running))
         view = await server.clients[1].snapshot()
         assert [each.id for each in view.requests] == ["a"]
+        table = await server.clients[1].engine_core.get_block_table("a")
+        assert table is not None
+        assert table.block_ids == [7, 3]
+        assert await server.clients[0].engine_core.get_block_table("b") is None
         await asked
 
 

@@ -132,6 +132,17 @@ async def test_a_death_moves_streams_at_once() -> None:
     await client.engine_core.stop()
 
 
+async def test_a_block_table_comes_from_the_replica_that_has_the_request() -> None:
+    client = await started(2)
+    Caller(client, ["a", "b"])
+    await settle()
+    tables = [await client.engine_core.get_block_table(each) for each in ("a", "b", "unknown")]
+    assert [table and table.block_ids for table in tables] == [[3], [3], None]
+    await compute(client)
+    assert await client.engine_core.get_block_table("a") is None
+    await client.engine_core.stop()
+
+
 async def test_a_request_that_ends_engines_ends_one_replica_alone() -> None:
     client = await started(2)
     bad = Caller(client, ["killer"])

@@ -5,8 +5,11 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from quire.engine.common.request_params import SamplingParams
 from quire.engine.common.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -15,15 +18,18 @@ from quire.engine.core.engine_view import (
     CACHED_BLOCK,
     EMPTY_BLOCK,
     FIRST_OWNER,
+    MAX_LISTED_BLOCKS,
     MAX_LISTED_REQUESTS,
     SHARED_BLOCK,
     UNLISTED_OWNER,
     merge_image_spans,
+    take_block_table_view,
     take_engine_view,
 )
+from quire.engine.core.memory_division import divide_gpu_memory, divide_host_memory
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.scheduler_config import SchedulerConfig
-from quire.engine.core.stats import EngineView
+from quire.engine.core.stats import EngineView, MemoryView
 
 PAGE = 4
 
@@ -132,3 +138,92 @@ def test_tiles_of_an_image_are_told_as_one_place() -> None:
     spans = [MediaSpan(place, 16, b"") for place in (3, 21, 39, 70, 90)]
     assert merge_image_spans(spans) == [(3, 52), (70, 36)]
     assert merge_image_spans([]) == []
+
+
+def test_a_block_table_is_what_the_steps_allocated() -> None:
+    scheduler = make(max_num_batched_tokens=64)
+    tables: dict[str, list[int]] = {"a": [], "b": []}
+    for name in tables:
+        scheduler.add_request(request(name, range(10)))
+        tables["a"] += step(scheduler).scheduled_requests[0].new_block_ids
+    table = take_block_table_view(scheduler, "a")
+    assert table is not None
+    assert table.block_ids == tables["a"]
+    assert (table.block_size, table.num_groups, table.num_blocks, table.computed_tokens) == (PAGE, 1, 3, 11)
+    assert (table.ref_counts, table.cached) == ([2, 2, 1], [True, True, False])
+    twin = take_block_table_view(scheduler, "b")
+    assert twin is not None
+    assert twin.block_ids[:2] == tables["a"][:2]
+    assert twin.block_ids[2] != tables["a"][2]
+
+
+def test_a_waiting_request_has_an_empty_table_and_an_unknown_one_none() -> None:
+    scheduler = make()
+    scheduler.add_request(request("a", range(10)))
+    table = take_block_table_view(scheduler, "a")
+    assert table is not None
+    assert (table.num_blocks, table.block_ids) == (0, [])
+    scheduler.abort_request("a")
+    assert take_block_table_view(scheduler, "a") is None
+
+
+def test_a_long_table_is_cut_and_freed_blocks_of_a_window_are_told() -> None:
+    tokens = PAGE * (MAX_LISTED_BLOCKS + 8)
+    config = SchedulerConfig(
+        num_blocks=2 * MAX_LISTED_BLOCKS,
+        block_size=PAGE,
+        windows=(2 * PAGE,),
+        max_model_len=2 * tokens,
+        max_num_seqs=1,
+        max_num_batched_tokens=PAGE,
+    )
+    scheduler = Scheduler(config)
+    scheduler.add_request(request("a", range(tokens)))
+    for _ in range(MAX_LISTED_BLOCKS + 4):
+        step(scheduler)
+    table = take_block_table_view(scheduler, "a")
+    assert table is not None
+    assert table.num_blocks == MAX_LISTED_BLOCKS + 4
+    assert len(table.block_ids) == len(table.ref_counts) == len(table.cached) == MAX_LISTED_BLOCKS
+    assert (table.block_ids[0], table.ref_counts[0], table.cached[0]) == (-1, 0, False)
+
+
+SIZES = st.integers(0, 1000)
+
+
+def parts(memory: MemoryView) -> list[int]:
+    total, *rest = msgspec.structs.astuple(memory)
+    assert sum(rest) == total
+    assert min(rest) >= 0
+    return rest
+
+
+@given(free=SIZES, allocator=SIZES, others=SIZES, weights=SIZES, kv=SIZES)
+def test_a_gpu_s_parts_add_up(free: int, allocator: int, others: int, weights: int, kv: int) -> None:
+    total = free + allocator + others
+    memory = divide_gpu_memory(total=total, free=free, allocator=allocator, weights=weights, kv=kv)
+    assert parts(memory)[3:] == [others, 0, free]
+    if weights + kv <= allocator:
+        assert parts(memory)[:3] == [weights, kv, allocator - weights - kv]
+
+
+@given(available=SIZES, used=SIZES, resident=SIZES, start=SIZES, weights=SIZES, kv=SIZES)
+def test_a_host_s_parts_add_up(available: int, used: int, resident: int, start: int, weights: int, kv: int) -> None:
+    parts(
+        divide_host_memory(
+            total=available + used,
+            available=available,
+            resident=resident,
+            resident_at_start=start,
+            weights=weights,
+            kv=kv,
+        )
+    )
+
+
+def test_a_host_s_blocks_have_their_place_before_they_are_used() -> None:
+    known = {"total": 1000, "resident_at_start": 150, "weights": 100, "kv": 200}
+    idle = divide_host_memory(available=700, resident=150, **known)
+    assert parts(idle) == [100, 200, 0, 50, 150, 500]
+    busy = divide_host_memory(available=490, resident=360, **known)
+    assert parts(busy) == [100, 200, 10, 50, 150, 490]

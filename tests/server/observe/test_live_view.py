@@ -122,6 +122,49 @@ async def test_a_silent_or_dead_engine_is_told_of(api: Api) -> None:
     await events.aclose()
 
 
+async def test_memory_is_part_of_the_state(api: Api) -> None:
+    events = watcher(api).events({})
+    await anext(events)
+    (memory,) = parse(await anext(events))[1]["engine"]["memory"]
+    assert memory.pop("total") == sum(memory.values()) == 1000
+    assert list(memory) == ["weights", "kv", "activations", "runtime", "others", "free"]
+    await events.aclose()
+
+
+async def test_the_block_table_of_one_request_can_be_asked_for(slow: Api) -> None:
+    call = asyncio.create_task(slow.post("/v1/completions", {"prompt": "Hello", "max_tokens": 400}))
+    await slow.engine.sent.wait()
+    request_id = slow.engine.seen[0].id
+    table = (await slow.http.get(f"/v1/engine/requests/{request_id}/blocks")).json()
+    assert table == {
+        "block_size": 16,
+        "num_groups": 1,
+        "computed_tokens": 20,
+        "num_blocks": 2,
+        "block_ids": [7, 3],
+        "ref_counts": [2, 1],
+        "cached": [True, False],
+    }
+    slow.engine.silent = True
+    silent = await slow.http.get(f"/v1/engine/requests/{request_id}/blocks")
+    assert (silent.status_code, silent.json()["error"]["code"]) == (503, "overloaded")
+    slow.engine.silent = False
+    slow.runtime.client.cancel(request_id)
+    await call
+    gone = await slow.http.get(f"/v1/engine/requests/{request_id}/blocks")
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "request_not_found")
+
+
+async def test_block_tables_are_for_those_who_may_watch_the_engine() -> None:
+    async with open_api(FakeEngine(LETTERS), api_key=["secret"], admin_api_key=["boss"]) as api:
+        answers = [
+            await api.http.get(path, headers={"Authorization": f"Bearer {key}"} if key else {})
+            for path in ("/v1/engine/requests/x/blocks", "/v1/engine/requests")
+            for key in ("", "secret", "boss")
+        ]
+    assert [answer.status_code for answer in answers] == [401, 403, 404, 401, 403, 200]
+
+
 async def cancelled_stream(api: Api, path: str, body: dict[str, Any]) -> tuple[list[Any], Any]:
     """Events of a stream that is cancelled from outside, and the answer to that."""
     call = asyncio.create_task(api.events(path, {**body, "max_tokens": 400}))

@@ -38,6 +38,11 @@ class KVCacheManager:
             snapshots=self._snapshots,
         )
 
+    @property
+    def num_groups(self) -> int:
+        """KV cache groups, each of which has a block for the same tokens."""
+        return self._block_tables.num_groups
+
     def num_tokens_fitting_empty_cache(self, num_tokens: int) -> int:
         if self._needs.max_blocks(num_tokens) <= self.block_pool.num_blocks:
             return num_tokens

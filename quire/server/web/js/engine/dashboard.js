@@ -3,9 +3,11 @@
 import { call, events } from "../api.js";
 import { Answers } from "./answers.js";
 import { BlockMap, decodePages, Hues } from "./blockmap.js";
+import { BlockTable } from "./blocktable.js";
 import { Charts, History } from "./charts.js";
 import { $, el, say, sleep } from "../dom.js";
 import { size, whole } from "../figures.js";
+import { MemoryBars } from "./memory.js";
 import { duration, Requests } from "./requests.js";
 
 const PATH = "/v1/engine/events";
@@ -25,7 +27,10 @@ export class Dashboard {
       cancel: (id) => this.#cancel(id),
       explain: (id) => this.#explain(id.replace(/-\d+$/, "")),
       point: (id) => this.map.emphasise(id),
+      showTable: (id) => this.table.open(id),
     });
+    this.table = new BlockTable((error) => this.#refused(error));
+    this.memory = new MemoryBars();
     this.answers = new Answers((id) => this.#explain(id));
     this.charts = new Charts();
     this.history = new History();
@@ -103,10 +108,13 @@ export class Dashboard {
     this.charts.update(this.history, now);
     this.#facts(state);
     if (state.engine) {
-      const { requests, pages } = state.engine;
+      const { requests, pages, memory } = state.engine;
       this.hues.keepOnly(requests.map(({ id }) => id));
       this.requests.update(requests, state.stats.running + state.stats.waiting);
+      const held = state.stats.used_blocks / Math.max(state.stats.total_blocks, 1);
+      this.memory.update(memory, held, this.facts.info.device);
       this.map.update(await decodePages(pages), requests);
+      this.table.update(requests, state.stats.running + state.stats.waiting <= requests.length);
       this.#live("Live", "good");
     } else if (state.asleep) {
       this.#live(`The model sleeps; ${state.open} open requests wait`, "slow");

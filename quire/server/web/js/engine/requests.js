@@ -4,7 +4,7 @@ import { $, el, say } from "../dom.js";
 import { whole } from "../figures.js";
 
 export class Requests {
-  /** `actions`: cancel(id), explain(id) and point(id or null). */
+  /** `actions`: cancel(id), explain(id), showTable(id) and point(id or null). */
   constructor(hues, actions) {
     this.hues = hues;
     this.actions = actions;
@@ -55,7 +55,7 @@ export class Requests {
       images: el("span", { class: "images", role: "img", hidden: true }),
       phase: el("span", { class: "phase" }),
       cached: cell("wide num"),
-      pages: cell("wide num"),
+      pages: this.#tableButton(id),
       age: cell("wide num"),
       cancel: el(
         "button",
@@ -88,14 +88,20 @@ export class Requests {
         onpointerleave: () => this.actions.point(null),
         onfocusin: () => this.actions.point(id),
         onfocusout: () => this.actions.point(null),
+        onclick: (event) => event.target.closest("button") ?? this.actions.showTable(id),
       },
       el("th", { scope: "row" }, dot, name),
       el("td", {}, row.phase),
       el("td", { class: "progress" }, el("span", { class: "bar-track", "aria-hidden": "true" }, bar), row.share,
         row.images),
-      row.cached, row.pages, row.age, el("td", { class: "end" }, row.cancel));
+      row.cached, el("td", { class: "wide num" }, row.pages), row.age, el("td", { class: "end" }, row.cancel));
     this.rows.set(id, row);
     return row;
+  }
+
+  #tableButton(id) {
+    const onclick = () => this.actions.showTable(id);
+    return el("button", { type: "button", class: "to-table", title: "Show its block table", onclick });
   }
 
   #fill(row, request) {
@@ -108,10 +114,9 @@ export class Requests {
     row.bar.style.width = `${Math.min(100, (100 * done) / Math.max(1, all))}%`;
     say(row.share, `${done} / ${all}${prefill ? " prompt" : ""}`);
     say(row.cached, request.prompt_tokens ? `${request.cached_tokens} / ${request.prompt_tokens}` : "–");
-    say(
-      row.pages,
-      request.shared_blocks ? `${request.blocks} (${request.shared_blocks} shared)` : String(request.blocks),
-    );
+    const pages = request.shared_blocks ? `${request.blocks} (${request.shared_blocks} shared)` : `${request.blocks}`;
+    say(row.pages, pages);
+    row.pages.ariaLabel = `${pages}: block table of request ${shorten(request.id)}`;
     say(row.age, duration(request.age));
     if (row.images.hidden && request.images.length) showImages(row.images, request);
   }

@@ -1,0 +1,72 @@
+"""The snippets of docs/learn.md print what stands below them, and the batcher that it begins with does what it says."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+from contextlib import redirect_stdout
+
+import pytest
+
+from tests.test_snippets import Snippet, snippets
+from tests.tree import ROOT
+
+PAGE = "docs/learn.md"
+TINY = "examples/inside/tiny.py"
+MAX_WORDS = 3500
+MAX_SNIPPET_LINES = 20
+
+
+def snippets_with_output() -> list[tuple[Snippet, str]]:
+    """Each Python snippet of the page, and the block that follows it."""
+    blocks = [snippet for snippet in snippets() if snippet.place.startswith(PAGE)]
+    return [
+        (block, blocks[index + 1].text if blocks[index + 1].language == "text" else "")
+        for index, block in enumerate(blocks[:-1])
+        if block.language == "python"
+    ]
+
+
+CASES = snippets_with_output()
+
+
+@pytest.mark.parametrize(("snippet", "output"), CASES, ids=[snippet.place for snippet, _ in CASES])
+def test_a_snippet_prints_what_stands_below_it(snippet: Snippet, output: str) -> None:
+    assert len(snippet.text.splitlines()) <= MAX_SNIPPET_LINES
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        exec(compile(snippet.text, snippet.place, "exec"), {"__name__": "__main__"})
+    assert printed.getvalue() == output != ""
+
+
+def test_a_scheduler_alone_runs_without_torch() -> None:
+    program, output = next((snippet.text, output) for snippet, output in CASES if "Scheduler(" in snippet.text)
+    command = [sys.executable, "-c", f"import sys\nsys.modules['torch'] = None\n{program}"]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120)
+    assert done.stdout == output
+
+
+def test_the_page_is_short_and_its_anchors_are_there() -> None:
+    text = (ROOT / PAGE).read_text(encoding="utf-8")
+    assert len(text.split()) <= MAX_WORDS
+    slugs = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.*)$", text, re.M)}
+    anchors = re.findall(r"\]\(#([\w-]+)\)", text)
+    assert len(anchors) == 8
+    assert set(anchors) <= slugs
+
+
+def test_the_tiny_batcher_gives_the_same_tokens_together_and_alone() -> None:
+    program = (ROOT / TINY).read_text(encoding="utf-8")
+    assert len(program.splitlines()) <= 100
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        exec(compile(program, TINY, "exec"), {"__name__": "__main__"})
+    together, *alone = printed.getvalue().strip().split("\n\n")
+    tokens = [line for line in together.splitlines() if not line.startswith("(")]
+    assert len(tokens) == len(alone) == 3
+    assert tokens == [each.splitlines()[-1] for each in alone]
+    shown = re.findall(r"^ step (\d+) +(\(.*?\))  ", (ROOT / PAGE).read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(shown) == 5
+    assert [together.splitlines()[int(number) - 1] for number, _ in shown] == [chunks for _, chunks in shown]
