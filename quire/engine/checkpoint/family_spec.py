@@ -106,14 +106,10 @@ def build_eagle_spec(
 
 def _aux_layers(eagle_config: Any, layers: int) -> tuple[int, ...]:
     """The layers whose inputs EAGLE-3 reads; by default an early, a middle and a late one."""
-    if not isinstance(eagle_config, Mapping):
-        raise ModelError("model: config.json: eagle_config: expected object")
     name = "eagle_aux_hidden_state_layer_ids"
     if eagle_config.get("use_aux_hidden_state") is False:
         raise ModelError("model: config.json: eagle_config: use_aux_hidden_state: false is not supported")
-    ids = eagle_config.get(name) or [2, layers // 2, layers - 3]
-    if not isinstance(ids, list) or any(type(each) is not int for each in ids):
-        raise ModelError(f"model: config.json: eagle_config: {name}: expected array of integers")
-    if ids != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= layers:
-        raise ModelError(f"model: config.json: eagle_config: {name}: {ids} are no layers of the served {layers}")
-    return tuple(ids)
+    ids = tuple(eagle_config.get(name) or (2, layers // 2, layers - 3))
+    if list(ids) != sorted(set(ids)) or ids[-1] >= layers:
+        raise ModelError(f"model: config.json: eagle_config: {name}: {list(ids)} are no layers of the served {layers}")
+    return ids
