@@ -51,7 +51,9 @@ class OutputSource(ABC):
     @property
     @abstractmethod
     def sink(self) -> OutputSink | None:
-        """Takes outputs that arrive while the reader waits, except what follows the end of the last request."""
+        """Receives outputs that arrive while the reader waits. The output that ends the last request goes to the
+        reader.
+        """
 
     @sink.setter
     @abstractmethod

@@ -22,7 +22,7 @@ class ApiProcessChannel:
         """It knows that the engine is ready."""
         self.calls = UtilityCalls(send)
         self.announcement: str | None = None
-        """What it sent when it began to listen."""
+        """Start-up text that the process sent once it was listening; None before that."""
         self.fault: Fault | None = None
         """Why it could not start."""
         self.silence = 0.0

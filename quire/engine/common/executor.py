@@ -82,6 +82,8 @@ def decode_results(encoded_results: Sequence[bytes]) -> list[Any]:
 
 
 class Executor(Protocol):
+    """Computes batches in the order in which they are launched."""
+
     def launch(self, batch: SchedulerOutput) -> PendingOutput:
         """May be called before earlier results are read."""
 

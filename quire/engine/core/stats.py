@@ -79,7 +79,9 @@ class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc
     cache_tokens: int = 0
     """Capacity of the KV cache; it does not change."""
     experts_read: int = 0
-    """On disk, first rank only; see kernels/streaming/weight_offloader.py."""
+    """With weights on disk; counts of the first rank only. See OffloadCounts in
+    quire/kernels/streaming/weight_offloader.py.
+    """
     experts_kept: int = 0
     experts_guessed: int = 0
     experts_guessed_right: int = 0

@@ -203,7 +203,9 @@ class Decoder:
         return tuple(f"{name}." for name in (*(f"model.layers.{index}" for index in other_layers), *end_modules))
 
     def block_tensor_specs(self, num_blocks: int) -> list[tuple[CacheTensorSpec, ...]]:
-        """By index in the block. Layers with one index are of different groups and share tensors."""
+        """One entry per layer index in the block. Layers with the same index belong to different groups and share its
+        tensors.
+        """
         layers = [
             self._layers[self.groups.layer_index_in_block.index(place)] for place in range(self.groups.layers_per_block)
         ]

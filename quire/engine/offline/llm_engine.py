@@ -133,6 +133,7 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgsLike) -> LLMEngine:
+        """Raises ConfigError, and errors of the engine's start, as LLM does."""
         return cls(RunningEngine(make_engine_config(engine_args.model, engine_args.options)))
 
     @property

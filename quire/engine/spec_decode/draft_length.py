@@ -98,6 +98,9 @@ class AcceptanceTracker:
         return list(accumulate((self.acceptance_rate_of_kind(request, kind) for kind in kinds), mul))
 
     def record_verified_kinds(self, request: Request, kinds: Sequence[int], num_verified: int) -> None:
+        """`num_verified`: accepted tokens. The token after them, if any, was rejected; later ones do not count as
+        tried.
+        """
         verified_kinds = kinds[: num_verified + 1]
         for kind in set(verified_kinds):
             num_accepted, count = verified_kinds[:num_verified].count(kind), verified_kinds.count(kind)

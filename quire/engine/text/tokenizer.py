@@ -248,6 +248,7 @@ BYTE_DECODER = _make_byte_decoder()
 
 
 def _make_token_pattern(backend: tokenizers.Tokenizer, token_ids: Iterable[int]) -> re.Pattern[str] | None:
+    """Matches the longest special token: a regex takes the first alternative that fits, so long ones come first."""
     tokens = [backend.id_to_token(token_id) for token_id in token_ids]
     ordered = sorted((token for token in tokens if token), key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, ordered))})") if ordered else None

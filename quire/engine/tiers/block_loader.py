@@ -45,6 +45,7 @@ class BlockLoad:
     digests: list[Sequence[bytes]]
     """Per block: hashes of its beginnings, its own last."""
     tiers: list[str]
+    """Per block: name of the tier that had it at the lookup."""
     began_at: float
     generation: int
     snapshot: IncomingSnapshot | None = None

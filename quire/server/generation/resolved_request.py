@@ -20,7 +20,7 @@ QuestionType = Literal["predicate", "choice", "score", "labels", "shares"]
 
 @dataclass(frozen=True, slots=True)
 class OptionQuestion:
-    """Answered by one token; from /v1/decisions or a score's labels."""
+    """Answered by one token. From /v1/decisions, or from /v1/score with label_token_ids."""
 
     type: QuestionType
     name: str | None

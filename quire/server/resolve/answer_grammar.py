@@ -11,7 +11,7 @@ from quire.server.resolve.tool_use import RequestTools
 from quire.server.served_model import ServedModel
 
 OPEN_SCHEMA_HEADER = "X-Schema-Open"
-"""Schemas with objects that stay open: it is undecidable what they are merged of."""
+"""Response header: schemas with objects that were left open, because it cannot be decided which schemas they merge."""
 WEAKENED_SCHEMA_HEADER = "X-Schema-Weakened"
 """Tools whose calls follow only a part of their schema, because no grammar enforces all of it."""
 _MAX_HEADER_LOCATIONS = 20

@@ -55,7 +55,7 @@ def make_offloader_and_scheme(
 
 
 def _make_disk_offloader(config: EngineConfig, folder: Path, chosen: DevicePlan) -> WeightOffloader:
-    """For experts, if there are any, or layers."""
+    """Offloads the experts if the model has any, otherwise layers."""
     processes, memory = config.local_world_size * config.data_parallel_size, config.weights_in_memory
     offload: WeightOffloader | None
     try:

@@ -54,6 +54,7 @@ TOOL_FORMATS = (
     NamedToolFormat("pythonic", PythonicFormat(), lambda text: any(one in text for one in PYTHONIC_MARKS)),
     NamedToolFormat("llama3_json", LlamaJsonFormat(), lambda text: '{"name": function name, "parameters":' in text),
 )
+"""The first row that matches a template is used, so a more specific format comes before a general one."""
 
 
 def find_tool_format(choice: str, template: str) -> ToolFormat | None:

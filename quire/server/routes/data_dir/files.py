@@ -128,7 +128,9 @@ class _UploadSpaceReserver:
 
 
 def _store_file(runner: BatchRunner, owner: str, file: StoredFile, content: BinaryIO) -> None:
-    """Leaves nothing on failure. One thread, which continues if the caller gives up."""
+    """Runs in one thread, which finishes even if the caller gives up. Deletes the content on failure, unless
+    StoreUnreachable: the file may have been added.
+    """
     is_kept = False
     try:
         runner.contents.write_content(file.id, content)
