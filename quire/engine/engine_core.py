@@ -140,6 +140,7 @@ class EngineCore:
 
     @property
     def last_step_record(self) -> StepRecord | None:
+        """Record of the step that the last `step` call got results of; None if it got none."""
         return self._step_runner.last_record
 
     def step(self) -> list[EngineCoreOutput]:

@@ -18,12 +18,14 @@ class AttentionLayerSpec(SublayerSpec):
     num_kv_heads: int
     head_dim: int
     scale: float
+    """Factor of the attention scores."""
     rope: dict[str, Any] | None
     """Like ModelConfig.rope; None: NoPE."""
     norm: NormSpec
     window: int | None = None
     """Keys that a query sees, itself included; None: all."""
     chunked: bool = False
+    """See AttentionParams.has_chunked_window."""
     softcap: float | None = None
     """Scores s become c * tanh(s / c)."""
     sinks: bool = False

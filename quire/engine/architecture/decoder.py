@@ -95,6 +95,7 @@ class DecoderSpec:
         return costs
 
     def adaptable_linears(self) -> LinearSizes:
+        """Includes the embedding and the head."""
         hidden = self.hidden_size
         linears: LinearSizes = {}
         for index, layer in enumerate(self.layers):

@@ -33,6 +33,7 @@ class EncoderWeightNames:
     out: str
     attention_norm: str
     up: tuple[str, ...]
+    """One tensor (fused with the gate if gated), or (gate, up)."""
     down: str
     mlp_norm: str
     position_embeddings: str | None = None
@@ -64,13 +65,17 @@ class EncoderSpec:
     """Linears of ForSequenceClassification, given hidden size and number of labels."""
     activation: EncoderActivation
     positions: int = 0
+    """Rows of the position table; 0 without one."""
     first_position: int = 0
+    """Row of a prompt's first token."""
     segments: int = 0
     num_buckets: int = 0
+    """Buckets of relative positions. All layers share their table."""
     bias: bool = True
     qkv_bias: bool = True
     """Only effective with `bias`."""
     up_bias: bool = True
+    """Only effective with `bias`."""
     norm_bias: bool = True
     gated: bool = False
     """A gated MLP (Shazeer, 2020)."""

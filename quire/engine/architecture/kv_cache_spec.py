@@ -57,6 +57,7 @@ class MatrixState:
     channels: int
     """Elements per column."""
     columns: int
+    """Earlier tokens that a token sees."""
     heads: int
     key: int
     value: int
@@ -80,6 +81,7 @@ class SharedState:
     """The layer reads another layer's KV blocks."""
 
     layer: int
+    """Index of an earlier layer."""
     window: int | None
     paged_values_per_token: int = 0
 

@@ -20,9 +20,11 @@ class MLPSpec(SublayerSpec):
     """Gated: silu or gelu_tanh. Ungated: any other than silu."""
     input_norm: bool = True
     output_norm: bool = False
+    """Applied before the residual addition."""
     parallel: bool = False
     """Reads the stream before attention's output is added."""
     shares_norm: bool = False
+    """Uses attention's input norm."""
     multipliers: tuple[float, float] = (1.0, 1.0)
     """Factors of the gate function's input and of the output."""
     name: str = "mlp"

@@ -36,6 +36,7 @@ class LatentMoESpec:
 
     latent_size: int
     projection_names: tuple[str, str]
+    """Checkpoint names within the layer of the linears into and out of the latent space."""
     bias: bool = False
 
 
@@ -51,6 +52,7 @@ class MoELayerSpec(SublayerSpec):
     """None: experts have the layer's hidden size."""
     input_norm: bool = True
     output_norm: bool = False
+    """Norm of the experts' summed output, applied before the residual addition."""
     router_bias: bool = False
     float_router: bool = False
     """Router weights are float32 in any model dtype."""
@@ -63,9 +65,11 @@ class MoELayerSpec(SublayerSpec):
     gated: bool = True
     """Without gates, experts and shared experts use squared ReLU."""
     shares_norm: bool = False
+    """Uses attention's input norm."""
     parallel: bool = False
     """Experts read the previous sublayer's input, and outputs are summed."""
     norm_names: tuple[str, str] = ("post_attention_layernorm", "post_feedforward_layernorm")
+    """Checkpoint names of the input and output norms within the layer."""
     gelu: bool = False
     """Gates use tanh GELU instead of SiLU."""
     router_scale: str | None = None
@@ -115,6 +119,7 @@ class MoELayerSpec(SublayerSpec):
         return linear_sizes(self._dense_shapes(layer, hidden_size))
 
     def _dense_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
+        """Parameters that every token uses: shared experts and latent projections."""
         shapes = ParameterShapes()
         if (shared := self.shared_expert) is not None:
             prefix, size = f"{layer}.{shared.name}", shared.intermediate_size
@@ -126,6 +131,7 @@ class MoELayerSpec(SublayerSpec):
         return shapes
 
     def expert_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
+        """Only routed experts."""
         width = hidden_size if self.latent is None else self.latent.latent_size
         up_names = (self.gate, self.up) if self.gated else (self.up,)
         shapes = ParameterShapes()

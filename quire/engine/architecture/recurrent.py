@@ -59,6 +59,7 @@ class DeltaNetSpec(MatrixStateSpec):
 
     @property
     def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Queries, keys and values."""
         return (self.num_key_heads, self.key_dim), (self.num_key_heads, self.key_dim), (self.num_heads, self.value_dim)
 
     def extra_values_per_draft(self, heads: int) -> int:
@@ -114,15 +115,18 @@ class Mamba2LayerSpec(MatrixStateSpec):
     result_norm: Literal["behind", "before"] | None = "behind"
     """Per group, after or before the gate."""
     dt_limits: tuple[float, float] = (0.0, float("inf"))
+    """Bounds of the time steps."""
     multipliers: ProjectionMultipliers = _UNIT_MULTIPLIERS
     parallel: bool = False
     """Reads the stream through attention's norm, before attention's output."""
     joins_input_only: bool = False
     """The previous sublayer's output is added to the input, but not to the stream."""
     parent_module: str = ""
+    """Checkpoint module within the layer that contains this one; "" for the layer itself."""
 
     @property
     def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
+        """x, b and c."""
         return (self.num_heads, self.value_dim), (self.num_groups, self.key_dim), (self.num_groups, self.key_dim)
 
     def extra_values_per_draft(self, heads: int) -> int:
@@ -156,6 +160,7 @@ class MambaLayerSpec(MatrixStateSpec):
     dt_rank: int
     """Elements that time steps are projected from."""
     bias: bool = False
+    """Applies to in_proj and out_proj."""
     conv_bias: bool = True
     inner_norm: Literal["learned", "plain"] | None = None
     """Norms of dt's projection input, b and c; plain has no weights."""
@@ -196,6 +201,7 @@ class ShortConvSpec(SublayerSpec):
     bias: bool = False
     """Applies to both linears and the convolution."""
     output_norm: bool = False
+    """Applied before the residual addition."""
 
     @property
     def kv_cache_spec(self) -> PagedColumnState:

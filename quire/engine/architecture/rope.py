@@ -45,6 +45,7 @@ class QueryScaling:
     context_len: int
     """In tokens."""
     first_position: int = 0
+    """Number given to the first position."""
 
 
 def parse_query_scaling(rope: dict[str, Any]) -> QueryScaling | None:

@@ -30,6 +30,9 @@ _T = TypeVar("_T")
 
 
 def normalize_config_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields under Llama's names, with the family's defaults for missing ones. `raw` is a config.json or its
+    text part.
+    """
     family, fields = find_any_family(raw.get("model_type")), dict(raw)
     if family is not None:
         for alias, name in family.field_names.items():
@@ -208,6 +211,7 @@ def _check_config_consistency(config: ModelConfig) -> None:
 
 
 def _read_required_integer(raw: FamilyConfigFields, key: str) -> int:
+    """Raises ModelError that names the key."""
     value = raw.get(key)
     if not isinstance(value, int):
         family = f"config.json of a {raw.get('model_type')!r}"
@@ -241,6 +245,8 @@ def use_file_names_in_errors(file_names: Mapping[str, str]) -> Iterator[None]:
 
 
 def with_file_names_in_errors(read: Callable[[Mapping[str, Any]], _T]) -> Callable[[Mapping[str, Any]], _T]:
+    """Wrap `read` so that its errors name fields as the file does."""
+
     @wraps(read)
     def read_with_file_names(raw: Mapping[str, Any]) -> _T:
         with use_file_names_in_errors(file_field_names(raw)):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _PICKLE_PATTERNS = ("pytorch_model.bin", "pytorch_model-*.bin")
 """Used if a repository has no safetensors."""
 _HEADER_CHUNK_BYTES = 8 * MIB
+"""Minimum bytes per request. Most headers fit into one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class RepoListing:
 
     @property
     def pickle_patterns(self) -> tuple[str, ...]:
+        """Patterns of PyTorch files, which are downloaded only if a repository has no safetensors."""
         return () if any(path.endswith(".safetensors") for path in self.files) else _PICKLE_PATTERNS
 
 

@@ -133,6 +133,7 @@ def _disk_full_message(name: HubName) -> str:
 
 
 def _free_disk_bytes() -> int | None:
+    """Bytes that this user may write on the disk of the hub's cache; None if unknown."""
     from huggingface_hub import constants
 
     path = Path(constants.HF_HUB_CACHE)

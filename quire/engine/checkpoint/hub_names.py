@@ -26,6 +26,7 @@ class HubName:
     """A GGUF file's, such as Q4_K_M. ANY_GGUF: the nearest to it."""
     file: str | None = None
     revision: str | None = None
+    """Set if the name was a URL with a revision."""
 
     @property
     def wants_gguf(self) -> bool:

@@ -31,6 +31,7 @@ class KVCacheGroups:
     """Per group: tokens that a token sees, itself included; None: all. Blocks outside are freed."""
     group_of_layer: tuple[int, ...]
     layer_index_in_block: tuple[int, ...]
+    """Per layer: its index among the layers of a block."""
 
     @property
     def num_groups(self) -> int:
@@ -103,6 +104,7 @@ def _sliding_windows(model: ModelConfig) -> list[int]:
 
 
 def max_draft_tokens_per_step(config: EngineConfig) -> int:
+    """Per sequence."""
     speculative = config.speculative_config or SpeculativeConfig(method="grammar")
     return 0 if speculative.method == "none" else speculative.num_speculative_tokens
 
@@ -153,6 +155,9 @@ def build_kv_cache_groups(
 
 
 def _add_kv_sharing_layers(groups: KVCacheGroups, kv_source_layers: Sequence[int | None]) -> KVCacheGroups:
+    """`groups` has only the layers that own KV blocks. `kv_source_layers` has all layers: None, or the layer to read
+    from.
+    """
     group_of_layer = list[int]()
     layer_index_in_block = list[int]()
     owning_index = 0
@@ -187,6 +192,7 @@ def _assign_layers_to_groups(
 
 
 def _max_blocks_in_window(window: int | None, max_chunk_tokens: int, num_blocks: int, block_size: int) -> int:
+    """Most blocks of a group that a sequence of `num_blocks` blocks holds at one time."""
     if window is None:
         return num_blocks
     return min(num_blocks, (window + max_chunk_tokens + block_size - 3) // block_size + 1)
@@ -208,6 +214,7 @@ class KVBlockNeeds:
         )
 
     def max_context_tokens(self, available_blocks: int, max_tokens: int) -> int:
+        """Longest sequence that fits into the blocks, at most `max_tokens`."""
         low, high = 0, -(-max_tokens // self.block_size)
         while low < high:
             middle = (low + high + 1) // 2
@@ -218,4 +225,5 @@ class KVBlockNeeds:
         return min(low * self.block_size, max_tokens)
 
     def first_visible_block(self, window: int, position: int) -> int:
+        """Index of the first block that the token at `position` sees."""
         return max(position - window + 1, 0) // self.block_size

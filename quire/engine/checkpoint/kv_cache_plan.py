@@ -18,6 +18,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZED_BITS = {"int8": 8.0, "int4": 5.0, "fp8": 8.0}
 """Bits per weight quantized at load (engine/layers/schemes/online_quantization.py), with scale and offset."""
 QUANTIZED_EMBEDDING_BITS = 8.0
+"""Bits per weight of the embedding and the head, if they are quantized at load."""
 KV_CODE_SCALE_BYTES = {"int8": 2, "fp8": 0, "fp8_e4m3": 0}
 """Extra bytes per head and token by kv_cache_dtype, besides a byte per element (kernels/kv_quantization.py)."""
 MAX_DEFAULT_CPU_KV_BYTES = 4 * GIB
@@ -25,6 +26,7 @@ MAX_DEFAULT_CPU_KV_BYTES = 4 * GIB
 _MAX_HOST_KV_FRACTION = 0.5
 """Share of the memory that is free after loading."""
 _MAX_DEFAULT_CPU_STATE_BYTES = 2 * GIB
+"""Limit of the memory for states on a CPU, unless state_memory is set."""
 _MAX_SNAPSHOT_SLOTS = 1024
 _GPU_STATE_DIVISOR = 3
 """States get at most a third of a GPU's free memory by default."""
@@ -90,6 +92,7 @@ class KVCachePlan:
     num_blocks: int
     block_size: int
     block_bytes: int
+    """Over all layers."""
     max_model_len: int
     sizing_summary: str
     windows: tuple[int | None, ...] = (None,)

@@ -34,11 +34,13 @@ def stage_kv_cache_groups(groups: KVCacheGroups, layer_range: range) -> KVCacheG
 
 
 def layers_per_block_by_stage(groups: KVCacheGroups, num_stages: int) -> list[int]:
+    """Stages without layers are left out."""
     layers_by_stage = split_layers_into_stages(len(groups.group_of_layer), num_stages)
     return [stage_kv_cache_groups(groups, each).layers_per_block for each in layers_by_stage if each]
 
 
 def pick_evenly_spaced_layers(num_layers: int, num_picked: int) -> list[int]:
+    """The next picked layer is loaded while the layers in between are computed."""
     return [
         layer
         for layer in range(num_layers)

@@ -21,6 +21,7 @@ from quire.engine.families.base.schema.config_schema import TEXT_CONFIG_KEYS
 from quire.engine.gguf.model_files import read_gguf_header
 
 MTP_PREFIX = "mtp."
+"""Prefix of MTP tensors, unless the MTP layer is stored as the layer after the model's last."""
 _QWEN_MODULE_NAMES = {
     "pre_fc_norm_embedding": EMBEDDING_NORM,
     "pre_fc_norm_hidden": HIDDEN_NORM,
@@ -47,8 +48,11 @@ _PER_LAYER_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class MTPTensorNames:
+    """Names of the first MTP layer's tensors."""
+
     num_main_layers: int
     has_mtp_prefix: bool
+    """Names start with MTP_PREFIX; otherwise the layer's index is num_main_layers."""
     num_sublayers: int = 1
     """Stored layers that form one layer."""
 
@@ -108,6 +112,7 @@ def is_mtp_tensor(checkpoint_name: str, num_main_layers: int) -> bool:
 
 
 def make_main_model_filter(num_main_layers: int) -> Callable[[str], bool]:
+    """The filter takes stored names. It is true for tensors of the text model, without MTP layers."""
     return lambda name: is_text_tensor(name) and not is_mtp_tensor(name, num_main_layers)
 
 

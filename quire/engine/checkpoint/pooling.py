@@ -114,6 +114,7 @@ class PoolingConfig:
     prompts: Mapping[str, str] = field(default_factory=dict)
     """Texts to prepend, by name."""
     default_prompt_name: str | None = None
+    """Prompt to use if a request names none."""
 
     @property
     def task(self) -> Task:
@@ -218,6 +219,7 @@ def read_pooling_and_tasks(
 
 
 def classifier_labels(config: ModelConfig) -> tuple[str, ...]:
+    """In the order of the scores. Raises ModelError."""
     label_by_index = config.raw.get("id2label") or {}
     count = len(label_by_index) or config.raw.get("num_labels") or 2
     if not 1 <= count <= MAX_LABELS:

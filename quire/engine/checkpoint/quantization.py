@@ -37,6 +37,7 @@ class WeightFormat:
     zero_point_offset: int = 0
     """Added to stored zero points: GPTQ's first version stores one less."""
     is_symmetric: bool = True
+    """There are no zero points."""
     scale_strategy: str = "channel"
     """Scope of an 8-bit scale: tensor, channel (an output), group or block. tensor_group: 4-bit groups, and one scale
     more.

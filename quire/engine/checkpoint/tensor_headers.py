@@ -61,6 +61,7 @@ class _TensorEntry(msgspec.Struct):
 
 class TensorHeader(NamedTuple):
     dtype: str
+    """safetensors' name."""
     shape: tuple[int, ...]
 
 

@@ -229,6 +229,7 @@ class EngineClient:
         return len(request_ids) or len(calls)
 
     def abort_all(self) -> None:
+        """Their readers get finish_reason "abort"."""
         self._end(list(self._open))
 
     def end_all(self, error: QuireError) -> None:

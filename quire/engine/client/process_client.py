@@ -237,6 +237,7 @@ class ProcessClient(ExclusiveClient):
         self._process.send(call)
 
     def _submit_ready(self) -> None:
+        """Each request is submitted with the tokens that it already has."""
         if not self.ready or self._process is None:
             return
         if ready := self._replay.take_ready():

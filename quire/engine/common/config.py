@@ -319,6 +319,7 @@ class EngineConfig(BaseModel):
 
     @property
     def world_size(self) -> int:
+        """Processes that compute one engine's model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property

@@ -16,6 +16,7 @@ class SamplingField:
     """Text in the reference."""
     minimum: float | None = None
     maximum: float | None = None
+    """None: unbounded, like `minimum`."""
     excludes_minimum: bool = False
     is_copied: bool = True
     """Requests have a field of this name and type."""

@@ -34,6 +34,7 @@ class EncoderChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     end_progress: int
     """Progress after this chunk, in units of Image.encoder_cost."""
     total_cost: int
+    """Image.encoder_cost of the whole image."""
 
     @property
     def is_last(self) -> bool:

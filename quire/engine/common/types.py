@@ -30,6 +30,7 @@ class MediaSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Prompt tokens in whose place the model reads features of an image, or of part of one."""
 
     start: int
+    """Index of the first token in the prompt."""
     count: int
     digest: bytes
     kind: Literal["image"] = "image"
@@ -134,6 +135,7 @@ class PrefixDivergence(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     num_common: int
     diverges_in: Literal["prompt", "answer"]
+    """Part of the earlier sequence."""
     common_ids: list[int]
     """Last tokens of the common prefix."""
     earlier_ids: list[int]
@@ -220,6 +222,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     no_images: str = NO_IMAGES_REASON
     """Why requests may not contain images; "" if they may."""
     step_tokens: int = 0
+    """Maximum per step."""
     content: str = ""
     code: str = ""
     """Digests of the model's files, wherever they are, and of the code that computes."""

@@ -67,10 +67,12 @@ class BlockPool:
 
     @property
     def num_free_unpinned(self) -> int:
+        """These are allocated before pinned blocks."""
         return len(self._free)
 
     @property
     def num_pinned(self) -> int:
+        """Used or free; they are allocated last."""
         return len(self._pin_counts)
 
     def is_pinned(self, block: int) -> bool:
@@ -78,6 +80,7 @@ class BlockPool:
 
     @property
     def cached_blocks(self) -> Collection[int]:
+        """Blocks that have a hash, used or free."""
         return self._block_hashes.keys()
 
     def allocate(self, count: int) -> list[int]:
@@ -114,6 +117,7 @@ class BlockPool:
         return blocks
 
     def count_unreferenced_among(self, blocks: Iterable[int]) -> int:
+        """`ref` would lower num_free by this number."""
         return sum(self.ref_counts[block] == 0 for block in blocks)
 
     def ref(self, blocks: Iterable[int]) -> None:

@@ -23,9 +23,11 @@ from quire.engine.core.stats import LiveCounters
 MAX_PINNED_SHARE = 0.5
 """Maximum share of the pool."""
 DEFAULT_PAUSE_SECONDS = 60.0
+"""Assumed length of a session's first pause."""
 _MAX_LISTED_RATIO = 4
 """Conversations may list the same block. All lists together hold at most this many times the share."""
 _EXTRA_UNPINNED = 64
+"""Blocks that are unpinned in addition to those needed now; at most 1/16 of the pool."""
 MAX_SESSIONS = 4096
 """With or without pinned blocks."""
 
@@ -45,6 +47,7 @@ class Session:
     """Hash of the last full block of the last request."""
     paused_at: float = 0.0
     mean_pause: float = DEFAULT_PAUSE_SECONDS
+    """Mean length of pauses in seconds, at least 1. Later pauses weigh more."""
 
     def overdue_ratio(self, now: float) -> float:
         """The larger, the less likely it continues."""
@@ -196,6 +199,7 @@ class PinnedSessions:
                 del self._num_listed[session.tenant]
 
     def _enforce_limits(self) -> None:
+        """The tenant with most pinned blocks loses them first, from its session that is least likely to continue."""
         while (
             excess := max(
                 self._pool.num_pinned - self._max_pinned,
@@ -214,6 +218,9 @@ class PinnedSessions:
             self._unpin_last_blocks(victim, len(victim.blocks))
 
     def _unpin_some_blocks(self, count: int) -> None:
+        """See BlockPool.unpin_some. Starts with the sessions that are least likely to continue, and with their last
+        blocks.
+        """
         now = self._clock()
         needed = self._pool.num_free_unpinned + count
         enough = needed + min(_EXTRA_UNPINNED, self._pool.num_blocks // 16)
@@ -251,6 +258,7 @@ class PinnedSessions:
 
 
 def _session_key(request: Request) -> str | None:
+    """None without a session id. Keys differ by tenant, cache salt and adapter."""
     engine_request = request.engine_request
     if not engine_request.session:
         return None

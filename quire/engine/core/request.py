@@ -65,6 +65,7 @@ class Request:
         self.num_tokens_in_flight = 0
         self.slot: int | None = None
         self.block_ids: list[int] = []
+        """See BlockTables for the layout."""
         self.num_trimmed_tokens = 0
         """Blocks outside this position's window are freed."""
         self.num_sent_blocks = 0

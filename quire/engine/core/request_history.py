@@ -78,6 +78,7 @@ class Timeline:
     prompt_tokens: int
     submitted_at: float
     marks: list[tuple[float, TimelinePhase]]
+    """(begin, phase), in order."""
     steps: list[StepEntry] = field(default_factory=list)
     num_dropped_steps: int = 0
     chunks: list[tuple[StepEntry, int, int]] = field(default_factory=list)
@@ -161,6 +162,7 @@ class RequestHistory:
         self.token_gap_listeners: list[Callable[[float], None]] = []
         """Called with seconds between tokens of a request."""
         self.counts_steps = True
+        """StepEntry.is_counted of the next steps."""
         self._open_timelines: dict[str, Timeline] = {}
         self._ended_timelines: dict[str, Timeline] = {}
         self._ended_ids: deque[str] = deque()
@@ -174,6 +176,7 @@ class RequestHistory:
         return len(self._engine_numbers)
 
     def response_timelines(self, response_id: str) -> list[Timeline]:
+        """Ids of an answer's sequences start with `response_id` and a hyphen."""
         return [
             each
             for each in [*self._open_timelines.values(), *self._ended_timelines.values()]

@@ -74,6 +74,7 @@ class Scheduler:
         )
 
     def list_requests(self) -> tuple[list[Request], list[Request]]:
+        """(running, waiting), each by priority, then by arrival."""
         waiting = [each for each in self._requests.values() if each.status is not RequestStatus.RUNNING]
         return sorted(self._running, key=lambda each: each.priority_key), sorted(
             waiting, key=lambda request: request.priority_key
@@ -367,6 +368,7 @@ class Scheduler:
         )
 
     def _charge_prompt_tokens(self, request: Request, start: int) -> None:
+        """Counts prompt tokens from `start` on that are now computed. The tenant is charged once for each token."""
         done = min(request.num_computed_tokens, request.num_prompt_tokens)
         self._counts.prompt_tokens += max(0, done - start)
         self._waiting.charge(
@@ -377,6 +379,7 @@ class Scheduler:
     def _append_tokens_and_output(
         self, request: Request, scheduled_request: ScheduledRequest, output: ModelRunnerOutput
     ) -> None:
+        """Tokens after the one that finishes the request are dropped."""
         engine_request = request.engine_request
         new_ids = output.token_ids[engine_request.id]
         request.num_tokens_in_flight -= 1 + len(scheduled_request.draft_token_ids)

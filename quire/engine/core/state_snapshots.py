@@ -272,6 +272,7 @@ class PooledStateSnapshots(StateSnapshots):
         self._pool.unref([snapshot])
 
     def _next_snapshot_end(self, request: Request) -> int:
+        """Tokens before the next snapshot; always more than the computed ones."""
         regular, end = self._next_interval_end(request.num_computed_tokens), self._prompt_snapshot_end(request)
         return end if end is not None and request.num_computed_tokens < end < regular else regular
 
@@ -287,6 +288,7 @@ class PooledStateSnapshots(StateSnapshots):
         return request.block_hashes(tokens // self._block_size, self._block_size)[-1]
 
     def _evict_stale(self) -> None:
+        """Evict unpinned snapshots that follow a block no longer cached."""
         for snapshot, digest in list(self._snapshot_hashes.items()):
             if not self._block_pool.has_hash(digest) and not self._pool.is_pinned(snapshot):
                 self._pool.evict(snapshot)

@@ -26,6 +26,7 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True):
     """It hung and is no longer used."""
 
     def add_earlier(self, earlier: TierStats) -> TierStats:
+        """Add the counters of earlier engines; gauges stay."""
         sums = {name: getattr(self, name) + getattr(earlier, name) for name in self.__struct_fields__[3:-1]}
         return msgspec.structs.replace(self, **sums)
 
@@ -124,6 +125,7 @@ _COUNTERS = (
     "experts_guessed_right",
     "disk_bytes",
 )
+"""Fields that only grow, without accepted_drafts, which does too."""
 
 
 class LiveCounters(_Counters):
@@ -223,6 +225,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     began_at: float
     scheduled_at: float
     computed_at: float
+    """The executor's output had arrived."""
     applied_at: float
     num_requests: int
     num_tokens: int

@@ -99,6 +99,8 @@ def _swap_halves_on_load(parameter: LoadableParameter) -> LoadableParameter:
 
 
 class Encoder:
+    """Load its weights through `parameters()` before use."""
+
     def __init__(
         self,
         spec: EncoderSpec,
@@ -129,6 +131,7 @@ class Encoder:
         )
 
     def parameters(self) -> ParameterTable:
+        """By checkpoint name."""
         names, table = self.spec.names, ParameterTable()
         for name in (names.word_embeddings, names.position_embeddings, names.token_type_embeddings):
             if (shape := self._shapes.get(f"{name}.weight")) is not None:

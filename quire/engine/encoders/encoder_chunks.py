@@ -19,9 +19,11 @@ MAX_CHUNK_TOKENS = 1024
 QKV_COST_SHARE = 0.25
 """3 of a layer's 12 hidden_size² come before attention."""
 StepChunks = list[tuple[slice, AttentionMetadata]]
+"""Per chunk: range of the step's tokens, and metadata."""
 
 
 def run_all_chunks(chunks: Generator[float, None, _T]) -> _T:
+    """Chunks yield their costs. Returns the generator's result."""
     while True:
         try:
             next(chunks)

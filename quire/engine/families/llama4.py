@@ -50,6 +50,7 @@ def _qk_norms(config: ModelConfig) -> list[str | None]:
 
 
 def _query_scalings(config: ModelConfig) -> list[QueryScaling | None]:
+    """Per layer; only layers without RoPE scale queries."""
     raw = config.raw
     scale = raw.get("attn_scale")
     scaling = None

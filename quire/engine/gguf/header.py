@@ -167,6 +167,7 @@ class _HeaderReader:
         return GGUFHeader(self._path.name, metadata, tensors)
 
     def _read_tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
+        """(name, shape, type, offset)."""
         name = self._read_name("a tensor's name")
         dimensions = self._read_u32()
         if dimensions > _MAX_DIMENSIONS:
@@ -225,6 +226,7 @@ class _HeaderReader:
             raise self._header_error(f"{what}: is not UTF-8") from None
 
     def _read_name(self, what: str) -> str:
+        """Raises ModelError unless the name is printable, because errors show it."""
         name = self._read_string(what, _MAX_NAME_BYTES)
         if not name.isprintable():
             raise self._header_error(f"{what}: {name[:_MAX_SHOWN_CHARACTERS]!a} cannot be printed")

@@ -94,6 +94,7 @@ def tokenizer_config_json(header: GGUFHeader) -> dict[str, Any]:
 
 
 def eos_token_ids(header: GGUFHeader) -> list[int]:
+    """The file's end tokens, and well-known ones in its vocabulary."""
     tokens, _ = _tokens_and_types(header)
     named = [_role_token_id(header, role, len(tokens)) for role in ("eos", "eot", "eom")]
     return list(dict.fromkeys([*(index for index in named if index is not None), *_known_end_token_ids(tokens)]))
@@ -132,6 +133,7 @@ def _tokens_and_types(header: GGUFHeader) -> tuple[list[str], Sequence[int]]:
 
 
 def _role_token_id(header: GGUFHeader, role: str, count: int) -> int | None:
+    """None if the id is missing or out of range."""
     key = _ROLE_KEYS.get(role, f"{role}_token_id")
     index = header.get_integer(f"{_PREFIX}{key}")
     return index if index is not None and 0 <= index < count else None
@@ -206,6 +208,7 @@ def _bpe_model(vocabulary: dict[str, int], merges: list[list[str]], **options: A
 
 
 def _post_processor(header: GGUFHeader, tokens: Sequence[str], adds_bos: bool) -> dict[str, Any]:
+    """Adds BOS before and EOS after a text. `adds_bos` applies if the file has no add_bos_token."""
     adds_bos_in_file = header.get_bool(f"{_PREFIX}add_bos_token")
     before = (
         _role_token_id(header, "bos", len(tokens))

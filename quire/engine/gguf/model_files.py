@@ -97,6 +97,8 @@ def read_gguf_header(path: Path) -> GGUFHeader:
 
 
 class ModelFiles:
+    """Files of a model's folder, or equivalents made from a GGUF header."""
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self._generators: dict[str, Callable[[GGUFHeader], dict[str, Any]]] = {}

@@ -27,6 +27,7 @@ _SIXTEEN_BIT_MODES = ("I", "I;16", "I;16B", "I;16L")
 """Pillow's modes of 16-bit PNGs."""
 _METADATA_CHUNKS = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
 _ORIENTATION_TAG, _ROTATED_ORIENTATIONS = 0x0112, (5, 6, 7, 8)
+"""EXIF's tag, and its values that swap width and height."""
 
 
 def preload_decoders() -> None:

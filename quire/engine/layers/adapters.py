@@ -27,6 +27,7 @@ class LoRALayerWeights:
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
     linears: Mapping[int, Any]
+    """By linear index: result of pack_one_adapter."""
     embedding: tuple[Tensor, Tensor] | None
     """[vocab, rank] and [hidden, rank]."""
 
@@ -44,7 +45,9 @@ class AdapterManager:
     def __init__(
         self, backend: Backend, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        """Slots are numbered from 1."""
         self.absent_module_prefixes: tuple[str, ...] = ()
+        """Prefixes of modules that other processes have."""
         self._backend = backend
         self._num_slots = num_slots
         self._max_rank = max_rank

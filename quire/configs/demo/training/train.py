@@ -215,6 +215,7 @@ class Trainer:
         self.loss: Callable[..., Tensor] = loss_of
 
     def step(self, stage: Stage, tokens: Tensor, targets: Tensor, factor: float) -> float:
+        """`factor`: the learning rate divided by its peak. Returns the batch's loss."""
         if stage is not self.stage:
             self._enter(stage, tokens, targets)
         micro = [part.split(max(1, MICRO_TOKENS // stage.length)) for part in (tokens, targets)]

@@ -63,6 +63,7 @@ def read_raw_config_with_overrides(config: EngineConfig) -> tuple[dict[str, Any]
 
 
 def merge_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested configurations are merged; other values are replaced."""
     merged = dict(raw)
     for name, value in overrides.items():
         inner = merged.get(name)
@@ -129,6 +130,7 @@ def _max_tokens_default(content: Mapping[str, Any], label: str) -> dict[str, flo
 
 
 def _make_linked_folder(path: Path, content: bytes) -> Path:
+    """Return a folder of links to the files of `path`, with `content` as config.json."""
     files = sorted(path.iterdir())
     fingerprint = "\n".join([str(path), *(f"{each.name} {each.stat().st_mtime_ns}" for each in files if each.exists())])
     dir_name = hashlib.blake2b(fingerprint.encode() + b"\n" + content, digest_size=10).hexdigest()

@@ -63,6 +63,7 @@ _LITERAL_OPCODES = {
 
 class PickledTensor(NamedTuple):
     dtype: str
+    """safetensors' name."""
     shape: tuple[int, ...]
     nbytes: int
     """0 if it shares another tensor's storage."""

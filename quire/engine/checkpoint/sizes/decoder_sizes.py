@@ -25,13 +25,16 @@ class DecoderSizes(StepCosts):
     embedding_parameters: int
     """Embedding and head, which are never quantized. A tied head counts once."""
     kv_formula: str
+    """For display: how kv_values_per_token is computed."""
     num_heads: int
     num_kv_heads: int
     """Most devices that the KV cache can be split over; 1 with MLA."""
     head_dim: int
     """Elements of a cached key per head; with MLA, everything cached."""
     layer_cache_specs: tuple[LayerStates, ...]
+    """Per layer. If an encoder keeps nothing, its layers have a PagedState of 0 elements per token."""
     conv_state_formula: str = ""
+    """For display: how conv_values_per_token is computed; "" if it is 0."""
 
 
 def field_values(costs: StepCosts) -> dict[str, Any]:

@@ -57,6 +57,7 @@ class ModelSizes(DecoderSizes):
         )
 
     def limit_to_sliding_window(self) -> ModelSizes:
+        """Contexts end at the narrowest sliding window."""
         windows = [each.window for each in self.cache_specs if each.window]
         return replace(self, max_position=min([self.max_position, *windows]))
 
@@ -66,6 +67,7 @@ class ModelSizes(DecoderSizes):
 
     @property
     def num_caching_layers(self) -> int:
+        """Without layers that read another layer's KV blocks."""
         return sum(not any(isinstance(each, SharedState) for each in layer) for layer in self.layer_cache_specs)
 
     @property
@@ -94,6 +96,7 @@ class ModelSizes(DecoderSizes):
         return any(isinstance(each, MatrixState) for each in self.cache_specs)
 
     def weight_fraction_read(self, tokens: int) -> float:
+        """Part of the weights' bytes that a step of `tokens` tokens reads."""
         num_read, saved = self.parameters_read(tokens), 0.0
         if self.quantization == "mxfp4":
             saved = 1 - self.bits_per_weight / 16

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 _OUTER_FIELDS = ("tie_word_embeddings", "quantization_config", "eos_token_id", "dtype", "torch_dtype", "architectures")
+"""Fields outside of text_config that apply to the text model. Values in text_config take precedence."""
 
 _POSITIONS_AFTER_PADDING = {
     "camembert",

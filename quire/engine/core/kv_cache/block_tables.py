@@ -17,6 +17,7 @@ class BlockTables:
         self.needs = needs
         self.num_groups = len(needs.windows)
         self.num_blocks_saved = 0
+        """Blocks that requests would use in addition if no group had a window."""
         self._block_size = needs.block_size
         self._full_groups = [group for group, window in enumerate(needs.windows) if window is None]
         self.windowed_groups = [(group, window) for group, window in enumerate(needs.windows) if window is not None]
@@ -42,6 +43,7 @@ class BlockTables:
         return min(num_to_allocate, self.needs.max_blocks(tokens))
 
     def num_tokens_with_room(self, request: Request) -> int:
+        """Tokens that fit into the request's blocks and all free ones."""
         return (len(request.block_ids) + self.pool.num_free) // self.num_groups * self._block_size
 
     def free_behind_window(self, request: Request) -> None:
@@ -61,6 +63,7 @@ class BlockTables:
         request.num_trimmed_tokens = request.num_computed_tokens
 
     def set_cached_blocks(self, request: Request, cached: Sequence[int]) -> None:
+        """The request must have no blocks. `cached` comes from `find_cached_blocks`."""
         self.pool.ref(without_null_blocks(cached))
         request.block_ids = list(cached)
         request.num_computed_tokens = request.num_trimmed_tokens = len(cached) // self.num_groups * self._block_size

@@ -93,6 +93,7 @@ class KVCacheManager:
         return True
 
     def limit_tokens_to_snapshot(self, request: Request, max_tokens: int) -> int:
+        """A step may have to end at a snapshot."""
         return self._snapshots.limit_step_tokens(request, max_tokens)
 
     def limit_draft_tokens(self, request: Request, max_drafts: int) -> int:

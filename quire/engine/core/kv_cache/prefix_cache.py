@@ -71,6 +71,7 @@ class PrefixCache:
                 )
 
     def pause_session(self, request: Request) -> None:
+        """Pin blocks for the next turn. Call it before the request's blocks are freed."""
         if self.is_enabled and request.engine_request.sampling_params is not None:
             blocks = without_null_blocks(
                 request.block_ids[: request.num_cached_hashes // self._hashes_per_block * self._num_groups]

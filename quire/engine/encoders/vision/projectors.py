@@ -19,6 +19,8 @@ from quire.kernels.parameters.activation import Activation
 
 
 class Projector(ABC):
+    """Load its weights through `parameters()` before use."""
+
     @abstractmethod
     def parameters(self) -> ParameterTable:
         """See Tower.parameters."""
@@ -29,6 +31,8 @@ class Projector(ABC):
 
 
 class PixelShuffleProjector(Projector):
+    """One linear makes a token of scale x scale adjacent patches."""
+
     def __init__(self, build_context: TowerBuildContext, hidden: int, side: int, scale: int, name: str) -> None:
         self._side, self._scale = side, scale
         self._linear = build_context.make_unquantized_linear(
@@ -81,6 +85,8 @@ class MLPProjector(Projector):
 
 
 class PixelShuffleMLP:
+    """A norm, if any, and two linears make a token of scale x scale adjacent patches."""
+
     def __init__(
         self,
         build_context: TowerBuildContext,
@@ -109,6 +115,8 @@ class PixelShuffleMLP:
 
 
 class SquarePixelShuffleProjector(Projector):
+    """Drops the class token."""
+
     def __init__(self, linears: PixelShuffleMLP, side: int) -> None:
         self._linears, self._side = linears, side
 

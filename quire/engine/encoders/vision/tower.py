@@ -52,6 +52,8 @@ class TowerBuildContext:
 
 
 class Tower(ABC):
+    """Load its weights through `parameters()` before use."""
+
     unused_prefixes: tuple[str, ...] = ()
 
     @abstractmethod

@@ -13,6 +13,7 @@ class EncoderFamily(ModelFamily):
     build_spec: Callable[[ModelConfig], EncoderSpec]
     """Raises ModelError for unsupported models."""
     reads_classifier_pooling: bool = False
+    """Classifiers may pool the mean of all tokens, as classifier_pooling specifies."""
     embedding_size: Callable[[ModelConfig], int] | None = None
     """Size of a dual encoder's vectors; None for other encoders."""
     outer_fields: tuple[str, ...] = ()

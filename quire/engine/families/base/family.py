@@ -62,6 +62,7 @@ class DecoderFamily(ModelFamily):
     mixers: Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]] | None = None
     """Per layer, what replaces attention; None keeps it."""
     experts: Callable[[ModelConfig, NormSpec], MoELayerSpec | None] | None = None
+    """Replaces the MLP in layers with experts; returns None if the model has none."""
     decoder: SpecFields = field(default_factory=dict)
 
     # The checkpoint
@@ -77,6 +78,7 @@ class DecoderFamily(ModelFamily):
 
     @property
     def has_experts(self) -> bool:
+        """Experts made by `build_base_spec` do not count."""
         return self.experts is not None or (self.base is not None and self.base.has_experts)
 
     @property

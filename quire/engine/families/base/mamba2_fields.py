@@ -53,6 +53,7 @@ def mamba2_spec(config: ModelConfig, norm: NormSpec, **fields: Any) -> Mamba2Lay
 
 
 def fill_hybrid_layer_types(fields: dict[str, Any], kind_of: Callable[[int], str]) -> None:
+    """Rename legacy layer types. Without layer_types, `kind_of` gives the type of each layer index."""
     kinds = fields.get("layer_types")
     if isinstance(kinds, list) and kinds:
         fields["layer_types"] = [
@@ -63,6 +64,7 @@ def fill_hybrid_layer_types(fields: dict[str, Any], kind_of: Callable[[int], str
 
 
 def fill_mamba2_head_dim(fields: dict[str, Any], *, inner_size: Any = None) -> None:
+    """`inner_size`: size of all heads together; by default mamba_expand times the hidden size."""
     heads, hidden, times = (fields.get(name) for name in ("mamba_n_heads", "hidden_size", "mamba_expand"))
     if fields.get("mamba_d_head") in (None, "auto") and isinstance(heads, int) and heads > 0:
         if isinstance(inner_size, int):

@@ -49,6 +49,7 @@ def mamba_spec(config: ModelConfig, norm: NormSpec, **fields: Any) -> MambaLayer
 
 
 def fill_mamba_sizes(fields: dict[str, Any], *, inner_size: Any = None) -> None:
+    """`inner_size`: number of channels; by default mamba_expand times the hidden size."""
     hidden, times = fields.get("hidden_size"), fields.get("mamba_expand")
     if inner_size is None and isinstance(hidden, int) and isinstance(times, int):
         inner_size = times * hidden

@@ -14,6 +14,7 @@ MLA_SIZE_FIELDS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_he
 MLA_NORM_EPS = 1e-6
 """Latent norms ignore rms_norm_eps in all families."""
 _PARTIAL_ROTARY_FIELDS = ("partial_rotary_factor", "rotary_dim")
+"""Older files' fields for the rotated part of a head. qk_rope_head_dim replaces them."""
 
 
 def mla_mixers_reader(

@@ -17,7 +17,9 @@ _TRAINED_CONTEXT_TYPES = ("llama3", "yarn", *LONGROPE_TYPES)
 _PARTIAL_ROTARY_FIELD = "partial_rotary_factor"
 _TRAINED_CONTEXT_FIELD = "original_max_position_embeddings"
 _LONGROPE_TRAINED_CONTEXT = 4096
+"""In tokens; used if config.json of a LongRoPE model does not specify it."""
 _CONTEXT_DEPENDENT_TYPES = ("longrope", "su", "dynamic")
+"""transformers' classes choose their frequencies by the longest context."""
 
 
 def rope_object(fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -136,6 +138,7 @@ def ropes_by_window_reader(full: ConfigReader, sliding: ConfigReader) -> ConfigR
 
 
 def window_only_ropes(config: ModelConfig) -> list[dict[str, Any] | None]:
+    """Per layer; layers without a window have no RoPE."""
     return [None if window is None else config.rope for window in sliding_windows(config)]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from quire.engine.architecture.rope import rotated_size
 
 LAYER_MODULE_PATTERN = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.(.+)")
+"""Groups: the layer's index, and the module's name within the layer."""
 MODEL_PREFIX_PATTERN = re.compile(r"^(?:model\.decoder|backbone|decoder|model|transformer|gpt_neox)\.")
 LayerModules = Mapping[str, str | tuple[str, ...]]
 QKV_PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")

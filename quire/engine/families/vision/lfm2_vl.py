@@ -36,7 +36,9 @@ class Lfm2VisionSpec(PatchMergingVisionSpec):
     tile_side: int
     """In pixels."""
     tile_count_range: tuple[int, int]
+    """Minimum and maximum number of tiles of an image that is cut."""
     token_count_range: tuple[int, int]
+    """Minimum and maximum number of tokens of an uncut image, or of a cut image's thumbnail."""
     pixel_tolerance: float
     """Images above this times the pixels of the most tokens are cut."""
     splits_images: bool

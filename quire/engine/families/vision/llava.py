@@ -33,6 +33,7 @@ _BICUBIC = 3
 _DEFAULT_PINPOINTS = ([336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008])
 _MAX_ASPECT_RATIO = 200
 _MAX_PADDED_SIDE = 8192
+"""In pixels; limits images that are padded to a square."""
 _MAX_SQUARES = 64
 """Per image."""
 TowerKind = Literal["clip", "siglip"]
@@ -45,6 +46,7 @@ class LlavaVisionSpec(VisionSpec):
     square_side: int
     """In pixels."""
     uses_class_token: bool
+    """CLIP's class token, which precedes the patches, also becomes a token."""
     center_crops: bool
     """Resize the shorter side and crop, otherwise resize both."""
     projector_activation: str
@@ -58,6 +60,7 @@ class LlavaVisionSpec(VisionSpec):
     cuts_only_single_images: bool = False
     """Several images are padded to squares instead."""
     has_newline_token: bool = False
+    """Each row ends with a learned token."""
 
     @property
     def patches_per_side(self) -> int:
@@ -184,6 +187,7 @@ def llava_onevision_vision_spec(config: VisionConfig) -> LlavaVisionSpec:
 
 
 def _base_llava_vision_spec(config: VisionConfig, *, center_crops: bool) -> LlavaVisionSpec:
+    """Raises ModelError."""
     name = str(config.tower.get("model_type") or "clip_vision_model")
     if (kind := _TOWER_KINDS.get(name)) is None:
         raise config.config_error(f"vision_config: model_type: {name!r} is not served, {', '.join(_TOWER_KINDS)} are")
@@ -251,6 +255,7 @@ def _parse_pinpoints(
 class SquaresLayout(ImageLayout):
     vision: LlavaVisionSpec
     image_size: tuple[int, int]
+    """Original (width, height)."""
     pinpoint: tuple[int, int] | None
     """(height, width); None: one square."""
 

@@ -123,6 +123,7 @@ def _base_pixtral_vision_spec(
 class PixtralLayout(ImageLayout):
     vision: PixtralVisionSpec
     rows: int
+    """In tokens, like `columns`."""
     columns: int
 
     @property

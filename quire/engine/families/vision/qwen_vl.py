@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _BICUBIC = 3
 _MAX_ASPECT_RATIO = 200
+"""Longer side divided by the shorter one."""
 _LOW_DETAIL_TOKENS = 256
 """Maximum with `detail: "low"`."""
 
@@ -38,6 +39,7 @@ class QwenVisionSpec(PatchMergingVisionSpec):
     temporal_patch_size: int
     """Video frames per patch; an image is repeated."""
     min_pixels: int
+    """After resizing, like `max_pixels`."""
     max_pixels: int
     output_size: int
     position_table_size: int = 0
@@ -45,9 +47,11 @@ class QwenVisionSpec(PatchMergingVisionSpec):
     window_side: int = 0
     """Side of attention windows, in pixels; 0 without windows."""
     full_attention_layers: tuple[int, ...] = ()
+    """Layers that do not use windows."""
     deepstack_layers: tuple[int, ...] = ()
     """Layers whose features go to the text model's first layers (Meng et al., 2024)."""
     has_llama_style_layers: bool = False
+    """RMSNorm and gated MLPs."""
 
     @property
     def num_deepstack_layers(self) -> int:
@@ -162,6 +166,7 @@ def qwen3_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
 
 
 def _base_qwen_vision_spec(config: VisionConfig, shape: TowerShape, out: int) -> QwenVisionSpec:
+    """Raises ModelError."""
     config.check_heads(shape)
     if (size := shape.hidden_size // shape.num_heads) % 4:
         raise config.config_error(f"vision_config: num_heads: heads of {size} cannot be rotated by row and column")
@@ -189,6 +194,7 @@ def _base_qwen_vision_spec(config: VisionConfig, shape: TowerShape, out: int) ->
 class QwenLayout(ImageLayout):
     vision: QwenVisionSpec
     resized_size: tuple[int, int]
+    """(width, height)."""
 
     @property
     def token_run_lengths(self) -> tuple[tuple[int, ...], ...]:

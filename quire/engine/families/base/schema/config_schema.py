@@ -54,6 +54,8 @@ SIZE_FIELD_ALIASES = {
 
 
 class RopeFields(TypedDict, total=False):
+    """See `rope_table` for the fields that each rope_type needs."""
+
     rope_type: ShortText | None
     type: ShortText | None
     rope_theta: _Theta | None
@@ -80,6 +82,8 @@ class RopeFields(TypedDict, total=False):
 
 
 class RopesByLayerType(RopeFields, total=False):
+    """One set for all layers, or in Gemma 3 one for each kind of layer."""
+
     full_attention: RopeFields | None
     sliding_attention: RopeFields | None
 

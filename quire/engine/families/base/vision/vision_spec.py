@@ -82,9 +82,11 @@ class VisionSpec(ABC):
     resample_filter: int
     """Pillow's filter number."""
     image_token_id: int
+    """Id of the tokens that features replace."""
 
     @property
     def template_image_token_id(self) -> int:
+        """Id of the token that chat templates write for an image."""
         return self.image_token_id
 
     @property
@@ -99,10 +101,12 @@ class VisionSpec(ABC):
 
     @property
     def max_bidirectional_tokens(self) -> int:
+        """Most tokens of one content that attend to each other."""
         return self.make_layout(1, 1).num_tokens
 
     @property
     def num_deepstack_layers(self) -> int:
+        """Number of first layers of the text model that get extra image features added to their outputs."""
         return 0
 
     def mean_attended_patches(self, content: Content) -> float:
@@ -140,6 +144,7 @@ class VisionSpec(ABC):
 
     @property
     def num_linear_parameters(self) -> int:
+        """Weights of the linears in the tower's layers, which --quantization applies to."""
         hidden, inner = self.tower_shape.hidden_size, self.tower_shape.intermediate_size
         return self.tower_shape.num_layers * (4 * hidden * hidden + (2 + self.has_gated_mlp) * hidden * inner)
 
