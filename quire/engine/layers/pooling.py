@@ -78,6 +78,7 @@ class Pooler:
         return torch.cat(finished_vectors)
 
     def _accumulate(self, rows: Sequence[PoolingChunk], hidden: Tensor) -> None:
+        """Add tokens to their prompts' sums; for "cls", keep the first token of each prompt."""
         accumulated = self._accumulated
         starting = [each for each in rows if each.scheduled.start == 0]
         slots = [each.scheduled.slot for each in starting]
@@ -109,6 +110,7 @@ def make_pooler_head(
 def postprocess_vectors_by_request_id(
     rows: Sequence[PoolingChunk], vectors: Tensor, pooling: PoolingConfig
 ) -> dict[str, bytes]:
+    """Only for rows that end their prompt. `vectors` are float32, from `Pooler.pool`."""
     last_chunks = [each for each in rows if each.is_last_chunk]
     row_vectors = list(vectors.numpy())
     if pooling.pooling_type == "none":

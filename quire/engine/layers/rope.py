@@ -58,6 +58,7 @@ def _base_frequencies(theta: float, rotated: int) -> Tensor:
 
 
 def _attention_factor(rope: dict[str, Any]) -> float:
+    """Cosines and sines are multiplied by it."""
     if rope["rope_type"] == "longrope":
         return _longrope_attention_factor(rope)
     if rope["rope_type"] == "yarn":

@@ -27,6 +27,7 @@ class LinearSlice:
     """One of the summing ranks adds the bias."""
 
     def slice_tensor_on_read(self, tensor: Tensor, which: EarlySliceAxes) -> Tensor:
+        """The tensor's rows are outputs and its columns inputs."""
         if which == "nothing":
             return tensor
         if tensor.ndim == 1:
@@ -123,6 +124,7 @@ class ModelShard:
         return LinearSlice(output_range=self.rank_span(size)) if self.world_size > 1 else FULL_LINEAR
 
     def input_slice(self, size: int) -> LinearSlice:
+        """For a linear with `size` inputs; the ranks' results are summed."""
         return (
             LinearSlice(input_range=self.rank_span(size), adds_bias=self.rank == 0)
             if self.world_size > 1

@@ -48,6 +48,7 @@ class BuildContext:
     kv_scales: Mapping[str, KVScales] = field(default_factory=dict)
     """By layer name; 1 if missing."""
     adapters: AdapterManager | None = None
+    """None: linears get no room for adapters."""
     shard: ModelShard = UNSHARDED
     expert_packing: tuple[Backend, QuantizationScheme] | None = None
     """If different from other weights'."""
@@ -58,6 +59,7 @@ class BuildContext:
 
     @property
     def attention_dtype(self) -> torch.dtype:
+        """The KV cache's dtype, unless that is quantized."""
         return self.dtype if self.kv_dtype in QUANTIZED_KV_DTYPES else self.kv_dtype
 
     def rope_table(self, rope: dict[str, Any], head_dim: int) -> Tensor:
@@ -96,6 +98,7 @@ class ForwardContext:
         return self.metadata.linear_context
 
     def context_of_selected_rows(self, rows: Tensor) -> ForwardContext:
+        """For sublayers after the one that drops all other rows."""
         per_layer_inputs = None if self.per_layer_inputs is None else self.per_layer_inputs[rows]
         return ForwardContext(
             replace(self.metadata, linear_context=self.linear_context.select_rows(rows)),

@@ -75,7 +75,9 @@ class AdapterModuleSpec:
     """`lora_a` [rank, in_features] and `lora_b` [out_features, rank] are tensor names."""
 
     lora_a: str
+    """Name of a tensor [rank, in_features] in the file."""
     lora_b: str
+    """Name of a tensor [out_features, rank]."""
     rank: int
     scale: float
     """lora_alpha / r; with use_rslora lora_alpha / sqrt(r)."""
@@ -170,6 +172,7 @@ def find_base_weights_in_adapter(folder: Path, modules: ModuleShapes) -> dict[st
 
 
 def _find_module(name: str, modules: ModuleShapes) -> str | None:
+    """`name` is PEFT's. None: the model has no such module."""
     plain = name.removeprefix("base_model.").removeprefix("model.")
     text = text_tensor_name(plain) or ""
     inner = LAYER_MODULE_PATTERN.sub(r"model.layers.\1.\2", text)

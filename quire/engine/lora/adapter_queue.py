@@ -15,6 +15,7 @@ from quire.engine.core.fair_queue import FairQueue
 from quire.engine.core.request import Request
 
 _LOAD_POLL_SECONDS = 0.005
+"""An idle engine waits this long for a load before it checks for messages."""
 
 
 @dataclass(slots=True)
@@ -29,6 +30,7 @@ class _AdapterSlot:
     is_closed: bool = False
     """Another adapter waits for it."""
     last_used: int = 0
+    """Counted in sequences, not seconds."""
 
 
 class AdapterQueue(FairQueue):
@@ -129,6 +131,7 @@ class AdapterQueue(FairQueue):
         return sorted(waiting, key=lambda digest: waiting[digest])
 
     def _find_free_slot(self) -> _AdapterSlot | None:
+        """An empty slot, or else the least recently used one without requests."""
         free = [slot for slot in self._slots if not slot.digest or (slot.is_ready and not slot.request_ids)]
         return min(free, key=lambda slot: (bool(slot.digest), slot.last_used), default=None)
 

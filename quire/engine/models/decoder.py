@@ -188,6 +188,7 @@ class Decoder:
         return table
 
     def process_weights_after_loading(self) -> None:
+        """Call it after the last tensor."""
         for sublayer in (sublayer for layer in self._layers for sublayer in layer):
             sublayer.process_weights_after_loading()
 
@@ -225,6 +226,7 @@ class Decoder:
 
     @property
     def all_stages_block_bytes(self) -> int:
+        """Bytes of a block in all layers, including those of other pipeline stages."""
         return sum(
             tensor.total_bytes
             for layer in self.layers_of_all_stages

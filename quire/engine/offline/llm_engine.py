@@ -39,6 +39,7 @@ class CacheConfig:
     block_size: int
     """Tokens."""
     num_gpu_blocks: int
+    """On any device, not only a GPU."""
     enable_prefix_caching: bool
     num_cpu_blocks: int
     """Blocks of earlier prompts in host memory."""
@@ -50,11 +51,13 @@ class CacheConfig:
 class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
+    """Most tokens in one step."""
     max_model_len: int
     long_prefill_token_threshold: int
     """Most tokens of a prompt per step; 0: no limit."""
     policy: Literal["priority", "fcfs"]
     enable_chunked_prefill: bool = True
+    """Always True: long prompts are computed in chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,7 @@ class LLMEngine:
         self._running_engine = running_engine
         self._open_requests: dict[str, tuple[_OpenRequestHandle, Future[None]]] = {}
         self._output_queue: _OutputQueue = queue.SimpleQueue()
+        """Filled by the engine's thread."""
         self._unread_outputs: deque[tuple[_OpenRequestHandle, RequestOrPoolingOutput | Exception]] = deque()
         """Left for the next step."""
         self._request_numbers = count()

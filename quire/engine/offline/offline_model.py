@@ -285,6 +285,7 @@ class LLMBase:
         self._client.engine_core.failure_callbacks.append(callback)
 
     def get_metrics(self) -> list[Metric]:
+        """The engine's gauges and counters, under vLLM's names."""
         return make_engine_metrics(self._client.engine_core.stats)
 
 

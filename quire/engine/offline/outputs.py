@@ -161,6 +161,7 @@ class CompletionBuilder:
         return new
 
     def copy_completion(self) -> CompletionOutput:
+        """The completion so far; later outputs do not change the copy."""
         completion = copy.copy(self.completion)
         completion.token_ids = list(completion.token_ids)
         completion.logprobs = None if completion.logprobs is None else list(completion.logprobs)

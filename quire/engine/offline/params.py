@@ -50,8 +50,11 @@ _T = TypeVar("_T")
 
 class RequestOutputKind(Enum):
     CUMULATIVE = 0
+    """The whole answer so far, each time."""
     DELTA = 1
+    """Only what is new since the last output."""
     FINAL_ONLY = 2
+    """The whole answer, once."""
 
 
 def with_unknown_field_suggestions(kind: type[_T]) -> type[_T]:

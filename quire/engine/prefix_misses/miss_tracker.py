@@ -201,6 +201,7 @@ class PrefixMissTracker:
         return tree
 
     def _store_visit(self, tree: PrefixTree, tokens: bytes, visit: Visit) -> None:
+        """Above the total limit, the least recent tenants lose tokens."""
         self.total_bytes -= tree.num_bytes
         tree.add_visit(tokens, visit)
         self.total_bytes += tree.num_bytes

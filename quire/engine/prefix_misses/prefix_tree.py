@@ -17,8 +17,11 @@ EMPTY_TREE_BYTES = 2000
 NODE_BYTES = 900
 """Without tokens. Measured, and rounded up."""
 _MAX_NAMESPACES = 3
+"""Most namespaces that a piece remembers."""
 _MAX_NEIGHBOURS = 32
+"""Most pieces after a common prefix that are compared with a prompt, most recently used first."""
 _MAX_COMPARED_TOKENS = 65_536
+"""Most tokens compared after the first difference."""
 
 
 class CacheNamespace(NamedTuple):
@@ -123,6 +126,7 @@ class PrefixTree:
         return prefix_match
 
     def add_visit(self, tokens: bytes, visit: Visit) -> None:
+        """It becomes the latest visit of its pieces."""
         node, path = self._root, list[PrefixNode]()
         size = PIECE_TOKENS * TOKEN_BYTES
         for at in range(0, len(tokens), size):

@@ -14,6 +14,7 @@ from quire.engine.common.types import EngineCoreRequest
 MAX_TENANT_BYTES = 8 << 20
 """Two million tokens."""
 MAX_TOTAL_BYTES = 64 << 20
+"""Limit for all tenants together."""
 _TURN_OVERHEAD_BYTES = 500
 
 

@@ -50,6 +50,7 @@ def stay_on(cores: Set[int]) -> None:
 
 
 def _nodes(root: Path) -> list[Set[int]]:
+    """Cores of each NUMA node, ordered by node number."""
     folders = root.glob("sys/devices/system/node/node[0-9]*")
     core_lists: list[Set[int]] = []
     for folder in sorted(folders, key=lambda each: int(each.name.removeprefix("node"))):

@@ -80,6 +80,7 @@ class ChoiceReceipt(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish_reason: str = ""
 
     def add_output(self, output: EngineCoreOutput) -> None:
+        """Only the first `num_used` tokens count; later ones come after a stop string."""
         self.token_ids += output.new_ids
         if output.logprobs is not None:
             self.logprobs = (self.logprobs or []) + logprob_values(output.logprobs)
@@ -140,6 +141,7 @@ def parse_receipt_json(content: bytes) -> Receipt:
 
 
 def _is_consistent_choice(choice: ChoiceReceipt) -> bool:
+    """True if each token has a version, and a log probability if there are any."""
     counts = [count for _, count in choice.versions]
     if min(counts, default=0) < 0 or sum(counts) != len(choice.token_ids):
         return False
@@ -158,6 +160,7 @@ def _find_receipt(parsed: Any) -> Any:
 
 
 def logprob_values(logprobs: Iterable[TokenLogprob | None]) -> list[float | None]:
+    """None for minus infinity, which JSON lacks."""
     return [None if each is None or each.logprob == -float("inf") else each.logprob for each in logprobs]
 
 

@@ -30,6 +30,7 @@ class ReplayVerdict:
     what: str
     """The first difference, the reason of refusal, or what was compared."""
     tokens: int = 0
+    """Number of tokens that were computed again and compared."""
     warning: str = ""
 
 
@@ -225,6 +226,7 @@ def _make_replay_request(receipt: Receipt, segment: ReplaySegment, model: Replay
 
 
 def _first_difference(expected: Sequence[object], actual: Sequence[object]) -> int | None:
+    """None if equal. If one is a prefix of the other, the length of the shorter one."""
     if list(expected) == list(actual):
         return None
     pairs = zip(expected, actual, strict=False)

@@ -36,6 +36,7 @@ class UnresolvableReference(Exception):
 
 
 def map_subschemas(schema: Mapping[str, Any], change: Callable[[str, Schema], Schema]) -> dict[str, Any]:
+    """Return a copy in which `change(keyword, schema)` replaces each subschema. Definitions stay as they are."""
     copy: dict[str, Any] = {}
     for keyword, value in schema.items():
         if keyword in SCHEMA_MAP_KEYWORDS and isinstance(value, dict):
@@ -126,5 +127,6 @@ class SchemaReferences:
         return self._anchors[name]
 
     def suggest_definition_name(self, schema: Schema) -> str:
+        """The last part of its JSON pointer, at most 64 characters; "root" for the document."""
         last = self.pointer_of_schema(schema).rpartition("/")[2]
         return _NON_NAME_CHARACTERS.sub("_", last)[:64] or "root"

@@ -57,6 +57,7 @@ class _ApplicableSchemas:
     plain_schemas: list[dict[str, Any]] = field(default_factory=list)
     """Without `$ref`, `allOf`, `anyOf` and `oneOf`. All apply."""
     choices: list[tuple[str, list[Schema]]] = field(default_factory=list)
+    """(`anyOf` or `oneOf`, its branches)."""
     markers: set[str] = field(default_factory=set)
     """"ref": a reference was followed. "again": a schema was met twice. "never": one is `false`."""
 
@@ -287,6 +288,7 @@ class _SchemaCloser:
         return {**result, "allOf": members} if members else result
 
     def _merge_items(self, schemas: Sequence[dict[str, Any]]) -> Schema | None:
+        """None unless several schemas have `items` and none depends on an index."""
         item_schemas = [one["items"] for one in schemas if "items" in one]
         return (
             self._merge_and_close(tuple(item_schemas))

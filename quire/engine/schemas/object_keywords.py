@@ -27,6 +27,7 @@ class ConditionalKeywords:
         self.has_properties = False
         """Asserted schemas declare properties."""
         self.has_closers = False
+        """Asserted schemas limit which other properties an object has."""
         self.is_undecidable = False
         """Removing properties may change a condition."""
         for one in schemas:
@@ -140,6 +141,7 @@ def named_types(schema: dict[str, Any]) -> list[str]:
 
 
 def has_positional_items(schemas: Sequence[dict[str, Any]]) -> bool:
+    """True if a list item's index decides which schema applies to it."""
     return any(name in one for one in schemas for name in ("prefixItems", "additionalItems")) or any(
         isinstance(one.get("items"), list) for one in schemas
     )

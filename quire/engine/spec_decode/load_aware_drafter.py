@@ -23,6 +23,7 @@ class LoadAwareDrafter(Drafter):
         self._drafter = drafter
         self._break_even_rate = lru_cache(1024)(partial(break_even_rate, costs=costs))
         self._recently_verified: set[str] = set()
+        """Ids of requests with drafts verified in the last step."""
 
     def can_ever_draft(self, request: EngineCoreRequest) -> bool:
         return self._drafter.can_ever_draft(request)

@@ -39,6 +39,7 @@ class DraftBlockLayout:
         return range(first, first + self.num_spare_blocks)
 
     def block_table(self, block_ids: list[int], slot: int) -> list[int]:
+        """The request's blocks, then the slot's spare ones."""
         return [*block_ids, *self.spare_blocks(slot)]
 
 
@@ -51,6 +52,7 @@ class _DraftModelState:
     block_ids: list[int]
     """The request's own list; preemption replaces it."""
     num_sent_blocks: int
+    """How many of `block_ids` the model's slot has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +180,7 @@ class ModelDrafter(TokenwiseDrafter):
 
 
 def _num_tokens_with_matching_drafts(state: _DraftModelState, request: Request) -> int:
+    """Count tokens known when the draft model ran, and correct drafts after them."""
     count = 0
     for draft, token in zip(state.drafts, request.token_ids[state.num_tokens :], strict=False):
         if draft != token:

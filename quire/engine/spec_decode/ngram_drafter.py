@@ -15,6 +15,7 @@ from quire.engine.core.request import Request
 NGRAM_LENGTHS = (1, 2, 4, 8)
 """The longest match is used."""
 MAX_CANDIDATES = 8
+"""Most recent positions after the same n-gram that are compared."""
 MAX_MATCH_LENGTH = 64
 MAX_INDEXED_PER_STEP = 4096
 """Per request; about 5 ms."""

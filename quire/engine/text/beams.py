@@ -16,6 +16,7 @@ from quire.engine.common.types import EngineCoreOutput, TokenLogprob
 @dataclass(frozen=True, slots=True, eq=False)
 class Beam:
     token_ids: tuple[int, ...] = ()
+    """Without the prompt."""
     logprobs: tuple[TokenLogprob, ...] = ()
     cumulative_logprob: float = 0.0
     is_finished: bool = False
@@ -36,6 +37,7 @@ class BeamSearchState:
     completed_beams: list[Beam] = field(default_factory=list)
 
     def advance_and_check_running(self, outputs: Sequence[EngineCoreOutput]) -> bool:
+        """`outputs`: one more token per running beam. Return False when the search is over."""
         self.running_beams, ended = expand_to_best_and_ended(
             self.running_beams, outputs, self.beam_width, self.num_logprobs, self.stop_token_ids
         )
@@ -47,6 +49,7 @@ class BeamSearchState:
 
     @property
     def best_beams_so_far(self) -> list[Beam]:
+        """At most `beam_width`, best first."""
         return sorted(self.completed_beams + self.running_beams, key=self._score, reverse=True)[: self.beam_width]
 
     def _score(self, beam: Beam) -> float:

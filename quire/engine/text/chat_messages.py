@@ -7,6 +7,7 @@ from typing import Any
 Content = str | list[dict[str, Any]]
 IMAGE_PART_TYPES = ("image", "image_pil", "image_url")
 RESERVED_VARIABLES = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
+"""chat_template_kwargs may not set these."""
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -21,6 +22,7 @@ def to_template_content(parts: Sequence[dict[str, Any]] | None) -> Content:
 
 
 def part_text(part: dict[str, Any]) -> str:
+    """A refusal's text is in `refusal`."""
     text: str = part["refusal"] if part.get("text") is None and "refusal" in part else part["text"]
     return text
 
@@ -31,6 +33,7 @@ def with_content_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def join_contents(separator: str, *contents: Content) -> Content:
+    """Empty contents are left out."""
     nonempty_contents = [each for each in contents if each]
     if all(isinstance(each, str) for each in nonempty_contents):
         return separator.join(str(each) for each in nonempty_contents)

@@ -38,7 +38,9 @@ _TOKEN_VARIABLES = ("bos_token", "eos_token")
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 """Appended to the final message to find its end, as in transformers."""
 MAX_PROBE_STEPS = 100_000
+"""Limit for one rendering of a few made-up messages."""
 MAX_PROBE_OVERRUNS = 8
+"""After this many probes above the step limit, the template is probed no more."""
 
 
 class ChatRenderer:
@@ -219,6 +221,10 @@ class ChatRenderer:
     def _normalize_with_tools(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None
     ) -> tuple[list[Message], bool, Sequence[dict[str, Any]] | None]:
+        """Return messages, whether Quire inserted a message with the tools, and tools for the template.
+
+        A template that does not show tools gets their description in a message.
+        """
         calls = bool(tools) or any(has_calls(message) or message.get("role") in RESULT_ROLES for message in messages)
         turns = [
             normalize_message(each, text_arguments=calls and self.capabilities.text_arguments) for each in messages
@@ -284,6 +290,9 @@ class ChatRenderer:
             return
 
     def _select_template(self, tools: Sequence[dict[str, Any]] | None) -> jinja2.Template:
+        """Use "tool_use" for a request with tools if the model has it, else "default". Raises InvalidRequest without
+        one.
+        """
         template = self._templates.get("tool_use") if tools else None
         template = template or self._templates.get("default")
         if template is None:

@@ -41,6 +41,7 @@ class StopStringMatcher:
         self.held_back = ""
 
     def feed_text(self, new_text: str) -> tuple[str, str | None]:
+        """Return the text that can be emitted, and the stop string that ended it, if any."""
         text = self.held_back + new_text
         earliest: tuple[int, int, str] | None = None
         for stop in self._stop_strings:
@@ -92,8 +93,11 @@ class IncrementalDetokenizer:
         self._stop_matcher = StopStringMatcher(stop, include=include_stop) if stop else None
         self._include_stop = include_stop
         self._unsearched_tokens = min_tokens
+        """Tokens to come in which stop strings do not count."""
         self._num_emitted = 0
+        """Characters emitted."""
         self._num_decoded = 0
+        """Characters emitted or held back."""
         self._pending_starts: deque[int] | None = deque() if offsets else None
         """Characters of the whole text before each token not yet emitted."""
 
@@ -163,6 +167,7 @@ def make_decoder(
 
 
 def partial_character(tokenizer: Tokenizer, ids: Sequence[int]) -> bytes:
+    """Last bytes of a prompt that begin a character; the answer may complete it."""
     sentence_piece, tail = tokenizer.decoder_type is DecoderType.SENTENCE_PIECE, b""
     for token_id in reversed(ids[-_MAX_PARTIAL_BYTES:]):
         if sentence_piece and fallback_byte(tokenizer.id_to_token(token_id) or "") is None:
@@ -187,9 +192,12 @@ def without_partial_character(tokenizer: Tokenizer, ids: Sequence[int], text: st
 
 
 _MAX_PARTIAL_BYTES = 3
+"""A UTF-8 character has at most four bytes."""
 
 
 class ByteLevelDecoder:
+    """Tokens are byte strings. Joined, they are UTF-8."""
+
     def __init__(self, tokenizer: Tokenizer, skip: frozenset[int], partial: bytes = b"") -> None:
         """`partial` is dropped if the answer does not complete it."""
         self._token_bytes = tokenizer.token_bytes
@@ -293,6 +301,7 @@ class WindowDecoder:
         self._window_ids = [token_id for token_id in prompt_ids[-self.PROMPT_CONTEXT_TOKENS :] if token_id not in skip]
         self._num_shown = len(self._window_ids)
         self._partial = self._rewind_and_get_partial_text()
+        """The prompt's text of an incomplete last character; the answer does not contain it."""
 
     def feed_token(self, token_id: int) -> str:
         if token_id in self._skip_ids:

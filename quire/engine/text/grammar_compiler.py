@@ -40,6 +40,7 @@ numbers with large `multipleOf`.
 """
 MAX_COMPILED_BYTES_PER_GRAMMAR = 128 << 20
 _MIN_BYTES_PER_CHARACTER = 16
+"""Lower bound for the size of a compiled grammar, because some C libraries do not report heap bytes."""
 MAX_FORCED_BYTES = 16 * 1024
 """Text forced at a time. Each byte keeps 0.5 KB, and every token tokenizes it again: 256 KB would cost an answer 130
 MB, and 0.1 s a token.
@@ -52,6 +53,7 @@ _CHECK_TOKENS = 3
 _COMPACT_WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 """At most one space after a comma or colon: with free whitespace a model could write spaces for ever."""
 _USUAL_WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Nearly all models write JSON so."""
 _INDENTED_WHITESPACE = {"whitespace_pattern": "[ \\n]{0,80}"}
 
 
@@ -66,6 +68,7 @@ def lark_json_rule(schema: Any, *, indented: bool = False) -> str:
 
 
 def with_usual_whitespace(grammar: Grammar) -> Grammar:
+    """With usual whitespace in JSON, the grammar forces more text."""
     flexible, usual = (_dump_schema(each)[1:-1] for each in (_COMPACT_WHITESPACE, _USUAL_WHITESPACE))
     return Grammar(grammar.kind, grammar.text.replace(flexible, usual))
 
@@ -108,6 +111,7 @@ class CompiledGrammar:
     _initial_matcher: LLMatcher
     max_lexer_states: int
     size_bytes: int
+    """Approximate; measured while compiling."""
     is_exclusive: bool = False
 
     def new_matcher(self) -> LLMatcher:
@@ -134,6 +138,7 @@ class GrammarCompiler:
             for states in (SMALL_LEXER_STATES, LARGE_LEXER_STATES)
         }
         self._cache: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        """Least recently used first."""
         self._live_grammars: WeakSet[CompiledGrammar] = WeakSet()
 
     def new_matcher(self, grammar: Grammar) -> LLMatcher:
@@ -207,6 +212,7 @@ class GrammarCompiler:
             )
 
     def tokenize_bytes(self, text: bytes) -> list[int]:
+        """The result contains no special tokens."""
         return self._tokenizer.tokenize_bytes(text)
 
     def bytes_of_token(self, token: int) -> bytes:

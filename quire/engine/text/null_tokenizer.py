@@ -15,6 +15,8 @@ _NO_TOKENIZER_MESSAGE = "the model is served without a tokenizer (skip_tokenizer
 
 
 class NullTokenizer(Tokenizer):
+    """Has no tokens: every id decodes to nothing, and every text is refused."""
+
     def __init__(self, eos_token_ids: Sequence[int] = ()) -> None:
         backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({}, unk_token=""))
         super().__init__(backend, special_tokens={}, chat_templates={}, eos_token_ids=eos_token_ids)

@@ -95,9 +95,12 @@ class _BoundedIterable:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Render its templates with `render_template`."""
+
     intercepted_binops = frozenset({"*", "**", "%", "+"})
 
     def __init__(self, filters: Mapping[str, Callable[..., Any]], **options: Any) -> None:
+        """`filters` replace Jinja's own of the same names."""
         super().__init__(finalize=_finalize, **options)
         self._unbounded_environment = ImmutableSandboxedEnvironment()
         self._unbounded_environment.filters |= filters
@@ -200,6 +203,7 @@ def _environment_call_node(method: str, arguments: Sequence[nodes.Node], line: i
 
 
 def _extra_steps_of_body(body: list[nodes.Node]) -> int:
+    """Steps per run of the body. Inner loops count their own."""
     text = num_nodes = 0
     rest: list[nodes.Node] = [*body]
     while rest:

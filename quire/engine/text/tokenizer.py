@@ -37,6 +37,7 @@ ADDED_TOKENS_WARNING_THRESHOLD = 200_000
 _SECONDS_PER_ADDED_TOKEN = 13e-6
 """Measured: three million took 40 s."""
 _MAX_UNUSED_IDS = 65_536
+"""A vocabulary may skip as many ids as it has, plus these."""
 _CONVERTIBLE_FILES = ("*.model", "tokenizer.*", "vocab.*", "*.tiktoken", "tekken.json")
 _PROBE_TEXT = "A text, with 1 number\n\tand é."
 _MAX_ERROR_CHARACTERS = 300
@@ -48,6 +49,7 @@ class DecoderType(Enum):
     SENTENCE_PIECE = "sentence_piece"
     """Llama 2: U+2581 stands for a space, `<0xE2>` for one byte."""
     OTHER = "other"
+    """Only the tokenizers library can decode it."""
 
 
 class Tokenizer:
@@ -69,6 +71,7 @@ class Tokenizer:
         )
         """None if the model has all ids, as usual."""
         self.special_tokens = dict(special_tokens)
+        """By role (bos_token, eos_token, ...): variables of chat templates."""
         self.chat_templates = dict(chat_templates)
         """Jinja sources by name; the usual one is "default"."""
         self.bos_token_id, self.pad_token_id = self._special_token_id("bos_token"), self._special_token_id("pad_token")
@@ -136,6 +139,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
+        """Including added tokens."""
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
     @cached_property
@@ -182,6 +186,7 @@ class Tokenizer:
         return tokenizer
 
     def split_at_special_tokens(self, text: str) -> list[tuple[str, int | None]]:
+        """Each part with its token's id; None for text between special tokens."""
         parts = self._special_token_pattern.split(text) if self._special_token_pattern is not None else [text]
         ids = [self.backend.token_to_id(part) if index % 2 else None for index, part in enumerate(parts)]
         return [(part, token_id) for part, token_id in zip(parts, ids, strict=True) if part]

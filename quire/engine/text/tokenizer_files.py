@@ -39,6 +39,8 @@ _SpecialToken = _AddedToken | str | None
 
 
 class _TokenizerConfigFields(TypedDict, total=False):
+    """Read from tokenizer_config.json, special_tokens_map.json and chat_template.json, like other `*_token` entries."""
+
     bos_token: _SpecialToken
     eos_token: _SpecialToken
     unk_token: _SpecialToken

@@ -20,6 +20,7 @@ import tokenizers
 from quire.engine.common.errors import ModelError
 
 _MAX_CPU_SECONDS = 2.0
+"""Limit of a check. A usual pattern takes some milliseconds."""
 _TIMEOUT_SECONDS = 30.0
 """Wall-clock limit, even on a busy machine."""
 _MAX_MEMORY_BYTES = 2 << 30
@@ -34,6 +35,7 @@ _MAX_SAFE_REPEATS = 2
 """Time grows at most with this power of the length, as in usual models."""
 _MAX_GROWTH = 1024
 _MAX_PROBE_CHARACTERS = 24
+"""Characters of a pattern that probe texts are made from."""
 
 
 def check_regexes(backend: tokenizers.Tokenizer) -> None:

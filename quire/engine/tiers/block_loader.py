@@ -49,8 +49,10 @@ class BlockLoad:
     began_at: float
     generation: int
     snapshot: IncomingSnapshot | None = None
+    """It is loaded after the blocks."""
     has_snapshot: bool = False
     num_filled: int = 0
+    """How many of `blocks` have arrived, from the first."""
     loads_by_tier: dict[str, tuple[int, float]] = field(default_factory=dict)
     """(blocks, seconds) by tier."""
     is_running: bool = False
@@ -86,6 +88,7 @@ class BlockLoader:
 
     @property
     def has_open_loads(self) -> bool:
+        """Excludes overdue loads, for which no request waits."""
         return bool(self._open_loads)
 
     @property

@@ -28,12 +28,15 @@ class BlockWriter:
         self._uncopied: dict[int, bytes] = {}
         """Full blocks, unchanged until `copy_before_reuse`."""
         self._copy_lock = Lock()
+        """Held while a block is copied."""
         self._store_lock = Lock()
+        """Held while a copy is put into tiers."""
         self.generation = 0
         """Resets increase it; earlier transfers are dropped."""
         self._unwritten_bytes = 0
         self._thread = make_threads(1, "kv-put")
         self.num_stored: dict[str, int] = {tier.name: 0 for tier in tiers}
+        """Number of blocks stored, by tier."""
         self.num_not_stored = 0
         """Blocks that came faster than they could be written."""
         self.num_forced_copies = 0

@@ -150,6 +150,7 @@ def _scan_and_clean_folder(root: Path) -> list[tuple[str, int]]:
 
 
 def _is_process_alive(pid: str) -> bool:
+    """Such a process may still finish its file."""
     try:
         os.kill(int(pid), 0)
     except (ValueError, ProcessLookupError):

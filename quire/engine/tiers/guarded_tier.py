@@ -13,7 +13,9 @@ from quire.engine.tiers.tier import BlockContent, Tier
 log = logging.getLogger("quire.tiers")
 
 CALL_TIMEOUT_SECONDS = 30.0
+"""A longer call counts as hanging."""
 _THREADS = 5
+"""Enough for all callers: the threads that load, and the one that stores."""
 
 Result = TypeVar("Result")
 

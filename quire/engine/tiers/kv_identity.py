@@ -24,8 +24,11 @@ log = logging.getLogger("quire.tiers")
 
 _CODE_SUFFIXES = (".py", ".so", ".cpp", ".h")
 _NUM_SAMPLES, _SAMPLE_BYTES = 1024, 4096
+"""Samples, shared among all weight files, and bytes per sample."""
 _MIN_SAMPLES_PER_FILE = 16
+"""Applies even if many files then exceed _NUM_SAMPLES."""
 _PART_BYTES = 64 * 2**20
+"""Threads hash parts of this size."""
 _THREADS = 4
 _HASHES_FILE = "weights.json"
 _MAX_REMEMBERED = 64

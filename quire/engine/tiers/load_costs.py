@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 _EMA_WEIGHT = 0.2
+"""Weight of the newest measurement."""
 _MIN_STEP_TOKENS = 32
 """Smaller steps do not show the cost of prompt tokens."""
 _PROBE_INTERVAL = 32

@@ -261,11 +261,13 @@ class DevicePlan:
     backend: Backend
     backend_reason: str
     vision_backend: Backend
+    """For the image tower; no rank shards its keys and values."""
     eager_prefill_reason: str | None = None
     """Why graphs hold decodes but no prefills; known on the first rank."""
 
 
 def kv_cache_dtype_name(config: EngineConfig, chosen: DevicePlan) -> str:
+    """Return a name that the setting accepts. "auto": the model's dtype."""
     if config.kv_cache_dtype != "auto" or chosen.kv_dtype == chosen.dtype:
         return config.kv_cache_dtype
     return str(chosen.kv_dtype).removeprefix("torch.")

@@ -38,6 +38,7 @@ class SampleTargets:
     """R positions. A row with drafts has several, adjacent and in order."""
 
     rows: list[ScheduledRequest]
+    """[R]: the row of each position."""
     slots: np.ndarray  # [R] int64
     positions: np.ndarray  # [R] int64, equal to the number of tokens so far
     device_slots: Tensor  # both on the device
@@ -97,6 +98,7 @@ class InputBatch:
         self.num_blocks = [0] * num_slots
         self._device_block_tables: Tensor | None = None
         self._device_state_lengths: Tensor | None = None
+        """None if no graph needs it."""
         self._rope_offsets: Tensor | None = None
         """[slots] int64; None until used."""
         if scratch_block is not None:
@@ -190,6 +192,7 @@ class InputBatch:
     def set_state_lengths_and_get_previous(
         self, slots: np.ndarray, starts: np.ndarray, num_known: np.ndarray
     ) -> np.ndarray:
+        """Return how many tokens each state has seen; after the step that is `num_known`."""
         num_seen = self._state_lengths[slots]
         self._state_lengths[slots] = num_known
         return np.where(num_seen < 0, starts, num_seen)

@@ -75,6 +75,8 @@ class WrappedScheme(QuantizationScheme):
 
 
 class UnquantizedScheme(QuantizationScheme):
+    """Floating-point weights are cast to one dtype, whatever the checkpoint's is."""
+
     def __init__(self, backend: Backend, dtype: torch.dtype) -> None:
         self._backend = backend
         self._dtype = dtype

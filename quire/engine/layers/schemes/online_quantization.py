@@ -35,6 +35,7 @@ class OnlineQuantizedScheme(UnquantizedScheme):
     """
 
     def __init__(self, backend: Backend, dtype: torch.dtype, quantization: Quantization) -> None:
+        """`dtype`: of activations and of weights that are not quantized."""
         super().__init__(backend, dtype)
         self._quantization = quantization
 
@@ -65,6 +66,8 @@ class OnlineQuantizedScheme(UnquantizedScheme):
 
 
 class Int8EmbeddingAndHeadScheme(WrappedScheme):
+    """Quantizes an embedding and a head that are floating-point; the wrapped scheme does the rest."""
+
     def __init__(self, scheme: QuantizationScheme, backend: Backend, dtype: torch.dtype) -> None:
         super().__init__(scheme)
         self._backend = backend

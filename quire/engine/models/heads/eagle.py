@@ -26,6 +26,7 @@ class EagleHead(TransformerHead):
     """No norm before the first attention or at the end."""
 
     def __init__(self, spec: EagleSpec, scheme: QuantizationScheme, decoder: Decoder, backend: Backend) -> None:
+        """Uses the decoder's embedding and head."""
         super().__init__(spec, scheme, decoder, backend)
         self._spec, self.aux_layers = spec, spec.aux_layers
         self._fc = self._outer_shapes.make_linear([EAGLE_FC])
@@ -44,6 +45,7 @@ class EagleHead(TransformerHead):
 
 class Eagle3Head(EagleHead):
     def __init__(self, spec: EagleSpec, scheme: QuantizationScheme, decoder: Decoder, backend: Backend) -> None:
+        """Uses the decoder's embedding and a head of its own."""
         super().__init__(spec, scheme, decoder, backend)
         self._norms = self._outer_shapes.make_norms(EAGLE3_NORMS, spec.norm)
         self._head = self._outer_shapes.make_linear([EAGLE3_HEAD], wide=True)

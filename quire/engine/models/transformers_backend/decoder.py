@@ -65,6 +65,8 @@ class _BodyStub(nn.Module):
 
 
 class TransformersDecoder(Decoder):
+    """Fill it through `parameters()`, then call `ready` before use."""
+
     reduces_results = True
     """False while one rank computes alone, with meaningless results."""
 

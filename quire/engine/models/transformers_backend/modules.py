@@ -141,6 +141,8 @@ def has_custom_matmul(module: nn.Module) -> bool:
 
 
 class _PackedMatmulMode(TorchFunctionMode):
+    """Within its context, F.linear with the module's own matrix runs Quire's kernel, in any dtype."""
+
     def __init__(self, module: nn.Module, backend: Backend) -> None:
         super().__init__()
         self._module, self._backend = module, backend

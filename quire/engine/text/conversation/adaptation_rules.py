@@ -54,12 +54,14 @@ _FIX_COSTS: dict[Fix, int] = {"thought": 2, "apart": 3, "split": 2, "result": 2,
 """Others cost 1. Cheap rules are tried first."""
 _MAX_ROLE_CHARACTERS = 32
 _MAX_NATIVE_RULES = 64
+"""Most rules tried before calls become text."""
 
 
 class AdaptationRule(NamedTuple):
     fixes: tuple[Fix, ...] = ()
     join: JoinMode = ""
     filler_index: int = 0
+    """Index into FILLERS."""
 
     def label(self, role: str) -> str:
         """Empty if nothing changes."""

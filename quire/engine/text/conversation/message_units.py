@@ -42,6 +42,7 @@ class UnitShape(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class MessageUnit:
     messages: tuple[Message, ...]
+    """As `normalize_message` returns them."""
     index: int
     """-1 if Quire added it."""
     is_tool_description: bool = False
@@ -68,6 +69,7 @@ def has_calls(message: Message) -> bool:
 
 
 def message_calls(message: Message) -> list[dict[str, Any]]:
+    """Includes a deprecated `function_call`."""
     calls = [call for call in message.get("tool_calls") or () if isinstance(call, dict)]
     legacy = message.get("function_call")
     if not calls and isinstance(legacy, dict):
@@ -114,6 +116,7 @@ def match_results_to_calls(unit: MessageUnit) -> list[int | None]:
 
 
 def unit_shape(unit: MessageUnit, *, text_arguments: bool = False) -> UnitShape:
+    """`text_arguments`: the template wants arguments as JSON strings."""
     message = unit.messages[0]
     role = message.get("role", "")
     content = content_kind(message)

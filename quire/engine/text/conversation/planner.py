@@ -36,6 +36,7 @@ _FOLLOWING_SHAPES: dict[str, tuple[tuple[UnitShape, ...], ...]] = {
 @dataclass(frozen=True, slots=True)
 class Adaptation:
     index: int
+    """Index of the unit's first message in the caller's list."""
     label: str
 
 
@@ -46,6 +47,7 @@ class ConversationPlan:
     rules: list[AdaptationRule]
     adaptations: list[Adaptation]
     first_unsure_unit: int | None = None
+    """Index of the first unit for which no rule was found."""
     moved_texts: list[str] = field(default_factory=list)
 
 
@@ -55,6 +57,7 @@ class _AutomatonState:
     transitions: dict[UnitShape, tuple[AdaptationRule, _AutomatonState, bool]] = field(default_factory=dict)
     """(rule, next state, whether the template accepts it)"""
     closing_messages: dict[bool, list[Message]] = field(default_factory=dict)
+    """Keyed by whether a generation prompt follows."""
 
 
 class ConversationPlanner:
@@ -133,6 +136,10 @@ class ConversationPlanner:
     def _choose_rule_and_certainty(
         self, state: _AutomatonState, shape: UnitShape, tools: bool, banned: Set[AdaptationRule | tuple[Fix, ...]]
     ) -> tuple[AdaptationRule, bool]:
+        """Return the first rule that the template accepts with what mostly follows; else the first that it accepts.
+
+        False: there is none, and the unit stays as sent.
+        """
         fallback: AdaptationRule | None = None
         partial: AdaptationRule | None = None
         for rule in candidate_rules(shape, text_results=self._text_results, prefer_merge=_prefers_merging(state.steps)):

@@ -68,6 +68,7 @@ def make_probe_unit(shape: UnitShape, serial: int, *, first: bool, text_argument
 
 
 def _answered_call_indices(shape: UnitShape) -> list[int]:
+    """Indices of calls with results, in the order of the results."""
     places = list(range(shape.num_calls))
     if shape.results == "reordered":
         return places[::-1]

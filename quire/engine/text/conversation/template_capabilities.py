@@ -23,6 +23,7 @@ class TemplateInputFormat:
     content_parts: bool = False
     """Content is a list of parts: some multimodal templates show nothing of a string."""
     empty_tool_list: bool = False
+    """Without tools, `tools` is an empty list."""
     functions_variable: bool = False
     """FireFunction's template needs it."""
 
@@ -46,8 +47,11 @@ class TemplateCapabilities:
     shows_tools: bool
     shows_calls: bool
     text_arguments: bool
+    """It wants arguments of calls as JSON strings."""
     undescribed_tools: bool
+    """It accepts tools that have no description."""
     undescribed_parameters: bool
+    """It accepts parameters that have no description."""
 
 
 def detect_input_format(render: Callable[[TemplateInputFormat, list[Message]], str | None]) -> TemplateInputFormat:

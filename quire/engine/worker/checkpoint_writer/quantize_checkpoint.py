@@ -32,9 +32,11 @@ from quire.kernels.reference import ReferenceBackend
 _LINEAR_NAME = re.compile(r"(?:^|\.)layers\.\d+\..*\.weight$")
 """Weights of layers; those with two axes are linears."""
 _ROUTER_NAME = re.compile(r"\.(?:gate|router)\.weight$")
+"""Routers stay unquantized."""
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 _COPIED_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*")
 _VISION_LINEARS = ("re:.*vision_tower.*", "re:.*multi_modal_projector.*")
+"""Not served by Quire; they stay unquantized."""
 
 
 def quantize_folder(

@@ -45,6 +45,7 @@ class SafetensorsFileWriter:
         assert error is not None or not self._unwritten, f"never written: {', '.join(self._unwritten)}"
 
     def write_tensor(self, name: str, tensor: Tensor) -> None:
+        """Call it once per tensor."""
         at, size = self._unwritten.pop(name)
         data = tensor.contiguous().flatten().view(torch.uint8).numpy().data
         assert data.nbytes == size, name

@@ -25,6 +25,7 @@ class GraphableSteps:
         aux_layers: Sequence[int] = (),
         compute_head_states: ComputeHeadStates | None = None,
     ) -> None:
+        """`aux_layers`: layers that draft heads read. `compute_head_states` runs after sampling."""
         self._model = model
         self._kv_cache = kv_cache
         self._input_batch = slots

@@ -56,6 +56,7 @@ class ImageEncoderCache:
         self._partial: dict[int, _PartialEncoding] = {}
         """By slot; slots may share one."""
         self.num_encoded = 0
+        """Images, or parts of images, that the tower has encoded."""
 
     def run_scheduled_encoder_chunks(
         self, scheduler_output: SchedulerOutput, get_new_request: Callable[[ScheduledRequest], NewRequestData]
@@ -149,6 +150,7 @@ class ImageEncoderCache:
 
 
 def make_dummy_image(vision: VisionSpec, side: int) -> Image:
+    """The part with the most patches of a black square of `side` pixels."""
     from PIL import Image as Pillow  # only GPU starts need it
 
     image = Pillow.new("RGB", (side, side))
