@@ -192,11 +192,14 @@ class WorkerNode:
                 return
 
     def _print_for_first_rank(self, local_rank: int, text: str) -> None:
+        """Prints once per machine, not once per rank."""
         if local_rank == 0:
             print(f"quire serve: {text}", file=sys.stderr, flush=True)
 
 
 class NodeHeartbeat:
+    """Tells machine 0 that this machine is alive, and at the end how the rank ended."""
+
     def __init__(self, joined: RankAssignment, silence: timedelta = SILENCE_TIMEOUT) -> None:
         """`silence`: after which machine 0 takes this one for gone. Raises ConnectionError."""
         self._silence = silence

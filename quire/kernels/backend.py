@@ -66,6 +66,7 @@ class AdapterSlotSpec:
     """Slots are 1 to num_slots; slot 0 means no adapter."""
     in_features: int
     output_sizes: tuple[int, ...]
+    """Outputs of the joined linears, in order; an adapter's delta belongs to one of them."""
     max_rank: int
     dtype: torch.dtype
     has_float32_output: bool

@@ -77,6 +77,7 @@ class AttentionRequirements:
     kv_dtype: dtype | None = None
     """None: the model's dtype."""
     ranks: int = 1
+    """Ranks that share the tokens of each sequence."""
 
 
 @dataclass(frozen=True, slots=True)

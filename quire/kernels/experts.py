@@ -21,6 +21,7 @@ class ReferenceMoE:
         self._experts = experts
 
     def __call__(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
+        """router_input: None: x."""
         experts = self._experts
         chosen, shares, _ = route_tokens(experts, x if router_input is None else router_input)
         total = torch.zeros(x.shape, dtype=shares.dtype, device=x.device)

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 GROUP_SIZE = 32
+"""Inputs per scale."""
 _RANGE_FACTORS = tuple(1 - 0.03 * step for step in range(11))
 """Fractions of a group's range that 15 steps cover."""
 _GROUPS_PER_BATCH, _GPU_GROUPS_PER_BATCH = 1 << 9, 1 << 18
 """Few enough to stay in a CPU's caches and wake no PyTorch threads; enough to keep other devices busy."""
 _MIN_SCALE = 2.0**-100
+"""Used only with zero points."""
 
 
 def fit_int4(groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -35,6 +37,7 @@ def fit_int4(groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tens
 
 
 def _fit_with_offsets(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [n, 32] from 0 to 15, scales and offsets [n]."""
     low, high = groups.aminmax(dim=1, keepdim=True)
     tiny = torch.finfo(torch.float32).tiny
     middle, least = groups.mean(1, keepdim=True), torch.full_like(low, torch.inf)
@@ -60,6 +63,7 @@ def _fit_with_offsets(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fit_with_zero_points(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [n, 32] from 0 to 15, scales and zero points [n]."""
     low, high = groups.amin(1, keepdim=True).clamp(max=0), groups.amax(1, keepdim=True).clamp(min=0)
     least = torch.full_like(low, torch.inf)
     scale = torch.ones_like(low)

@@ -66,6 +66,7 @@ def store_quantized_kv(x: Tensor, cache: Tensor, slots: Tensor, scale: float) ->
 
 
 def _write_page_bytes(flat: Tensor, page: Tensor, begin: Tensor, rows: Tensor) -> None:
+    """rows [T, ...]; `begin` [T]: first byte in the page."""
     values = rows.view(torch.uint8).flatten(1)
     flat[page[:, None], begin[:, None] + torch.arange(values.shape[1], device=flat.device)] = values
 

@@ -167,6 +167,8 @@ class ActivationRounding(ABC):
 
 
 class RoundedInputLinear:
+    """Also reads RoundedActivations if one of its parts takes x rounded."""
+
     def input_roundings(self, rows: int) -> tuple[ActivationRounding | None, ...]:
         """One per part, for `rows` rows; None: unrounded."""
         raise NotImplementedError

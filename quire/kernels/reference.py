@@ -263,6 +263,7 @@ class ReferenceBackend(Backend):
 
 
 def _store_cache(x: Tensor, cache: Tensor, slots: Tensor, scale: float) -> None:
+    """x: keys or values [T, K, D]."""
     if cache.dtype in QUANTIZED_KV_DTYPES:
         store_quantized_kv(x, cache, slots, scale)
     else:
@@ -287,6 +288,7 @@ def logits_to_filtered_probs(logits: Tensor, filters: Tensor) -> Tensor:
 
 
 def _min_kept_prob(probs: Tensor, k: Tensor, nucleus: Tensor) -> Tensor:
+    """[R, 1]: least probability kept by top-k, then top-p of what top-k kept."""
     vocab = probs.shape[-1]
     limited = int(torch.where(k < vocab, k, 0).max())
     width = min(vocab, max(limited, _INITIAL_CANDIDATES))

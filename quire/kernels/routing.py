@@ -43,7 +43,9 @@ class MoEComponents:
     has_gelu_gates: bool = False
     """GELU's tanh approximation, not SiLU."""
     has_float32_router: bool = False
+    """x is converted to float32 for the router."""
     first_expert: int = 0
+    """Index of the first expert in `gate_up` and `down`; other ranks have the others."""
 
 
 def choose_experts(scores: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -66,6 +68,7 @@ def choose_experts(scores: Tensor, routing: Routing, correction: Tensor | None) 
 
 
 def _top_indices(wanted: Tensor, count: int) -> Tensor:
+    """[T, count], largest first."""
     return wanted.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 

@@ -97,6 +97,7 @@ class SocketGroup:
                 peer.shutdown(socket.SHUT_RDWR)  # wakes waiting threads
 
     def _exchange_buffers(self, outgoing: Sequence[memoryview], out: Tensor) -> CompletedWork:
+        """`outgoing`: one buffer per rank, all of the same length. `out` receives the ranks' buffers in rank order."""
         self._connect_peers()
         parts = [_tensor_bytes(part) for part in out.view(self._count, -1)]
         parts[self._rank][:] = outgoing[self._rank]
@@ -108,6 +109,7 @@ class SocketGroup:
         return CompletedWork()
 
     def _connect_peers(self) -> None:
+        """Connects to lower ranks, and accepts connections from higher ones."""
         if len(self._peers) == self._count - 1:
             return
         deadline = time.monotonic() + _CONNECT_SECONDS

@@ -30,6 +30,8 @@ _UNNAMED_SECONDS = 600.0
 
 
 class AdapterRegistry:
+    """`adapters_by_name` is live; the other methods are for the routes that change it."""
+
     def __init__(
         self,
         config: ServerConfig,

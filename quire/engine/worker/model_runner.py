@@ -374,6 +374,7 @@ class ModelRunner:
         )
 
     def _sample_greedy_in_graph(self, rows: Tensor, hidden: Tensor) -> Tensor:
+        """For steps of one token per row, with operations that a graph can capture."""
         slots, positions, *adapters = rows
         linear_context = LinearContext.from_adapter_slots(adapters[0]) if adapters else NO_ADAPTERS
         return self._sample_and_write_greedy(

@@ -44,6 +44,7 @@ _FAILURES_BY_TOKEN = {
         "constraints",
     ),
 }
+"""By the value that replaces the sampled token."""
 NUM_LOGPROB_TENSORS = 4
 
 

@@ -13,6 +13,7 @@ MEASURED_TOKEN_COUNTS = (1, 2, 4, 6, 8, 16, 32, 64)
 MEASURED_CONTEXT_TOKENS = 128
 """Context of each measured sequence."""
 _MIN_MAX_ROUNDS = (3, 32)
+"""(minimum, maximum); between them, _MAX_SECONDS ends the measurement."""
 _MAX_SECONDS = 0.1
 """No round begins after this time."""
 

@@ -31,6 +31,7 @@ class ContextShard:
         return -(-context_len // (self.tokens_per_page * self.world_size)) * self.tokens_per_page
 
     def global_positions(self, local_indices: Tensor) -> Tensor:
+        """Positions in the sequence. `local_indices`: indices among this rank's tokens."""
         span = self.tokens_per_page * self.world_size
         return (
             local_indices // self.tokens_per_page * span

@@ -88,6 +88,7 @@ def compute_partial_softmax(
 
 
 def _read_cache_pages(cache: Tensor, pages: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Keys or values [pages * tokens, K, D]. Quantized ones are float64 if `dtype` is, else float32."""
     if cache.dtype not in QUANTIZED_KV_DTYPES:
         return cache[pages].flatten(0, 1)
     some = cache.view(torch.uint8)[pages].view(cache.dtype)
@@ -97,6 +98,7 @@ def _read_cache_pages(cache: Tensor, pages: Tensor, scale: float, dtype: torch.d
 def _attend_query_tile(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, softmax: AttentionParams, shard: ContextShard
 ) -> PartialSoftmax:
+    """Online softmax (Milakov and Gimelshein, 2018) of up to QUERY_TILE rows over tiles of `shard`'s keys."""
     rows, heads, dim = q.shape
     kv_heads, compute = k.shape[1], torch.float64 if q.dtype == torch.float64 else torch.float32
     padded = F.pad(q.to(compute), (0, 0, 0, 0, 0, QUERY_TILE - rows))
@@ -140,10 +142,14 @@ def _attend_query_tile(
 
 
 def _unpack_head_groups(x: Tensor, rows: int) -> Tensor:
+    """[kv_heads, group * QUERY_TILE, V] to [rows, heads, V]."""
     return x.unflatten(1, (-1, QUERY_TILE))[:, :, :rows].permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _bias_at_distances(table: Tensor, distances: Tensor, kv_heads: int, *, rows: int) -> Tensor:
+    """AttentionParams.relative_bias as [kv_heads, group * rows, keys]. distances: [group * rows, keys]; each run of
+    `rows` belongs to one query head.
+    """
     longest = (table.shape[1] - 15) // 2
     columns = (distances + longest - 1).clamp(0, table.shape[1] - 1)
     group = len(distances) // rows

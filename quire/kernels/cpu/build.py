@@ -51,6 +51,7 @@ LINK_FLAGS = ["-shared", "-pthread", *(["-undefined", "dynamic_lookup"] if sys.p
 
 
 def find_compiler() -> list[str] | None:
+    """First words of the command; None if there is no compiler."""
     for name in (os.environ.get("CXX", ""), "g++", "c++", "clang++"):
         if name and shutil.which(name.split()[0]):
             return [*(["ccache"] if shutil.which("ccache") else []), *name.split()]
@@ -62,6 +63,7 @@ def source_files() -> list[Path]:
 
 
 def isas_to_build(cxx: list[str]) -> list[str]:
+    """The plain set, and the best that this machine supports."""
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "isa.so")
         command = [*cxx, *COMPILE_FLAGS, *LINK_FLAGS, str(HERE / "isa.cpp"), "-o", str(library)]

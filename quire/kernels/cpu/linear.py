@@ -41,6 +41,8 @@ class CompiledLinearBase:
 
 
 class PackedLinear(CompiledLinearBase):
+    """Weights have the dtype of x."""
+
     def __init__(
         self, library: native_library.NativeLibrary, weight: Tensor, bias: Tensor | None, *, wide: bool
     ) -> None:

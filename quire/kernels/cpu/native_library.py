@@ -271,6 +271,7 @@ SIGNATURES = {
     "run_calls": [_POINTER, _INT, _POINTER, _LONG, _INT, _LONG],
     "sum_ranks": [*[_POINTER] * 2, _LONG, _INT],
 }
+"""Kernels that exist once per dtype."""
 _UNTYPED_SIGNATURES = {
     "compressed_size": [_POINTER, *[_INT] * 3],
     "compress": [_POINTER, _POINTER, *[_INT] * 3],
@@ -318,6 +319,7 @@ class NativeLibrary:
         return function
 
     def call_wrapper_address(self, kernel: str, dtype: torch.dtype) -> int | None:
+        """Address of the function through which decoder/recorded.cpp calls the kernel."""
         return ctypes.cast(getattr(self._library, f"call_{kernel}_{_SUFFIXES[dtype]}"), _POINTER).value
 
 
@@ -350,6 +352,7 @@ def loadable_isas() -> list[str]:
 
 
 def best_unbuilt_isa() -> str | None:
+    """This CPU's best instruction set if its library is missing, as in a checkout built elsewhere; else None."""
     best = _cpu_supported_isas()[-1]
     return None if (HERE / f"{best}.so").exists() else best
 

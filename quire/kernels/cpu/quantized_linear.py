@@ -66,6 +66,7 @@ class CompiledQuantizedLinear(CompiledLinearBase):
 
     @property
     def nbytes(self) -> int:
+        """Codes and scales."""
         return sum(each.memory.nbytes + each.factors.nbytes for each in self._packed)
 
     def pointer_addresses_and_weights(self, struct: native_library.PackedLinear) -> list[tuple[int, Tensor]]:
@@ -108,12 +109,14 @@ def _pack_part(library: native_library.NativeLibrary, weight: GroupedWeight, inn
 
 
 def _choose_activation_block_size(weights: Sequence[GroupedWeight], inner: int) -> int:
+    """Inputs of x per scale: the most that the weights' groups allow, up to _MAX_SCALE_BLOCK."""
     common = math.gcd(*(each.group_size for each in weights if each.scales.shape[1] > 1)) or inner
     sizes = [size for size in range(16, _MAX_SCALE_BLOCK + 1, 16) if common % size == 0]
     return max(sizes, default=64)  # one group of all inputs, which are padded
 
 
 def _merge_adjacent_weights(weights: Sequence[GroupedWeight]) -> list[GroupedWeight]:
+    """Merges only neighbours whose codes have the same format."""
     merged = list(weights[:1])
     for each in weights[1:]:
         last = merged[-1]

@@ -25,6 +25,7 @@ def upload_arrays(arrays: Sequence[np.ndarray], device: torch.device) -> list[Te
 
 
 def copy_into(array: np.ndarray, target: Tensor) -> None:
+    """Copies once, into an existing tensor of the device."""
     if target.device.type == "cpu":
         target.copy_(torch.from_numpy(array))
         return
@@ -66,6 +67,7 @@ class HostDownload:
     def __init__(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
         """stream: None if the tensors are on the host, or the device is not CUDA; `wait_for_copy` then copies."""
         self.tensors = list(tensors)
+        """Host copies, once these are made."""
         self._copied: torch.cuda.Event | None = None
         if stream is None:
             return

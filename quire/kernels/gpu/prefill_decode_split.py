@@ -21,6 +21,8 @@ from quire.kernels.recurrent.recurrence import RecurrenceMetadata, StateAndVerif
 
 @dataclass(frozen=True, slots=True)
 class PrefillDecodeSplit:
+    """The starts count from the first sequence after the decodes."""
+
     num_decodes: int
     """Leading sequences with one query; at least 1, fewer than all."""
     query_start: np.ndarray  # [prompts + 1] int32
@@ -161,6 +163,7 @@ def _join_recurrence_metadata(
 def attend_by_parts(
     attend: Callable[[Tensor, AttentionMetadata], Tensor], q: Tensor, metadata: AttentionMetadata
 ) -> Tensor:
+    """Queries are [T, H, D]."""
     if not metadata.decode_prefill_parts:
         return attend(q, metadata)
     rows = q.split([len(part.positions) for part in metadata.decode_prefill_parts])

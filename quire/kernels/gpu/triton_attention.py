@@ -43,6 +43,7 @@ def num_local_tokens_before(position, rank, RANKS: tl.constexpr, PAGE: tl.conste
 
 @triton.jit
 def local_to_global_position(key, rank, RANKS: tl.constexpr, PAGE: tl.constexpr):
+    """key: index among this rank's keys. Returns its position in the sequence."""
     if RANKS == 1:
         return key
     else:
@@ -87,6 +88,7 @@ def _load_kv_rows(cache, row, inside, d, D: tl.constexpr, D_PAD: tl.constexpr, M
 
 @triton.jit
 def _load_kv_scales(at, inside, MASKED: tl.constexpr):
+    """[BLOCK_N] float32: factor of each key's, or value's, codes."""
     if MASKED:
         return tl.load(at, mask=inside, other=0.0).to(tl.float32)
     else:
@@ -105,6 +107,7 @@ def _online_softmax_step(
     KV_WIDTH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
+    """Keys `begin` to begin + BLOCK_N. MASKED: only those before `end`."""
     k_cache, v_cache, k_scales, v_scales, table, k_stride, v_stride = cache
     scale, value_scale, softcap, window, rank = rules
     d = tl.arange(0, D_PAD)
@@ -182,6 +185,10 @@ def _load_query_tile(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
+    """(sequence, queries [BLOCK_M, D_PAD], positions, row, filled, begin, full, end). row: indices in [T * HEADS];
+    filled [BLOCK_M, D_PAD]: mask of real numbers. The tile needs keys `begin` to `end`. Keys before `full` precede or
+    equal the position of every query in it.
+    """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     seq = tile
@@ -300,6 +307,7 @@ def attend_splits(
 
 @triton.jit
 def _store_partial_softmax(at, peak, total, acc, d, D: tl.constexpr):
+    """D + 2 numbers per row of a rank: weighted sum [D], peak, total."""
     tl.store(at + d, acc, mask=d < D)
     tl.store(at + D, peak)
     tl.store(at + D + 1, total)
@@ -310,6 +318,7 @@ def reduce_even_splits(
     out, sinks, weighted, peaks, totals, splits, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     MOST_SPLITS: tl.constexpr, RANKS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
+    """Reads all splits at once. out [T * HEADS, D], or [T * HEADS, D + 2] with ranks. Grid: T * HEADS, tiles of D."""
     row = tl.program_id(0).to(tl.int64)
     split, d = tl.arange(0, MOST_SPLITS), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = split < splits
@@ -365,6 +374,7 @@ def merge_ranks(
     out, sinks, parts, rows, HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, RANKS: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
+    """out [rows, D] from parts [RANKS, rows, D + 2], in rank order. Rows are T * HEADS. Grid: rows."""
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, D_PAD)
     peak, total, acc = float("-inf"), 0.0, tl.zeros([D_PAD], tl.float32)
     for rank in range(RANKS):

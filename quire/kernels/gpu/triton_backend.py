@@ -72,6 +72,7 @@ class TritonBackend(TritonLinearBackend):
         softmax: AttentionParams,
         shard: ContextShard | None,
     ) -> Tensor:
+        """The step must not have parts. shard: as in `paged_attention`."""
         if softmax.value_dim is not None:
             return latents.attend_absorbed(q, caches[0], metadata, softmax, fixed=self.deterministic, shard=shard)
         return paged_attention(q, *caches, metadata, softmax, fixed=self.deterministic, shard=shard)

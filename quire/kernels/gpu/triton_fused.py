@@ -43,6 +43,7 @@ def _norm_kernel(
     out, x, residual, weight, bias, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
+    """x [rows, SIZE]. Grid: rows."""
     i = tl.arange(0, BLOCK)
     at, inside = tl.program_id(0).to(tl.int64) * SIZE + i, i < SIZE
     tl.store(
@@ -107,6 +108,7 @@ def gated_activation(gate_up, size, i, inside, GELU: tl.constexpr):
 
 @triton.jit
 def _gate_kernel(out, gate_up, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """out [rows, size] of gate_up [rows, 2 * size]. Grid: rows, blocks of a row."""
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     tl.store(out + row * size + i, gated_activation(gate_up + row * 2 * size, size, i, inside, GELU), mask=inside)
@@ -134,6 +136,7 @@ def _launch_gate(gate_up: Tensor, *, gelu: bool) -> Tensor:
 def _store_kv_kernel(
     k, v, k_cache, v_cache, slots, k_stride, v_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr
 ):  # fmt: skip
+    """k, v [T, WIDTH]. Grid: T."""
     token, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     slot = tl.load(slots + token)
     within = slot % PAGE * WIDTH + i
@@ -166,6 +169,7 @@ def _norm_rope_store_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_H: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROTATE: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
+    """qkv [T, HEADS + 2 * KV_HEADS, D]. Grid: T, blocks of heads."""
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
     i = tl.arange(0, HALF_PAD)[None, :]

@@ -34,6 +34,7 @@ def count_tokens(counts, tokens, slots, positions, num_prompts, stride, vocab):
 
 @triton.jit
 def apply_penalties(logits, counts, rows, repetitions, presences, frequencies, vocab):
+    """rows [P]: rows of logits; counts [P, vocab]. Grid: P, blocks of the vocabulary."""
     index = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     inside = token < vocab
@@ -49,6 +50,9 @@ def apply_penalties(logits, counts, rows, repetitions, presences, frequencies, v
 
 @triton.jit(do_not_specialize=["number"])
 def add_at(logits, rows, tokens, values, number, vocab):
+    """logits[rows[i], tokens[i]] += values[i], if the token is in the vocabulary. No place may occur twice. Grid:
+    blocks of i.
+    """
     i = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
     token = tl.load(tokens + i, mask=i < number, other=-1)
     inside = (token >= 0) & (token < vocab)
@@ -59,6 +63,9 @@ def add_at(logits, rows, tokens, values, number, vocab):
 
 @triton.jit(do_not_specialize=["stride"])
 def ban_words(logits, tokens, rows, slots, positions, words, ends, stride, vocab):
+    """-inf for a word's last token if the row ends with its other tokens. words: the tokens of all words; ends [words +
+    1]: bounds of each word; rows, slots, positions [words]. Grid: words.
+    """
     index = tl.program_id(0)
     begin, last = tl.load(ends + index), tl.load(ends + index + 1) - 1
     tail = tokens + tl.load(slots + index) * stride + tl.load(positions + index) - (last - begin)

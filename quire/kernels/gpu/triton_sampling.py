@@ -21,10 +21,12 @@ _CANDIDATES = tl.constexpr(4096)
 _ONE = tl.constexpr(float(2**44))
 """1 in fixed point; MAX_VOCAB times it fits an int64."""
 MAX_VOCAB = 2**19 - 1
+"""Largest vocabulary that `sample_tokens` supports."""
 
 
 @triton.jit
 def _load_token_weights(logits, at, inside, temperature, peak):
+    """Weights relative to the largest logit, `peak`: as float32 bits, and as fixed-point numbers."""
     scaled = tl.div_rn(tl.load(logits + at, mask=inside, other=float("-inf")), temperature)
     top = tl.div_rn(peak, temperature)
     weight = tl.where(scaled == float("-inf"), 0.0, tl.exp(scaled - top))
@@ -39,6 +41,7 @@ def _row_peak(peaks, row, chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def find_chunk_peaks(peaks, places, logits, vocab, chunks):
+    """Each chunk's largest logit, and the first token that has it: [rows, chunks]. Grid: rows, chunks."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * _CHUNK + tl.arange(0, _CHUNK)
     value = tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf"))
@@ -52,6 +55,9 @@ def sum_chunk_weights(
     counts, masses, kept, logits, peaks, temperatures, min_ps, vocab, chunks,
     CHUNKS: tl.constexpr, FILTERED: tl.constexpr,
 ):  # fmt: skip
+    """kept [rows, chunks]: each chunk's weight after min-p. FILTERED: counts and masses [rows, chunks, levels] of the
+    tokens before min-p. Grid: rows, chunks.
+    """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + row)
     if temperature > 0:
@@ -72,6 +78,7 @@ def sum_chunk_weights(
 
 @triton.jit
 def _find_cutoff_level(counts, masses, row, chunks, top_k, top_p, vocab, CHUNKS: tl.constexpr):
+    """(level at which the filters cut, tokens [CHUNKS] of each chunk down to this level, weight of all levels)."""
     chunk, level = tl.arange(0, CHUNKS)[:, None], tl.arange(0, _LEVELS)
     at = (row * chunks + chunk) * _LEVELS + level[None, :]
     count = tl.load(counts + at, mask=chunk < chunks, other=0)
@@ -123,6 +130,7 @@ def _mix(z):
 
 @triton.jit
 def _first_cumsum_above(mass, target):
+    """(first index in mass [N] at which the cumulative sum exceeds `target`, sum before it)."""
     sums = tl.cumsum(mass, 0)
     index = tl.min(tl.where(sums > target, tl.arange(0, mass.shape[0]), mass.shape[0] - 1), 0)
     return index, tl.sum(tl.where(tl.arange(0, mass.shape[0]) < index, mass, 0), 0)
@@ -138,6 +146,7 @@ def _draw_target_mass(mass, u):
 def _count_and_mass_at_least(
     least, bits, mass, row, logits, peaks, temperature, vocab, chunks, CHUNKS: tl.constexpr, ALL: tl.constexpr
 ):
+    """Of tokens with weight bits of at least `least`. ALL: in the vocabulary; otherwise among the candidates."""
     if ALL:
         count, total = least * 0, (least * 0).to(tl.int64)
         peak = _row_peak(peaks, row, chunks, CHUNKS)
@@ -157,6 +166,7 @@ def _top_k_top_p_threshold(
     bits, mass, whole, top_k, top_p, row, logits, peaks, temperature, vocab, chunks,
     CHUNKS: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
+    """Bits of the least weight kept by top-k, then top-p of what top-k kept. `whole`: the weight of all tokens."""
     least = top_k * 0
     if top_k < vocab:
         for i in range(30):
@@ -196,6 +206,7 @@ def _pick_candidate(bits_found, tokens_found, found, whole, least, u, row, top_k
 
 @triton.jit
 def _pick_in_chunk(logits, peak, temperature, row, chunk, left, least, vocab):
+    """First token at which the chunk's cumulative weight exceeds `left`; bits below `least` have no weight."""
     token = chunk * _CHUNK + tl.arange(0, _CHUNK)
     bits, mass = _load_token_weights(logits, row * vocab + token, token < vocab, temperature, peak)
     index, _before = _first_cumsum_above(tl.where(bits >= least, mass, 0), left)
@@ -226,6 +237,7 @@ def pick_tokens(
     temperatures, top_ks, top_ps, min_ps, seeds, positions, vocab, chunks,
     CHUNKS: tl.constexpr, FILTERED: tl.constexpr,
 ):  # fmt: skip
+    """picks [rows] int64. Grid: rows."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, CHUNKS)
     temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
     peak = _row_peak(peaks, row, chunks, CHUNKS)

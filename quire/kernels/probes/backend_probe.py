@@ -149,6 +149,7 @@ class PagedAttentionProbe(BackendProbe):
         return numbers.to(self.device, self.dtype)
 
     def _reference_output(self, qkv: Tensor, lengths: tuple[int, ...], softmax: AttentionParams) -> Tensor:
+        """[T, H, D] float32 on the CPU."""
         judge = ReferenceBackend()
         if softmax.sinks is not None:
             softmax = replace(softmax, sinks=softmax.sinks.cpu())

@@ -26,6 +26,10 @@ _QUERY_SCALE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class MLAProbe(BackendProbe):
+    """Two sequences, one several pages long: as prefill, absorbed and (if the backend supports it) expanded; as
+    decodes; and as a decode with the last part of a prefill.
+    """
+
     heads: int
     dims: tuple[int, int, int, int]
     """Latent, rotated part, other part of a query, value."""
@@ -77,6 +81,7 @@ class MLAProbe(BackendProbe):
         return None if self.capture is None else check_graph_replay(self.capture, attend_decodes, expected[last])
 
     def _random_tensor(self, *shape: int) -> Tensor:
+        """Rounded to the model's dtype, then float32 on the CPU."""
         generator = torch.Generator().manual_seed(sum(shape))
         return torch.randn(shape, generator=generator).to(self.dtype).float()
 

@@ -31,6 +31,7 @@ class DeltaRule(Recurrence):
     norm_weight: Tensor
     """[value] float32."""
     eps: float
+    """Added to the mean of squares."""
     num_key_heads: int
     """Each serves the same number of consecutive value heads."""
     key_dim: int
@@ -61,6 +62,7 @@ class DeltaRule(Recurrence):
         return matrices, (matrices * q[:, :, None]).sum(1)
 
     def _split_inputs(self, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """q, k [heads, key], v [heads, value], decay and beta [heads]."""
         keys, dtype = self.num_key_heads * self.key_dim, numbers.dtype
         q, k, v, b, a = numbers.split([keys, keys, self.num_heads * self.value_dim, self.num_heads, self.num_heads])
         group = self.num_heads // self.num_key_heads

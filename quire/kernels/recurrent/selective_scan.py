@@ -33,6 +33,7 @@ class SelectiveScan(Recurrence):
     c_norm: Tensor | None
     """[key] float32."""
     eps: float
+    """The norms add it to the mean of squares."""
 
     @property
     def num_heads(self) -> int:

@@ -55,6 +55,7 @@ class LayerStreamer(LayerHooks, WeightOffloader):
         return self._stream_positions[layer] % self._num_slots
 
     def next_in_slot(self, layer: int) -> int | None:
+        """The next layer of this pass in the same slot; None if there is none."""
         following = self._stream_positions[layer] + self._num_slots
         return self.streamed_layers[following] if following < len(self.streamed_layers) else None
 

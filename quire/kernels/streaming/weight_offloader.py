@@ -17,6 +17,7 @@ class OffloadCounts(NamedTuple):
     experts_guessed: int = 0
     """Prefetched before their layer's router had chosen."""
     experts_guessed_right: int = 0
+    """Guessed experts that the router then chose."""
     disk_bytes: int = 0
     """0 if the OS does not report them."""
 

@@ -46,6 +46,7 @@ class Admission:
         """`has_api_keys`: tenants compete for the queue."""
         self.is_draining = False
         self.rejections = dict.fromkeys(REJECTION_REASONS, 0)
+        """503 responses by reason."""
         self._client = client
         self._config = config
         self._has_api_keys = has_api_keys

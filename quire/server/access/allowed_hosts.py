@@ -53,6 +53,8 @@ class AllowedHosts:
 
 
 class AllowedHostsMiddleware:
+    """Answers requests for other hosts with 403, on every path."""
+
     def __init__(self, app: ASGIApp, hosts: AllowedHosts) -> None:
         self._app = app
         self._hosts = hosts

@@ -96,6 +96,7 @@ class Tenants:
         return next((tenant for tenant in tenants if tenant.digest.hex() == digest), None)
 
     def _iter_key_entries(self) -> Iterator[tuple[str, KeyEntry, str]]:
+        """(tenant, entry, setting that the key comes from)."""
         config = self._config
         for number, key in enumerate(config.admin_api_key, 1):
             yield f"admin-{number}", KeyEntry(key=key, priority=None, admin=True), "admin_api_key"

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message
 
 _RETRY_STATUSES = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 _MAX_RETRY_SECONDS = 30.0
+"""Between tries of a request that found no room."""
 _BASE_SCOPE: Mapping[str, Any] = {
     "type": "http",
     "asgi": {"version": "3.0"},

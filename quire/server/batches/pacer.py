@@ -35,6 +35,7 @@ class StepTimesByRequestCount:
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
+        """By number of sequences."""
 
     def record_step_time(self, step: StepEntry) -> None:
         record = step.record

@@ -49,6 +49,7 @@ _CHECK_SECONDS = 0.005
 _READ_AHEAD_LINES = 64
 _SWEEP_SECONDS = 600.0
 _EXPIRED_FILES_PER_READ = 100
+"""Files read from the database at once."""
 
 
 class BatchRunner:
@@ -76,10 +77,12 @@ class BatchRunner:
         self._line_slots = FairSemaphore(max(1, config.max_running_requests // _SLOT_DIVISOR))
         self._read_slots = FairSemaphore(1)  # one at a time, because threads compete with the event loop
         self._cancel_events: dict[str, asyncio.Event] = {}
+        """By batch id; set to end the batch's lines."""
         self.result_counts = {"completed": 0, "failed": 0}
         """Lines answered by this process."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.is_leader = False
+        """True if this process answers all batches."""
         self._closing = False
 
     @property

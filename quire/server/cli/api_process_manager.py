@@ -60,6 +60,7 @@ class ApiProcessSetup(msgspec.Struct, frozen=True):
     identity: str
     family: int
     address: tuple[Any, ...]
+    """Listening address in the socket module's form."""
     started: float
     """time.perf_counter() when the command began."""
 
@@ -92,6 +93,8 @@ class ManagerDependencies:
 
 
 class ApiProcessManager:
+    """One run of the server: start, serve, drain. `run()` returns the exit status."""
+
     def __init__(
         self,
         config: ServerConfig,

@@ -136,6 +136,7 @@ class BatchClient:
 
 
 def _run_action(server: BatchClient, args: argparse.Namespace) -> int:
+    """Returns the exit status."""
     if args.action == "list":
         for each in server.list_batches():
             print(_format_batch(each))

@@ -19,6 +19,7 @@ log = logging.getLogger("quire.server")
 INTERRUPTED_STATUS = 130
 """Exit status when told to end at once."""
 MIN_OPEN_FILES = 64
+"""Server and engine cannot start with fewer."""
 AMPLE_OPEN_FILES = 1024
 _MAX_OPEN_FILES = 2**20
 _RESERVED_FILES = 40

@@ -26,6 +26,8 @@ _COMPILE_WORKER = "quire.engine.worker.kernel_compilation.compile_worker"
 
 @dataclass(frozen=True, slots=True)
 class CompileResult:
+    """Counts only kinds that were not compiled before."""
+
     num_compiled: int = 0
     num_failed: int = 0
     first_error: str = ""

@@ -16,6 +16,7 @@ from quire.engine.models import decoder_spec
 
 _LINEAR = ".linear_attn."
 _VALUE_HEAD_TENSORS = ("in_proj_z.weight", "in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias")
+"""All rows of these tensors belong to value heads."""
 
 
 def log_decay_rates(name: str, rows: Tensor) -> Tensor:
@@ -33,6 +34,8 @@ def gguf_format(config: ModelConfig) -> GGUFFormat:
 
 
 class GGUFDeltaNetConverter:
+    """Changes nothing if the model has no delta net."""
+
     def __init__(self, config: ModelConfig) -> None:
         self._is_tiled = gguf_format(config).tiles_value_heads
         nets = decoder_spec(config).sublayers_of_kind(DeltaNetSpec)

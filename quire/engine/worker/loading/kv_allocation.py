@@ -21,6 +21,7 @@ class RunnerResources:
     kv_tensors: list[Tensor]
     input_batch: InputBatch
     eager_prefill_reason: str | None = None
+    """Why prefill steps use no graphs although decodes do."""
 
 
 def allocate_runner_resources(

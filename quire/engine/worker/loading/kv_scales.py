@@ -50,6 +50,7 @@ def _check_scale(name: str, scale: float) -> float:
 
 
 def read_fp8_kv_scales(config: EngineConfig, path: Path | None, kv_dtype: torch.dtype) -> Mapping[str, KVScales]:
+    """Scales by layer; empty if the KV cache is not float8 or the checkpoint is not read."""
     if path is None or kv_dtype != torch.float8_e4m3fn or config.load_format != "auto":
         return {}
     return read_kv_scales(path)

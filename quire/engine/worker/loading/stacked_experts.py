@@ -47,6 +47,7 @@ def split_stacked_experts(stream: TensorStream, stacked: StackedExperts, hidden_
 
 
 def _split_gate_up_halves(prefix: str, tensor: Tensor, *, down: bool) -> TensorStream:
+    """The first half of the outputs is gate, the second up."""
     for expert, rows in enumerate(tensor):
         parts = [("down", rows)] if down else zip(("gate", "up"), rows.chunk(2), strict=True)
         for linear, part in parts:

@@ -34,6 +34,7 @@ def import_transformers_decoder() -> type[TransformersDecoder]:
 
 
 def decoder_class(model: ModelConfig, default: type[Decoder] = Decoder) -> type[Decoder]:
+    """`default`: used unless transformers' class computes the model."""
     return default if model.transformers_config is None else import_transformers_decoder()
 
 

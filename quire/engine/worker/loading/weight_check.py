@@ -42,14 +42,17 @@ class ExpectedWeights:
     parameter_table: ParameterTable
     extra_folders: tuple[str, ...] = ()
     optional_prefixes: tuple[str, ...] = ()
+    """Tensors with these name prefixes are allowed, but not required."""
 
     def merge_stages(self, stage_tables: Iterable[Mapping[str, tuple[tuple[int, ...], str]]]) -> ExpectedWeights:
+        """`stage_tables`: shapes and dtypes by name, one table per other pipeline stage."""
         each = {name: kind for other in stage_tables for name, kind in other.items()}
         types = {name: getattr(torch, kind.removeprefix("torch.")) for name, (_, kind) in each.items()}
         table = {name: LoadableParameter(shape, types[name], _discard_tensor) for name, (shape, _) in each.items()}
         return ExpectedWeights(self.parameter_table | table, self.extra_folders)
 
     def detach_from_model(self) -> ExpectedWeights:
+        """A copy whose loaders discard tensors, so that it does not refer to the model."""
         table = {
             name: LoadableParameter(each.shape, each.dtype, _discard_tensor)
             for name, each in self.parameter_table.items()

@@ -152,6 +152,7 @@ class WeightMapper:
         return [_OutputSlice(part.flatten(), every.numel()) for part in parts]
 
     def _permute_within_heads(self, rows: Tensor) -> Tensor:
+        """`rows`: outputs of q or k, reordered within each head for RoPE."""
         return rows if self._head_order is None else rows.view(-1, self._config.head_dim)[:, self._head_order].flatten()
 
 

@@ -36,6 +36,7 @@ from quire.kernels.streaming.layer_streamer import LayerStreamer
 from quire.kernels.streaming.weight_offloader import WeightOffloader
 
 MEMORY_FILESYSTEMS = {"tmpfs", "ramfs"}
+"""Their files are in memory, not on a disk."""
 _MOUNT_INFO = Path("/proc/self/mountinfo")
 
 

@@ -58,6 +58,7 @@ class FollowerRank(RankMethods):
     setting: str
     loaded_part: LoadedPart
     _allocation: tuple[RunnerResources, int]
+    """(resources, number of KV blocks)."""
     _runner: ModelRunner
     _head_runner: DraftHeadRunner
     _tower: LoadedTower

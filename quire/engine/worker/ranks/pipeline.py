@@ -124,6 +124,8 @@ class _InFlightStep:
 
 
 class StageRunner(ModelRunner):
+    """For every stage but the last; sends its output to the next stage."""
+
     def __init__(self, group: DistributedCollective, *parts: Any) -> None:
         super().__init__(*parts)
         self._group = group

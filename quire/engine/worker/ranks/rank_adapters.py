@@ -11,6 +11,8 @@ _WAIT_SECONDS = 1.0
 
 
 class FollowerAdapterLoader:
+    """For every rank but the first, which has LeaderAdapterLoader (rank_processes.py)."""
+
     def __init__(self, loader: ModelAdapterLoader) -> None:
         self._loader = loader
         self._unclaimed_results: dict[int, deque[bool]] = {}

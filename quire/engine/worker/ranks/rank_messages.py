@@ -38,6 +38,8 @@ class LoadedPart(msgspec.Struct, frozen=True):
 
 
 class SampledTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One entry per row of a step; `positions` are those of the sampled tokens."""
+
     slots: list[int]
     positions: list[int]
     token_ids: list[int]

@@ -90,6 +90,7 @@ class MultiProcessRanks(RankGroup):
     """
 
     setting: str
+    """Setting that asks for these processes."""
     process_noun: str
     can_share_memory = True
     stop_seconds = STOP_SECONDS
@@ -105,6 +106,7 @@ class MultiProcessRanks(RankGroup):
         self.count = config.world_size
         self._group_ended, self._closing, self._rank_ended = (threading.Event() for _ in range(3))
         self.failure = ""
+        """Which process ended, and how; "": none."""
         self._processes: list[RankProcess] = []
         self._answer_readers: list[Callable[[float | None], bytes | None]] = []
         """Return None once a process has ended."""
@@ -277,6 +279,7 @@ class MultiProcessRanks(RankGroup):
         self.call_followers(RankMethods.allocate_cache, num_blocks, max_model_len, sequences, snapshots)(None)
 
     def stop_ranks(self) -> None:
+        """Ends the processes and waits for them."""
         self._end_processes()
 
     def wrap_adapter_loader(self, loader: AdapterLoader) -> AdapterLoader:
@@ -387,6 +390,7 @@ def _trigger_group_close(group_ended: threading.Event, closing_thread: threading
 
 
 def _abort_collectives_on_event(group_ended: threading.Event, group: Collective) -> None:
+    """Runs in a thread."""
     group_ended.wait()
     group.abort_collectives()
 

@@ -40,17 +40,20 @@ _REPORT_AFTER_SECONDS = 3.0
 
 class JoinRequest(msgspec.Struct, frozen=True):
     version: str
+    """Quire's version."""
     model: str
     """A digest of its config."""
     kernels: str
     """Instruction set and PyTorch version, which affect rounding."""
     nodes: int
     ranks: int
+    """On all machines."""
     node: int
     place: int
     """Index on its machine."""
     pid: int
     host: str
+    """Address at which other ranks reach this one."""
     reply: str
     """Queue for the JoinVerdict."""
 
@@ -68,6 +71,7 @@ class RankAssignment(msgspec.Struct, frozen=True):
     store: tuple[str, int]
     rank: int
     settings: dict[str, Any]
+    """Settings that this machine knows better than machine 0."""
     cores: list[int]
     """To pin to; empty: all."""
     niceness: int
@@ -197,6 +201,7 @@ class NodeRendezvous:
             self._print_once(f"waiting for {who} at {where}")
 
     def _missing_nodes(self) -> list[int]:
+        """Machines with a rank that has not joined, or has ended."""
         here = self._config.local_world_size
         there = {rank for rank, each in self._ranks.items() if not each.has_ended}
         return sorted({rank // here for rank in set(range(here, self._config.world_size)) - there})

@@ -56,6 +56,7 @@ def join_group(start: RankStart, config: EngineConfig, chosen: DevicePlan, addre
 
 
 def needs_ordered_sums(config: EngineConfig, device: torch.device) -> bool:
+    """True if sums need a fixed order."""
     return config.deterministic or device.type == "cpu"
 
 

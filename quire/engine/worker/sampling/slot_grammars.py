@@ -41,6 +41,7 @@ class _SlotGrammar:
     compiled: CompiledGrammar
     matcher: LLMatcher
     tokens: list[int] = field(default_factory=list)
+    """Tokens of the answer that the grammar has followed; a change of lexer starts over."""
     num_restarts: int = 0
 
     def consume_token(self, token: int) -> bool:

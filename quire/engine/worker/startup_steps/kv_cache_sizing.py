@@ -19,6 +19,7 @@ class _DraftMemoryNeeds:
     block_bytes: int = 0
     state_bytes: int = 0
     spare_bytes: int = 0
+    """KV blocks for draft tokens beyond the longest sequences."""
     formula: str = ""
 
 

@@ -26,10 +26,12 @@ class StartedWorker:
     """load_seconds is still 0."""
     pooling: PoolingConfig
     needs_whole_prompts: bool
+    """True if a prompt must be computed in one step."""
     caches_prefixes: bool
     step_costs: list[tuple[int, float]]
     """(tokens, seconds); empty without speculative decoding."""
     get_grammar_compiler: Callable[[], GrammarCompiler]
+    """Loads it on the first call."""
     expected_weights: ExpectedWeights
     """Replacement weights must hold these."""
     steps_ahead: int = 0
@@ -40,6 +42,7 @@ class StartedWorker:
     """Steps that keep all pipeline stages busy; their requests are disjoint."""
     started_drafter: StartedDrafter | None = None
     adapter_loader: AdapterLoader | None = None
+    """None if no adapters are served."""
     collective_rpc: CollectiveRPC | None = None
     """None if ranks take no calls."""
     get_offload_counts: Callable[[], OffloadCounts] | None = None

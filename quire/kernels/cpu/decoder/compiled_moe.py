@@ -37,6 +37,8 @@ def _native_routing(rule: Routing, correction: Tensor | None, factors: Tensor | 
 
 
 class CompiledMoE:
+    """All linears must be compiled, and have no adapter slots."""
+
     def __init__(
         self,
         library: native_library.NativeLibrary,
@@ -71,6 +73,7 @@ class CompiledMoE:
         self.expert_buffers = [up + down for up, down in zip(each[:num_experts], each[num_experts:], strict=True)]
 
     def __call__(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
+        """router_input: None: x. Raises TypeError for a wrong shape or dtype."""
         router_input = x if router_input is None else router_input
         for each, width in zip((x, router_input), self._widths, strict=True):
             if each.dtype != self._dtype or each.shape != (len(x), width):

@@ -136,6 +136,7 @@ class DiskLayerStreamer(LayerStreamer):
             self._start_read(self.initial_layers[self.slot_of(layer)] if following is None else following)
 
     def _start_read(self, layer: int) -> _PendingRead:
+        """Starts no second read if the layer is in its slot or being read. A failed read is repeated."""
         slot = self.slot_of(layer)
         pending = self._pending_reads.get(slot)
         if pending is None or pending.layer != layer or (pending.done.done() and pending.done.exception() is not None):

@@ -281,6 +281,8 @@ class KernelCalls(ABC):
 
 
 class ImmediateCalls(KernelCalls):
+    """Calls kernels at once. Makes no tensors but those it returns."""
+
     def __init__(self, library: native_library.NativeLibrary) -> None:
         self._library = library
 

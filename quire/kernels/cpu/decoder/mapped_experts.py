@@ -57,6 +57,7 @@ class _FileExtent(NamedTuple):
     address: int
     """Page-aligned."""
     offset: int
+    """In the file."""
     size: int
     """Bytes."""
 
@@ -104,6 +105,7 @@ class MappedWeightArena(native_library.WeightArena):
             os.posix_fadvise(self._file.fileno(), offset, len(chunk), os.POSIX_FADV_DONTNEED)
 
     def flush_and_drop_pages(self) -> None:
+        """Afterwards all weights are on the disk, and none in memory."""
         self._flush_chunks(self._chunks)
 
     def reopen_for_direct_io(self) -> ReopenedFile:
@@ -118,6 +120,7 @@ class MappedWeightArena(native_library.WeightArena):
         _LIBC.madvise(piece.address, piece.size, mmap.MADV_WILLNEED)
 
     def drop_pages(self, weights: Tensor) -> None:
+        """For weights that are no longer read here."""
         piece = self.file_extent(weights)
         _LIBC.madvise(piece.address, piece.size, mmap.MADV_DONTNEED)
         os.posix_fadvise(self._file.fileno(), piece.offset, piece.size, os.POSIX_FADV_DONTNEED)
@@ -190,6 +193,7 @@ class MappedDiskExperts(DiskExperts):
         self._arena.flush_and_drop_pages()
 
     def set_prefetching(self, is_on: bool) -> None:
+        """Whether the next layer's experts are prefetched before they are chosen. For measurements."""
         following = [*(ctypes.addressof(each) for each, _ in self._arena.moes[1:]), None]
         for noted, mixture in zip(self._tables.structs, following, strict=True):
             noted.next = mixture if is_on else None

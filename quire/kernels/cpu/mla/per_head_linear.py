@@ -31,6 +31,8 @@ def make_compiled_per_head_linear(
 
 
 class CompiledPerHeadLinear:
+    """All linears must be compiled, and have the same numbers of inputs and outputs."""
+
     def __init__(
         self, library: native_library.NativeLibrary, linears: Sequence[CompiledLinearBase], passthrough_dim: int
     ) -> None:

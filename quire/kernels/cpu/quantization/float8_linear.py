@@ -55,4 +55,5 @@ class Float8Linear(CompiledLinearBase):
 
     @property
     def nbytes(self) -> int:
+        """Codes and scales."""
         return self._codes.nbytes + self._scales.nbytes

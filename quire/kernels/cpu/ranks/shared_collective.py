@@ -15,6 +15,7 @@ from quire.kernels.cpu import native_library
 
 _HEADER_BYTES = 8192
 _CLOSED_OFFSET = 8
+"""Byte offset of the flag that a rank has ended."""
 _MIN_BUFFER_BYTES = 1 << 20
 """Longer tensors are summed in pieces."""
 _MAX_SPINS = 2000

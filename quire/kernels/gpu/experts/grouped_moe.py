@@ -108,6 +108,7 @@ class GroupedMoE:
         self._down = down
 
     def __call__(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
+        """router_input: None: x."""
         experts = self._experts
         router_input = x if router_input is None else router_input
         x = x.contiguous()

@@ -68,6 +68,7 @@ def sort_rows(chosen, order, starts, rows, first, EXPERTS: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _locate_expert_tile(starts, tile, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(expert, first row of the tile, end of the expert's rows). The expert is EXPERTS if there are fewer tiles."""
     expert = tl.arange(0, EXPERTS_PAD)
     real = expert < EXPERTS
     first = tl.load(starts + expert, mask=real, other=0)

@@ -14,6 +14,7 @@ from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
 
 
 def can_attend_bidirectional(k_cache: Tensor, softmax: AttentionParams) -> bool:
+    """True if `attend_bidirectional` supports this; the reference supports everything."""
     plain = (
         softmax.softcap is None
         and softmax.relative_bias is None

@@ -35,7 +35,9 @@ class FlashPagedBackend(PagedAttentionBackend):
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(deterministic=deterministic)
         self.reference: Backend = ReferenceBackend()
+        """Everything but attention, for tensors that are not on a GPU."""
         self.fused_ops = _make_fused_backend(deterministic=deterministic)
+        """Everything but attention, for tensors on a GPU."""
         self.keeps_weights_quantized = self.fused_ops.keeps_weights_quantized
 
     def unsupported_reason(
@@ -160,6 +162,7 @@ class FlashLibraryBackend(FlashPagedBackend):
 
 
 def import_library(name: str, what: str, install: str) -> ModuleType | str:
+    """Returns the module, or the reason why it cannot be used. what: the library, for messages."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
@@ -176,6 +179,7 @@ def gather_step_kv(cache: Tensor, metadata: AttentionMetadata) -> Tensor:
 
 
 def unsupported_architecture_reason(device: torch.device, majors: tuple[int, ...]) -> str | None:
+    """majors: major versions of the compute capability that the kernels are built for. None: supported."""
     major, minor = torch.cuda.get_device_capability(device)
     if major in majors:
         return None

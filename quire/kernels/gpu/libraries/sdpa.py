@@ -79,6 +79,7 @@ def _attend_batch(
 def _attend_decodes(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor, softmax: AttentionParams
 ) -> Tensor:
+    """q [S, H, D]; each query's own key is the last of its context."""
     k, v = (cache[table.long()].flatten(1, 2).transpose(1, 2) for cache in (k_cache, v_cache))  # [S, K, L, D]
     at = torch.arange(k.shape[2], device=q.device)
     seen = at < lens[:, None]
@@ -90,6 +91,7 @@ def _attend_decodes(
 
 
 def _attend_prompt(q: Tensor, k: Tensor, v: Tensor, softmax: AttentionParams) -> Tensor:
+    """q [T, H, D]: the last T of the sequence's C tokens; k, v [C, K, D]."""
     keys = torch.arange(len(k), device=q.device)
     query_positions = keys[len(k) - len(q) :, None]
     seen = keys <= query_positions
@@ -100,5 +102,6 @@ def _attend_prompt(q: Tensor, k: Tensor, v: Tensor, softmax: AttentionParams) ->
 
 
 def _call_sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softmax: AttentionParams) -> Tensor:
+    """q [S, H, T, D]; k, v [S, K, L, D]."""
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=softmax.scale, enable_gqa=grouped)

@@ -72,6 +72,7 @@ class DenseLinear:
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
+    """As in kernels/backend.py. A row has the same bits in every batch."""
     weight = weight.contiguous()
     outs, inner = weight.shape
     block_n = 128 if outs >= _MIN_WIDE_OUTPUTS else 64

@@ -35,6 +35,7 @@ _MAX_SHRINK_RANKS, _MAX_EXPAND_RANKS = 64, 32
 
 @triton.jit
 def _tile_rows_of_adapter(adapters, order, rows, tile, nth, BLOCK_M: tl.constexpr):
+    """(rows of the tile, mask of those with its nth adapter, that adapter's slot). Slot 0: no adapter."""
     i = tl.arange(0, BLOCK_M)
     at = tile * BLOCK_M + i
     inside = at < rows
@@ -52,6 +53,9 @@ def _shrink_kernel(
     PARTS: tl.constexpr, RANKS: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    """middle [splits, rows, PARTS * RANKS] = x [rows, inner] @ down [slots, PARTS * RANKS, inner].T, only for the ranks
+    that the row's adapter has. Grid: tiles * most adapters per tile, parts * blocks of ranks, splits.
+    """
     row, mine, slot = _tile_rows_of_adapter(
         adapters, order, rows, tl.program_id(0) // most, tl.program_id(0) % most, BLOCK_M
     )
@@ -125,6 +129,7 @@ class PinnedLoraDeltas:
 
 class TritonLinearWithLora(LinearWithLora, RoundedInputLinear):
     def __init__(self, linear: Linear, slots: AdapterSlotSpec, split: int = _SPLIT_INPUTS) -> None:
+        """split: inputs per partial sum."""
         count = slots.num_slots
         parts = slots.output_sizes
         ranks = slots.max_rank

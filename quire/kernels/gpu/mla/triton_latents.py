@@ -37,6 +37,7 @@ def _load_latent_rows(at, inside, d, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr)
 
 @triton.jit
 def _load_page_ids(table, begin, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Page of each key from `begin` on, if before `end`; a scalar if a tile lies in one page."""
     if PAGE % BLOCK_N == 0:
         return tl.load(table + begin // PAGE, mask=begin < end, other=0)
     else:
@@ -50,6 +51,7 @@ def _latent_softmax_step(
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
+    """Online softmax over keys `begin` to begin + BLOCK_N, if before `end`. page: from _load_page_ids."""
     cache, scales, stride = pages
     to_base2, value_scale, rank = rules
     d, r, key = tl.arange(0, L_PAD), tl.arange(0, R_PAD), begin + tl.arange(0, BLOCK_N)
@@ -108,6 +110,9 @@ def _load_query_tile(
     HEADS: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, ONE_TOKEN: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
+    """(sequence, q's latent part, q's rotated part, positions, indices in [T * HEADS], mask of real rows, end of the
+    keys).
+    """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a prompt's last tiles see the most keys, so they start first
     if ONE_TOKEN:
         TILES: tl.constexpr = (HEADS + BLOCK_M - 1) // BLOCK_M
@@ -173,6 +178,7 @@ def _attend_and_store_split(
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
+    """A split has `length` keys, if before `end`. kept: each row's index in [T * HEADS], and whether it is real."""
     weighted, peaks, totals, splits = parts
     row, real = kept
     begin, d = split * length, tl.arange(0, L_PAD)

@@ -38,6 +38,7 @@ class EightBitRounding(ActivationRounding):
     """Inputs per step if codes are in the order of the weights' words; 0: natural order."""
 
     def round_rows(self, x: Tensor) -> RoundedActivations:
+        """x [rows, in]."""
         x = x.contiguous()
         rows, inner = x.shape
         rounded = self._allocate_rounded(x, inner, whole=None)

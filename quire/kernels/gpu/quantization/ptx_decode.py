@@ -29,6 +29,7 @@ def _shift_asm(to: str, source: str, left: int) -> str:
 
 
 def _multiply_add_asm(to: str, wide: bool, factor: int, added: str) -> str:
+    """Computes t * factor + added for the two 16-bit numbers in t. added: literal bits, or a register."""
     kind = "bf16x2" if wide else "f16x2"
     return f"mov.b32 o, {_paired_half_literal(factor)}; mov.b32 m, {added}; fma.rn.{kind} {to}, t, o, m;"
 

@@ -47,6 +47,8 @@ _MIN_STEPS = 4
 
 
 class TritonQuantizedLinear(RoundedInputLinear):
+    """All parts have the same inputs; their outputs are concatenated."""
+
     def __init__(
         self,
         parts: Sequence[PackedWeight],
@@ -119,6 +121,7 @@ class TritonQuantizedLinear(RoundedInputLinear):
     def _multiply_part(
         self, number: int, x: Tensor, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None
     ) -> Tensor:
+        """x @ part.T + bias, in `dtype`. out: may be columns of a wider tensor; None: a new one."""
         part, rows = self.parts[number], len(x)
         x = x if part.input_order is None else x.index_select(1, part.input_order)
         if self._should_round(rows) and (form := _activation_rounding(part, self._matmuls[number])) is not None:
@@ -145,6 +148,7 @@ class TritonQuantizedLinear(RoundedInputLinear):
 
 
 def _activation_rounding(part: PackedWeight, product: torch_matmul.TorchMatmulKind | None) -> EightBitRounding | None:
+    """How x is rounded if it has many rows; None: not at all."""
     if not part.rounds_activations:
         return None
     integers = part.kernel_form[0] == kernels.INTEGERS

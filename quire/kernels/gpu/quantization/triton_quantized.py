@@ -98,6 +98,7 @@ def weight_row_pointers(codes, n, outs, stride, LINES: tl.constexpr, STEP: tl.co
 def _load_scales_per_part(
     scales, at, n, n_inside, outs, inner, group, PARTS: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
+    """PARTS scales for outputs n, one per part of the step that begins at input `at`."""
     first = _load_group_scale(scales, at, n, n_inside, outs, inner, group)
     if PARTS == 1:
         return (first,)
@@ -215,6 +216,7 @@ def multiply_split_k(
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
+    """sums [parts, rows, outs] float32; a part has `length` words of each line. Grid: tiles, parts."""
     tiles_m, part = tl.cdiv(rows, BLOCK_M), tl.program_id(1)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -250,7 +252,9 @@ def dequantize_weights(
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, inner], in its dtype: the weights of the outputs from `first` on."""
+    """out [rows, inner], in its dtype: the weights of the outputs from `first` on. Grid: tiles of outputs, steps of a
+    line.
+    """
     parts: tl.constexpr = _codes_per_word(KIND, codes.dtype.element_ty.primitive_bitwidth)
     row, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     n = first + row
@@ -276,6 +280,7 @@ def multiply_block_scaled_codes(
     x, x_scales, codes, scales, factors, bias, out, rows, outs, inner, out_stride, group,
     SCALED: tl.constexpr, BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    """x has codes. BLOCK_K inputs share a scale, in x and in the weights."""
     tiles_m = tl.cdiv(rows, BLOCK_M)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -338,6 +343,7 @@ def multiply_integers(
 
 @triton.jit
 def scale_sums(sums, x_scales, factors, bias, out, outs, out_stride, BIASED: tl.constexpr, BLOCK: tl.constexpr):
+    """out [rows, outs] from integer sums, a scale per row and a factor per output. Grid: rows, blocks of outputs."""
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = n < outs
     total = tl.load(sums + row * outs + n, mask=inside, other=0).to(tl.float32) * tl.load(x_scales + row)
@@ -354,6 +360,7 @@ def look_up_embedding_rows(
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     STEP: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """out [ids, inner]. STEP: BLOCK_K of the matrix products. Grid: ids, blocks of columns."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
     row = tl.load(ids + tl.program_id(0)).to(tl.int64)

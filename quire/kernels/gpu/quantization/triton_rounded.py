@@ -35,6 +35,7 @@ def _interleaved_column(column, PAIRED: tl.constexpr):
 
 @triton.jit
 def _interleave_codes(codes, PAIRED: tl.constexpr):
+    """Makes codes at a distance of PAIRED adjacent. The row must hold whole pairs of steps."""
     if PAIRED:
         size: tl.constexpr = codes.shape[0]
         apart = tl.reshape(codes, (size // (2 * PAIRED), 2, PAIRED))
@@ -64,6 +65,7 @@ def round_per_block(
     x, codes, scales, rows, size,
     KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
+    """x [rows, size] to codes [rows, size] and scales [blocks, rows]. Grid: rows, blocks / BLOCKS."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
     column = (first + tl.arange(0, BLOCKS))[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     numbers = tl.load(x + row * size + column, mask=column < size, other=0.0).to(tl.float32)
@@ -72,6 +74,7 @@ def round_per_block(
 
 @triton.jit
 def round_per_row(x, codes, scales, size, KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr):
+    """x [rows, size] to codes [rows, size] and scales [rows]. Grid: rows."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     most, bad = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
     for begin in range(0, size, BLOCK):
@@ -119,6 +122,7 @@ def gate_rounded(
     GELU: tl.constexpr, WHOLE: tl.constexpr, KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
+    """The gate's output as codes [rows, size] and scales [blocks, rows]. Grid: rows, blocks / BLOCKS."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
     column = (first + tl.arange(0, BLOCKS))[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = column < size

@@ -50,6 +50,7 @@ class PackedWeight:
     block_scales: Tensor | None = None
     """[ceil(outs / 128), ceil(in / 128)] float32, in addition to `scales`."""
     interleaved_outputs: int = 1
+    """Outputs whose steps alternate in one line."""
 
     @property
     def nbytes(self) -> int:
@@ -79,6 +80,7 @@ class PackedWeight:
 
     @property
     def kernel_scales_and_offsets(self) -> tuple[Tensor, Tensor]:
+        """Missing ones are replaced by a tensor that the kernel does not read."""
         scales = self.factors if self.scales is None else self.scales
         return scales, scales if self.offsets is None else self.offsets
 
@@ -163,6 +165,7 @@ def merge_adjacent_weights(parts: Sequence[PackedWeight]) -> list[PackedWeight]:
 
 
 def _table_values_as_two_int64(values: tuple[int, ...] | None) -> tuple[int, int]:
+    """Up to 16 values, one byte each."""
     listed = bytes(value & 255 for value in values or ())
     return int.from_bytes(listed[:8], "little", signed=True), int.from_bytes(listed[8:], "little", signed=True)
 
@@ -178,6 +181,7 @@ def _pack_nibbles(codes: Tensor, step: int) -> Tensor:
 
 
 def _choose_byte_pair_step(steps: Sequence[int], inner: int) -> int:
+    """The longest step that splits the inputs into whole pairs of steps; the longest of all if none does."""
     return next((each for each in steps if inner % (2 * each) == 0), steps[0])
 
 

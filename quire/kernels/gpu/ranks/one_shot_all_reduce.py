@@ -86,6 +86,7 @@ class OneShotAllReduce:
 
 
 def counter_bytes(ranks: int) -> int:
+    """Bytes of the counters, which come before the numbers."""
     return cdiv(NUM_PROGRAMS * ranks * 8, 4096) * 4096
 
 
@@ -185,5 +186,6 @@ def connect_one_shot(
 
 
 def _open_shared_memory(handle: bytes, device: torch.device, storages: Any) -> Tensor:
+    """Opens another rank's memory for this rank's GPU, which then reaches that of the other GPU."""
     storage = storages._new_shared_cuda(device.index or 0, *pickle.loads(handle))
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -38,6 +38,7 @@ def token_input_pointers(
     given, beside, guesses, slot, position, first, start,
     INPUTS: tl.constexpr, BESIDE: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
+    """Pointers to a position's inputs: in the step, or, before `first`, among the slot's draft inputs."""
     token = (start + position - first).to(tl.int64)
     numbers, others = given + token * INPUTS, beside + token * BESIDE
     if MOST:

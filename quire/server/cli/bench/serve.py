@@ -85,6 +85,8 @@ class ChunkUsage(msgspec.Struct):
 
 
 class StreamChunk(msgspec.Struct):
+    """Only the fields that are read; the decoder skips others."""
+
     choices: list[ChunkChoice] = []
     usage: ChunkUsage | None = None
     error: Any = None

@@ -29,6 +29,8 @@ class StreamError(Exception):
 
 
 class StreamClient:
+    """keep_alive: reuse connections if the server keeps them open."""
+
     def __init__(
         self,
         base: str,
@@ -154,6 +156,7 @@ class _StreamConnection(asyncio.Protocol):
                 self._on_event(data)
 
     def _resolve_response_future(self, missing: str, *, failed: bool = False) -> None:
+        """`missing`: error message if the stream is incomplete or has failed."""
         if self._end_future is None or self._end_future.done():
             return
         status = (self._parser.get_status_code() or None) if self.has_received else None

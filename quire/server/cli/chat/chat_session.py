@@ -26,6 +26,7 @@ class ChatSession:
     """data: URLs for the next message."""
     was_truncated: bool = False
     usage: dict[str, Any] = field(default_factory=dict)
+    """Of the last answer; empty if its stream reports none."""
 
     def stream_answer(self, text: str) -> Generator[str, None, None]:
         """Interrupted answers are kept as far as they came. If the server refuses, raises QuireError and drops `text`
@@ -142,6 +143,7 @@ def _is_content_part(part: object) -> bool:
 
 
 def _is_foreign_file(path: Path, names: Collection[str]) -> bool:
+    """True if the file has content that is not a JSON object with these names."""
     if not path.is_file() or path.stat().st_size == 0:
         return False
     try:

@@ -46,6 +46,9 @@ class CommandOutcome:
 def handle_line(
     chat: ChatSession, line: str, print_info: Callable[[str], object], print_error: Callable[[str], object]
 ) -> CommandOutcome:
+    """Performs a command, which begins with a slash; any other line is a prompt. `print_info` and `print_error` show
+    results and errors.
+    """
     if not line.startswith("/"):
         return CommandOutcome(prompt=line)
     try:

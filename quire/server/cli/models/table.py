@@ -27,6 +27,7 @@ from quire.server.cli.unknown_flags import parse_flags
 CONTEXT_TOKENS = 4096
 """Must fit; memory is shown for it."""
 _SPEED_CONTEXT_TOKENS = 1024
+"""Tokens of context for the speed, as in `quire plan`."""
 _LAPTOP_FLOPS = 1e12
 """16-bit, roughly; a single stream is bound by memory."""
 _EMBEDDING_BITS = 6.5625

@@ -26,6 +26,7 @@ class CpuRates(msgspec.Struct, frozen=True):
     flops: float
     """16-bit operations per second."""
     at: float = 0.0
+    """time.time() of the last measurement."""
 
 
 def read_or_measure_rates(*, must_measure: bool = False) -> CpuRates | None:
@@ -46,6 +47,7 @@ def read_or_measure_rates(*, must_measure: bool = False) -> CpuRates | None:
 
 
 def with_cpu_rates(machine: Machine, *, must_measure: bool = False) -> Machine:
+    """Returns the machine unchanged if rates cannot be measured."""
     cpu_rates = read_or_measure_rates(must_measure=must_measure)
     return (
         machine
@@ -60,6 +62,7 @@ def _rates_file() -> Path:
 
 
 def machine_key() -> str:
+    """Changes with the processor, its usable cores, and the kernels."""
     lines = _CPU.read_text(encoding="utf-8").splitlines() if _CPU.exists() else []
     name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return f"{VERSION}, {name or 'this processor'}, {usable_cpus()} cores, {os.environ.get('QUIRE_CPU_ISA', '')}"

@@ -51,10 +51,12 @@ class Estimate:
     block_bytes: int
     """All layers, with what their groups leave unused."""
     block_needs: KVBlockNeeds
+    """Blocks per context, for the groups of layers."""
     layer_block_bytes: int
     """One layer, not divided among devices."""
     kv_budget_bytes: int
     device_weight_bytes: int = 0
+    """Weights as kept in memory."""
     step_bytes: int = 0
     """The largest step on a GPU, with graphs."""
     num_blocks: int = 0
@@ -84,6 +86,7 @@ class Estimate:
 
     @property
     def extra_weight_names(self) -> list[str]:
+        """What `device_weight_bytes` includes besides the model's own weights."""
         return [name for name, size in (("adapters", self.adapter_bytes), ("drafts", self.draft_bytes)) if size]
 
     @property

@@ -49,6 +49,7 @@ def estimate_model(
 @dataclass(frozen=True, slots=True)
 class _WeightPlan:
     model_bytes: int
+    """The whole model."""
     device_bytes: int
     """With adapters, drafts and the vision tower."""
     adapter_bytes: int

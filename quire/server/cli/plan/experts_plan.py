@@ -26,10 +26,12 @@ class ExpertsPlan:
     min_experts: int
     """Experts per layer of the device with the fewest."""
     max_experts: int
+    """Experts per layer of the device with the most."""
     has_whole_experts: bool
     disk_bytes: int = 0
     """0: all in memory."""
     memory_bytes: int = 0
+    """Part of disk_bytes that is kept in memory too."""
     token_read_bytes: int = 0
     """Without the share kept in memory."""
 

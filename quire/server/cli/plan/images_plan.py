@@ -19,6 +19,7 @@ from quire.server.cli.plan.estimate import Estimate
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _PLACEHOLDER_TOKEN = re.compile(r"<[^>]*>|\n+")
+"""Matches the marks of an image, and the breaks between its rows."""
 _IMAGES_FORMAT = re.compile(r"(?:([1-9]\d{0,3})x)?([1-9]\d{0,5})x([1-9]\d{0,5})")
 
 

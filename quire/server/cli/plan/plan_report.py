@@ -15,6 +15,7 @@ from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine
 
 MIB = 2**20
 _SHORT_CONTEXT = 1024
+"""Tokens of context for the speed of a single stream."""
 
 
 def format_report(
@@ -325,6 +326,7 @@ def _sliding_window_note(estimate: Estimate) -> str:
 
 
 def unserved_reasons(estimate: Estimate) -> list[str]:
+    """Empty if Quire serves the model there."""
     reasons = list(estimate.sizes.unsupported_reasons)
     if estimate.machine.stages > 1 and estimate.machine.gpu:
         reasons.append("Quire has pipelines on CPUs alone so far; --tensor-parallel-size is for GPUs too")

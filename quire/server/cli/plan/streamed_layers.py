@@ -34,6 +34,7 @@ class StreamedLayersPlan:
     saved_bytes: int = 0
     """Device memory that is not needed."""
     problem: str | None = None
+    """Why layers cannot be streamed as asked; None if they can."""
 
     @property
     def max_steps_per_second(self) -> float:

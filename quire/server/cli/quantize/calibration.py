@@ -15,12 +15,16 @@ from quire.server.protocol.chat import ChatRequest
 from quire.server.resolve.parse import validate_body
 
 MAX_SAMPLE_TOKENS = 512
+"""Per piece of text."""
 MAX_TOTAL_TOKENS = 16_384
 """More changes little: only each input's maximum counts, and large inputs are large everywhere."""
 _MAX_CHARACTERS = 16 * MAX_TOTAL_TOKENS
+"""Of a text; enough for MAX_TOTAL_TOKENS."""
 
 
 class _SampleLine(msgspec.Struct):
+    """A line of a JSONL file; one of the fields is set."""
+
     text: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None

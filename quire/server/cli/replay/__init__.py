@@ -70,6 +70,7 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 async def _replay_and_print(config: EngineConfig, args: argparse.Namespace) -> int:
+    """Returns the exit status."""
     counts: Counter[str] = Counter()
     tokens, last_warning = 0, ""
     async for verdict in replay_receipts(config, args.file, args.adapter, args.image, ProcessClient):

@@ -43,6 +43,7 @@ from quire.server.cli.settings_flags import add_settings_flags, parse_settings
 from quire.server.config import ServerConfig
 
 MAX_SHOWN_CHARACTERS = 160
+"""Of a failure's message in the final report."""
 MAX_SHOWN_NAMES = 8
 MAX_ATTEMPTS = 5
 """After 429 or 503."""
@@ -60,6 +61,7 @@ class RequestTally:
     num_refused: int = 0
     """Failures that a retry would repeat."""
     ignored_params: Counter[str] = field(default_factory=Counter)
+    """Number of requests that had each parameter without effect."""
 
 
 def is_failure(result: dict[str, Any]) -> bool:
@@ -140,6 +142,8 @@ class ResultFile:
 
 
 class RequestFileRunner:
+    """Answers several requests at a time, and writes each result when it is ready."""
+
     def __init__(
         self,
         http: httpx.AsyncClient,

@@ -22,6 +22,7 @@ class LoadedModel:
     adapter_slots: AdapterManager | None
     quantization: str
     read_bytes: int
+    """Bytes of the weights as read, before online quantization."""
     kv_groups: KVCacheGroups
     """Of all stages."""
 
