@@ -68,6 +68,7 @@ class ErrorInfo:
     status: int
     message: str
     error_type: str
+    """OpenAI's error type."""
     param: str | None = None
     code: str | None = None
 
@@ -114,6 +115,7 @@ ERROR_ENCODERS = (
     (re.compile(rf"{OLLAMA_PREFIX}.*", re.DOTALL), ErrorInfo.encode_ollama),
     (re.compile(SYSTEM_ONE_PATH), ErrorInfo.encode_system_one),
 )
+"""By path pattern, for APIs that have their own error format."""
 
 
 def error_info(error: Exception) -> ErrorInfo:
@@ -134,6 +136,7 @@ def http_error_info(error: HTTPException) -> ErrorInfo:
 
 
 def encode_openai_stream_error(error: Exception) -> bytes:
+    """The last event of the stream."""
     return EVENT_PREFIX + error_info(error).encode_openai() + EVENT_END
 
 

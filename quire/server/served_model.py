@@ -77,6 +77,7 @@ class ServedModel(ServedModelSpec):
     """At least one; the first is the model's own."""
     chat_formats: ChatFormats
     media_domains: tuple[str, ...] = ()
+    """Hosts that images may be fetched from."""
     fetched_images: Mapping[str, bytes] = field(default_factory=dict)
     """Images of the current request, by URL."""
     adapters: Collection[str] = ()

@@ -35,6 +35,7 @@ class BytesByOwner:
         self._set_size(owner, size + num_bytes)
 
     def begin_transaction(self) -> None:
+        """Until `commit`, `revert` restores the sizes at this moment."""
         self._sizes_before = {}
 
     def commit(self) -> None:
@@ -65,6 +66,7 @@ class SharedCapacity:
 
     @property
     def total_used(self) -> int:
+        """In bytes."""
         return self._usage.total_bytes()
 
     def has_room(self, owner: str, amount: int) -> bool:

@@ -112,6 +112,7 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def _import_slow_modules() -> None:
+    """Planning and HTTP: the engine can start before they are imported."""
     import_module("quire.server.cli.plan.model_plan")
     import_module("quire.server.cli.engine_app")
 

@@ -56,6 +56,7 @@ def client_ssl_context(cacert: Path | None) -> ssl.SSLContext:
 
 
 def error_from_response(response: httpx.Response) -> QuireError:
+    """The message of an OpenAI error body, or the HTTP status if there is none."""
     try:
         message = str(response.json()["error"]["message"])
         way = " (--api-key KEY, or the variable OPENAI_API_KEY)" if response.status_code == 401 else ""

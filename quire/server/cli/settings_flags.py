@@ -42,6 +42,8 @@ COMMON_SETTINGS = (
 
 
 class _HelpAction(argparse.Action):
+    """Exits with status 0. `=all` prints the uncommon flags too."""
+
     uncommon_actions: list[argparse.Action]
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: object, flag: object = None) -> None:

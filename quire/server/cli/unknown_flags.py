@@ -168,6 +168,7 @@ def _merge_object(
 
 
 def _parse_json_or_text(text: str) -> Any:
+    """Accepts Python's True, False and None. Text that is not JSON is returned unchanged."""
     if text in ("True", "False", "None"):
         return {"True": True, "False": False, "None": None}[text]
     try:
@@ -218,6 +219,7 @@ _PARSER_PLUGIN_REASON = "a parser of a plugin's: how the model writes is read fr
 
 
 def _pop_flag_values(rest: list[str], value_kind: str) -> list[str]:
+    """`value_kind`: as in `unsupported_options.ForeignFlag`."""
     values: list[str] = []
     while value_kind and rest and not rest[0].startswith("--") and (value_kind == "+" or not values):
         values.append(rest.pop(0))

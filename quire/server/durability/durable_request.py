@@ -70,6 +70,7 @@ class DurableRequest(ABC):
 
     @property
     def is_restart(self) -> bool:
+        """This process repeats the answer; no caller asked for it."""
         return False
 
     @property
@@ -101,6 +102,7 @@ class DurableRequest(ABC):
         """Write to the journal before the first event is sent. Closes `running` on failure."""
 
     def number_events(self, writer: AnswerWriter, resolved: GenerationRequest) -> AnswerWriter:
+        """Return a writer whose stream events a client can refer to later. The base class returns `writer` itself."""
         return writer
 
     def stream_headers(self, resolved: GenerationRequest) -> Mapping[str, str]:
@@ -166,6 +168,7 @@ class JournaledRequest(DurableRequest):
         self._owner = owner
         self._compute = compute
         self._body: bytes | None = None
+        """None before it is read, or if the request must not be journaled."""
         self._earlier_progress: CallProgress | None = None
         self._outputs: ResumableOutputs | None = None
 

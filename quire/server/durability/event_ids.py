@@ -51,6 +51,7 @@ class EventIdWriter(AnswerWriter):
         """By kind. `_kind_count` holds the current one: a list touches more memory per token."""
         self._seen_counts = [*seen_counts, *self._sent_counts[len(seen_counts) :]]
         self._kind = self._kind_count = self._kind_seen_count = 0
+        """The current kind, the number of its events, and how many of them the reader has seen."""
         self._event_template = b""
         """Bytes format of a count and an event."""
         self._text_event_template: bytes | None = None

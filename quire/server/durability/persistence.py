@@ -55,6 +55,7 @@ class Persistence:
     resumable_calls: ResumableCalls
     peers: Peers
     data_dir_status: DataDirStatus = field(init=False)
+    """As of the last `refresh_status`."""
     unfinished_responses: set[tuple[str, str]] = field(default_factory=set)
     """Owner and id of each background response to restart."""
 
@@ -65,6 +66,7 @@ class Persistence:
         self.unfinished_responses.add((owner, id))
 
     async def refresh_status(self) -> DataDirStatus:
+        """The status covers all processes."""
         counts = {
             **self.batch_runner.result_counts,
             OPEN_BATCHES_KEY: self.batch_runner.num_running_batches,
@@ -170,6 +172,7 @@ async def resume_unfinished_work_forever(persistence: Persistence, app: ASGIApp,
 
 
 async def _sweep_forever(persistence: Persistence) -> None:
+    """Only the leading process deletes."""
     while True:
         more = False
         try:

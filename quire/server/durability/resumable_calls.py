@@ -79,6 +79,7 @@ class RunningCall:
     close_generation: Callable[[], None] | None = None
     """None after its end."""
     num_saved_tokens: int = 0
+    """Tokens in the journal."""
     num_skipped_saves: int = 0
     """Since its last save."""
     log_number: int = 0
@@ -116,10 +117,12 @@ class ResumableCalls:
 
     @property
     def has_write_ahead_log(self) -> bool:
+        """If True, each token is in the journal before it is sent."""
         return self._write_ahead_log is not None
 
     @property
     def running_call_keys(self) -> list[tuple[str, str]]:
+        """(owner, id) of each call that this process answers."""
         return list(self._running)
 
     @property
@@ -162,6 +165,7 @@ class ResumableCalls:
         return ResumedCall(call, seen, attempt)
 
     async def _stop_and_reload_call(self, owner: str, call: JournaledCall) -> JournaledCall:
+        """Stops the call in the process that answers it, and returns it with its current tokens."""
         if (running := self._running.get((owner, call.pins.id))) is not None:
             return msgspec.structs.replace(call, progress=await _stop_and_get_progress(running))
         if (holder := await self._peers.find_answering_process(owner, call.pins.id)) is not None:

@@ -20,6 +20,7 @@ from quire.server.formats.tools.named_formats import TOOL_FORMATS, find_tool_for
 from quire.server.formats.tools.tool_parser import ToolFormat
 
 GENERIC_FORMAT = "hermes"
+"""For templates that do not support tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ def _infer_turn_form_or_none(prober: TemplateProber) -> AssistantTurnForm | None
 def _choose_tool_format_with_source(
     renderer: ChatRenderer, template: str, turn: AssistantTurnForm | None
 ) -> tuple[ToolFormat | None, str, bool]:
+    """Returns the format, its source in words, and whether the template describes it to the model."""
     known = find_tool_format("auto", template)
     name = next((row.name for row in TOOL_FORMATS if row.format is known), "")
     form: CallForm | None = None
@@ -99,6 +101,7 @@ def _choose_tool_format_with_source(
 
 
 def _choose_reasoning_format(choice: str, template: str, turn: AssistantTurnForm | None) -> ReasoningFormat | None:
+    """Prefers the markers that the template renders to those that its text contains."""
     if choice != "auto" or turn is None or not turn.reasoning_begin:
         return find_reasoning_format(choice, template)
     for row in REASONING:

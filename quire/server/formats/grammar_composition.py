@@ -49,6 +49,7 @@ def add_content_delimiters(grammar: Grammar, delimiters: ContentDelimiters | Non
 
 
 def lark_literal_with_special_tokens(text: str, tokenizer: Tokenizer) -> str:
+    """Special tokens become `<[id]>`; the rest becomes quoted text."""
     parts = tokenizer.split_at_special_tokens(text)
     return " ".join(json.dumps(part) if token_id is None else f"<[{token_id}]>" for part, token_id in parts)
 

@@ -31,6 +31,7 @@ class ReasoningFormat:
 
     @property
     def later_span_marker(self) -> str:
+        """Starts each span after the first."""
         return self.later_begin or self.begin
 
 
@@ -71,6 +72,7 @@ def make_engine_thinking_budget(
 
 
 def _marker_token_id(marker: str, tokenizer: Tokenizer) -> int | None:
+    """Id of the marker's token, or of the special token it starts with. None if there is neither."""
     parts = tokenizer.split_at_special_tokens(marker)
     return parts[0][1] if parts and parts[0][1] is not None else tokenizer.backend.token_to_id(marker)
 
@@ -97,7 +99,9 @@ class ReasoningParser:
         self._start_trial = start_trial
         self._call_markers = stops if start_trial is not None else ()
         self._pending_space = ""
+        """Belongs to the thinking only if more thinking follows."""
         self._has_thought = False
+        """The open span has text."""
         self._tool_markers = tuple(stop for stop in stops if not format.later_span_marker.startswith(stop))
         self._reasoning: list[str] = []
         self._content: list[str] = []
@@ -110,6 +114,7 @@ class ReasoningParser:
 
     @property
     def num_reasoning_tokens(self) -> int:
+        """Includes the markers' tokens."""
         total = len(self._offsets)
         return sum(
             (total if end is None else bisect_left(self._offsets, end)) - bisect_left(self._offsets, begin)
@@ -117,6 +122,7 @@ class ReasoningParser:
         )
 
     def extract_reasoning(self, text: str, offsets: Sequence[int], final: bool = False) -> tuple[str, str]:
+        """Returns new reasoning and new content. `offsets`: start positions of the text's tokens in the answer."""
         if not self._is_done:
             self._offsets += offsets
             self._is_done = self._source.feed_parser(self._steps, text, final=final)
@@ -172,6 +178,7 @@ class ReasoningParser:
             yield
 
     def _stream_characters_as_content(self, count: int) -> str:
+        """Returns the last of the characters."""
         text = self._source.take_text(count)
         self._add_content(text)
         self._count_and_reset_taken_text()
@@ -228,6 +235,7 @@ class ReasoningParser:
         return whole if place >= 0 else max(trial.num_read, first)
 
     def _add_reasoning(self, text: str) -> None:
+        """Drops white space at both ends of a span's thinking."""
         self._count_and_reset_taken_text()
         text = self._pending_space + text
         text = text if self._has_thought else text.lstrip()

@@ -9,9 +9,11 @@ from urllib.parse import unquote
 
 JSON_TYPES = ("string", "number", "integer", "boolean", "null", "array", "object")
 ANY_TYPE = "any"
+"""The schema does not restrict the type."""
 MAX_NODES = 500
 """Schemas visited per value. Beyond this, any type is allowed."""
 MAX_DEPTH = 40
+"""Schemas nested through combining keywords and references. Beyond this, any type is allowed."""
 MAX_VARIANTS = 32
 COMBINING_KEYWORDS = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
 ANNOTATION_KEYWORDS = frozenset(
@@ -19,7 +21,9 @@ ANNOTATION_KEYWORDS = frozenset(
 )
 DEFINITION_KEYWORDS = frozenset({"$defs", "definitions"})
 SCHEMA_MAP_KEYWORDS = frozenset({"properties", "patternProperties", "dependentSchemas"})
+"""Their values map names to schemas."""
 VALUE_KEYWORDS = frozenset({"const", "enum", *ANNOTATION_KEYWORDS})
+"""Their values are not schemas."""
 TYPE_BY_KEYWORD = {
     "properties": "object",
     "additionalProperties": "object",
@@ -103,6 +107,7 @@ class SchemaNode:
         return self._any_of_node(schemas)
 
     def standalone_schema(self) -> Any:
+        """Includes all definitions that the schema refers to."""
         return _SchemaExtractor(self.document).extract_schema(self.schema)
 
     def _object_schemas(self) -> Iterator[Mapping[str, Any]]:
@@ -143,6 +148,7 @@ class _VariantResolver:
 
 
 def _direct_variants(schema: Mapping[str, Any]) -> list[TypeVariant]:
+    """Ignores the keywords that combine schemas."""
     types = schema.get("type")
     names = [one for one in (types if isinstance(types, list) else [types]) if one in JSON_TYPES]
     values = [schema["const"]] if "const" in schema else schema.get("enum")

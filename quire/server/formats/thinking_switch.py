@@ -24,9 +24,12 @@ SWITCH_VARIABLES: tuple[tuple[str, Any, Any], ...] = (
     ("reasoning_mode", "on", "off"),
     ("thinking_budget", -1, 0),
 )
+"""(variable, value for thinking, value for none), as in published templates."""
 EFFORT_VARIABLES = ("reasoning_effort", "thinking_effort", "reasoning_strength")
 EFFORT_WORDS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""The APIs' words, in ascending order."""
 OFF_WORDS = ("no_think", "none", "off", "disabled")
+"""Values of EFFORT_VARIABLES that turn thinking off in some templates."""
 SWITCH_ALIASES = ("enable_thinking", "thinking")
 """Clients use these, whatever the template's name is."""
 

@@ -48,10 +48,12 @@ class BeamSearchGeneration(Generation):
         self._weights_version = client.engine_core.weights_version
         self._client_call = client.begin_call(request.answer_id, request.authorized_caller.tenant)
         self._cancelled_prompts: set[int] = set()
+        """Prompt indices."""
         self._streams: set[OutputStream] = set()
 
     @property
     def reasoning_tokens(self) -> int | None:
+        """None: beam search does not count them."""
         return None
 
     async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:

@@ -51,6 +51,7 @@ class ChoiceState:
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.prefix_report: PrefixMissReport | None = None
+        """Prompt tokens that could have been cached; None if unknown."""
         self.logprob_sum = 0.0
         self.is_finished = False
         """Set by the generation, as are `end_reason` and the two times."""
@@ -91,6 +92,7 @@ class ChoiceState:
         self._repetition_detector = None if rule is None else RepetitionDetector(rule, params.min_tokens)
         self._pending_logprobs: deque[TokenLogprob] = deque()
         self._echoed_text = (prompt.text or "") if request.echo else ""
+        """The prompt; empty if it is not echoed."""
         self._pending_ids: list[int] | None = [] if request.return_token_ids else None
         self._prompt_ids = prompt.ids if request.return_token_ids else None
         self._prompt_logprobs: Sequence[TokenLogprob | None] | None = None
@@ -156,6 +158,7 @@ class ChoiceState:
         self.prefix_report = output.prefix or self.prefix_report
 
     def _collect_answer_tokens(self, output: EngineCoreOutput, delta: TextDelta) -> list[AnswerToken]:
+        """Tokens that start in the delta's text. Empty if no log probabilities were requested."""
         if output.logprobs is not None:
             self._pending_logprobs.extend(output.logprobs[: delta.num_used_ids])
             self.logprob_sum += sum(logprob.logprob for logprob in output.logprobs[: delta.num_used_ids])
@@ -237,4 +240,5 @@ def has_repetition(ids: Sequence[int], rule: RepetitionRule) -> bool:
 
 
 def _has_period(ids: Sequence[int], period: int, length: int) -> bool:
+    """Compares each of the last `length` tokens to the one `period` before it, if that is among them too."""
     return all(ids[-i] == ids[-i - period] for i in range(1, length - period + 1))

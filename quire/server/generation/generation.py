@@ -170,6 +170,7 @@ class Generation(ABC):
         return [replace(answer, index=index) for index, answer in enumerate(best_answers)]
 
     def _record_choice_end(self, choice: ChoiceState, reason: str) -> None:
+        """After a prompt's last choice, counts the prompt too."""
         params = self.request.params
         choice.is_finished, choice.end_reason = True, reason
         self._metrics.observe_finished_choice(

@@ -37,6 +37,7 @@ class MessageDeltaStream:
         self._decided_length = 0
         """Characters that cannot begin a stop string."""
         self._pending_offsets: list[int] = []
+        """Start positions of tokens not yet emitted."""
 
     @property
     def reasoning_tokens(self) -> int:

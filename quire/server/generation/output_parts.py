@@ -14,6 +14,7 @@ from quire.server.generation.choice_state import AnswerToken, ChoiceDelta
 MAX_LOGPROBS = 2**20
 """Per whole answer, or per stream that repeats them at its end; about 140 MB."""
 MAX_LOGPROBS_IN_ALL = 2**21
+"""For all answers together."""
 
 
 PartKind = Literal["reasoning", "text", "call"]
@@ -40,6 +41,7 @@ class OutputParts:
     def __init__(self) -> None:
         self.parts: list[OutputPart] = []
         self._pending_tokens: list[AnswerToken] = []
+        """Their text has not come yet."""
 
     def add_delta_and_iter_pieces(self, delta: ChoiceDelta) -> Iterator[tuple[OutputPart, str]]:
         """Yield the delta's pieces with their parts. A new part ends the one before."""

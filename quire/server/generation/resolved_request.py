@@ -84,6 +84,7 @@ class Caller:
     cache_salt: str = ""
     """Made specific to the tenant."""
     adapter: Adapter | None = None
+    """None if the request's model name is not an adapter's."""
     chosen_id: str = ""
     """From the header X-Request-Id."""
     include_receipt: bool = False
@@ -234,6 +235,7 @@ class GenerationRequest(ResolvedRequest):
 
     @property
     def sampling_params(self) -> SamplingParams:
+        """Includes the checked grammar and the answer's seed."""
         grammar = None if self.checked_grammar is None else self.checked_grammar.grammar
         return msgspec.structs.replace(self.params, grammar=grammar, seed=self.answer_identity.seed)
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 
 class SamplingGeneration(Generation):
+    """Each choice is one engine request."""
+
     def __init__(
         self,
         request: GenerationRequest,
@@ -86,6 +88,7 @@ class SamplingGeneration(Generation):
         return step
 
     def _process_output(self, output: EngineCoreOutput, now: float) -> ChoiceDelta | None:
+        """None if there is nothing to show yet."""
         choice = self._choices_by_id[output.id]
         if choice.is_finished:  # closed while this output waited to be read
             return None

@@ -124,9 +124,13 @@ class HttpConnection(HttpToolsProtocol):
         self._bytes_without_body = 0
         """Since the last piece with a body byte."""
         self._num_headers = 0
+        """Includes trailers."""
         self._body_chunks: list[bytes] = []
+        """From the data being parsed; they are passed on together."""
         self._read_timer: asyncio.TimerHandle | None = None
+        """Runs during the receipt of a request."""
         self._write_timer: asyncio.TimerHandle | None = None
+        """Runs until the client reads sent data."""
         self._refusal = (400, "Invalid HTTP request")
         self._running_cycle: RequestResponseCycle | None = None
         """Being answered or answered last; `cycle` was received last."""
@@ -219,6 +223,7 @@ class HttpConnection(HttpToolsProtocol):
 
     @property
     def _will_reparse_head(self) -> bool:
+        """True if the parser will meet the same head again."""
         return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
 
     def head_without_upgrade(self) -> bytes:
@@ -241,6 +246,7 @@ class HttpConnection(HttpToolsProtocol):
             self._read_timer = None
 
     def _is_receiving(self) -> bool:
+        """Part of a request has come, and more may come."""
         return self._is_refused or (self._read_timer is not None and (self._received_bytes > 0 or not self._in_head))
 
     @property
@@ -291,6 +297,7 @@ class HttpConnection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _notify_disconnect(self) -> None:
+        """Works even if later requests have arrived."""
         if self._running_cycle is not None and not self._running_cycle.response_complete:
             self._running_cycle.disconnected = True
             self._running_cycle.message_event.set()

@@ -62,6 +62,7 @@ class BatchingTransport(asyncio.Transport):
         write_batcher: WriteBatcher,
         is_client_sending: Callable[[], bool] = _always_false,
     ) -> None:
+        """`is_client_sending`: the client is in the middle of a request."""
         super().__init__()
         self._transport = transport
         self._loop = loop

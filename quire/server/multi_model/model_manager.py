@@ -104,6 +104,7 @@ class ModelManager:
 
     @property
     def is_alive(self) -> bool:
+        """True if it can still load and wake models."""
         return self._task is not None and not self._task.done()
 
     @property
@@ -271,6 +272,7 @@ class ModelManager:
             raise ConfigError(f"memory: it needs {needed:.2f} GiB awake, and all may take {bound:.2f}", param="memory")
 
     def _record_failure(self, member: ManagedModel, error: QuireError) -> None:
+        """The model's requests get this error for a while."""
         member.failure, member.failed_at = error, clock.monotonic()
         member.load_finished.set()
 

@@ -79,7 +79,9 @@ class ModelsConfig:
     slice_seconds: float
     """Time that a model with open requests stays awake before it must make room."""
     defaults: ModelsFileOptions
+    """For models without their own setting."""
     flags: Mapping[str, Any]
+    """Command-line settings, which apply to every model."""
     presets: Mapping[str, ModelPreset] = field(default_factory=dict)
     """By model name."""
 

@@ -91,6 +91,7 @@ class CrossProcessObserver:
         return conversation_turns(self._request_log, self._client.history, conversation, may_name)
 
     async def find_last_turn(self, tenant: str, salt: str, session: str) -> Turn | None:
+        """Searches all processes."""
         arguments = tenant, salt, session
         turns_found = [
             self.find_own_last_turn(*arguments),

@@ -17,6 +17,7 @@ from quire.engine.core.request_history import RequestHistory, StepEntry, Timelin
 from quire.server.encoding import encode_json
 
 ENGINE_PID, REQUESTS_PID = 1, 2
+"""Trace viewers show each process id as a group of tracks."""
 FIRST_STEP_TRACK = 1
 """Further engines have the next tracks."""
 TraceEvent = dict[str, Any]

@@ -126,6 +126,7 @@ class LiveViewStream:
         self._open = True
 
     async def events(self, facts: dict[str, object]) -> AsyncGenerator[bytes]:
+        """Server-sent events: one `hello`, then repeated `state`."""
         self._live_view.add_stream(self)
         try:
             yield self._live_view.hello_event(facts)

@@ -86,12 +86,14 @@ def engine_metrics(client: EngineClient, model_name: str) -> Iterator[Metric]:
     stats = [each.stats for each in engines]
 
     def per_engine(kind: MetricFamilyClass, name: str, text: str, values: Sequence[float]) -> Metric:
+        """`values`: one per engine."""
         values_by_labels = {(model_name, str(engine)): value for engine, value in enumerate(values)}
         return build_metric_family(kind, name, text, LABELS, values_by_labels)
 
     def per_engine_and_label(
         kind: MetricFamilyClass, name: str, text: str, label: str, values: Sequence[Mapping[str, float]]
     ) -> Metric:
+        """`values`: per engine, by the value of `label`."""
         pairs = [(engine, key, value) for engine, each in enumerate(values) for key, value in each.items()]
         values_by_labels = {(model_name, str(engine), key): value for engine, key, value in pairs}
         return build_metric_family(kind, name, text, (*LABELS, label), values_by_labels)
@@ -123,6 +125,7 @@ def engine_metrics(client: EngineClient, model_name: str) -> Iterator[Metric]:
 
 
 def refusal_metrics(client: EngineClient, model_name: str, rejections: Mapping[str, int]) -> Iterator[Metric]:
+    """Calls that this process refused, by reason, and answers that it gave up."""
     text = "Answers given up because nobody read them."
     yield build_metric_family(
         CounterMetricFamily, "quire:slow_readers", text, LABELS[:1], {(model_name,): client.slow_readers}

@@ -12,6 +12,7 @@ from quire.server.observe.request_log import RequestLog, RequestRecord
 
 DecodeTokens = Callable[[Sequence[int]], str]
 MAX_TURNS = 200
+"""The latest turns of one conversation."""
 MISS_REASON_TEXTS: dict[MissReason, str] = {
     "evicted": "their pages had to make room",
     "computing": "another request was still computing them",
@@ -56,6 +57,7 @@ def conversation_turns(
 
 
 def latest_turns_oldest_first(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Merges the turns of several processes."""
     return sorted(turns, key=lambda each: (each["turn"], each["created"]))[-MAX_TURNS:]
 
 

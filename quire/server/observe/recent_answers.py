@@ -122,6 +122,7 @@ def _tenant_totals(
 
 
 def _add_shares_and_sort(tenants: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """The largest share comes first."""
     costs = {
         name: each["computed_tokens"] + OUTPUT_TOKEN_COST * each["output_tokens"] for name, each in tenants.items()
     }

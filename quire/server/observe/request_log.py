@@ -154,6 +154,7 @@ class RequestLogMiddleware:
 
 
 def _content_length_or_zero(headers: Headers) -> int:
+    """0 if the header is missing or malformed."""
     value = headers.get("content-length", "")
     return int(value) if value.isascii() and value.isdecimal() and len(value) <= _MAX_LENGTH_DIGITS else 0
 

@@ -43,6 +43,7 @@ class RequestSpanExporter:
         self._histories = histories
 
     def export_request(self, record: RequestRecord) -> None:
+        """Does nothing if the request produced no answer."""
         if record.internal_id is None or record.ended_at is None:
             return
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context

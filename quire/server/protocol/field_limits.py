@@ -23,6 +23,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from quire.engine.common.errors import InvalidRequest
 
 MAX_FIELDS = 256
+"""Per body, including fields without effect."""
 MAX_LISTED_TOKEN_IDS = 1024
 """For logit_bias and stop_token_ids: each of n answers has a copy."""
 MAX_LOGPROB_TOKEN_IDS = 128

@@ -96,8 +96,11 @@ IGNORED_PARAMS_HEADER = "X-Ignored-Params"
 ADAPTED_HEADER = "X-Quire-Adapted"
 """How a conversation was adapted to its chat template."""
 MAX_ADAPTATIONS = 10
+"""In X-Quire-Adapted."""
 MAX_IGNORED_NAMES = 20
+"""In X-Ignored-Params."""
 MAX_IGNORED_NAME_LENGTH = 64
+"""Characters of each name in X-Ignored-Params."""
 MAX_SESSION_TTL = 86_400.0
 """In seconds."""
 SAFE_ID_PATTERN = r"[A-Za-z0-9._:/+=@-]{1,128}"

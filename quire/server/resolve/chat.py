@@ -93,6 +93,7 @@ def resolve_chat_request(
 
 
 def params_ignored_by_template(body: ChatRequest, formats: ChatFormats) -> list[str]:
+    """The template is the request's, or else the model's."""
     template = body.chat_template or formats.template_text
     switched = formats.thinking_switch if body.chat_template is None else NO_SWITCH
     known = SWITCH_ALIASES if switched.is_switchable else ()

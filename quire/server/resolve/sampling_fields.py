@@ -75,6 +75,7 @@ def _limit_max_tokens(max_tokens: int | None, name: str, context: int, *, clip: 
 
 
 def clipped_header(max_tokens: int | None, model: ServedModel) -> dict[str, str]:
+    """Set if max_tokens exceeds the model's context."""
     most = model.context_length
     return {CLIPPED_HEADER: str(most)} if max_tokens is not None and max_tokens > most else {}
 
@@ -86,6 +87,7 @@ def _check_no_surrogates_in(**texts: Sequence[str]) -> None:
 
 
 def _copied_fields(body: GenerationBody, model_defaults: Mapping[str, float]) -> dict[str, Any]:
+    """The model's defaults replace missing values."""
     values: dict[str, Any] = {}
     for row in COPIED_SAMPLING_FIELDS:
         value = getattr(body, row.name)

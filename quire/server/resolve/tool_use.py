@@ -56,6 +56,7 @@ class RequestTools:
 
     @property
     def schema_grammars(self) -> list[tuple[str, Grammar]]:
+        """(request field, grammar) of each constrained tool."""
         return [(self._schema_field(tool.name), self.schema_grammar(tool.name)) for tool in self._constrained_tools]
 
     def schema_grammar(self, name: str) -> Grammar:
@@ -71,6 +72,7 @@ class RequestTools:
 
     @property
     def weakened_schema_fields(self) -> list[str]:
+        """Request fields of schemas that calls need not follow exactly."""
         return [self._schema_field(name) for name in self.tools_by_name if self.weakening_levels.get(name)]
 
     def with_weaker_schemas(self, levels: Mapping[str, int]) -> RequestTools:

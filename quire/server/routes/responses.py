@@ -151,6 +151,7 @@ async def list_input_items(
 
 
 async def write_in_owner_thread(request: Request, method: Callable[..., WriteResult], *args: object) -> WriteResult:
+    """The owner is the first argument of `method`, which may block."""
     data, owner = get_server_context(request).data_dir, owner_of(request)
     assert data is not None, "refused otherwise"
     return await data.owner_executor.run_for_owner(owner, method, owner, *args)

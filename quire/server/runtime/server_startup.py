@@ -24,6 +24,7 @@ from quire.server.runtime.server_context import ModelDispatcher, ServerContext
 from quire.server.store.data_dir import DataDir
 
 BODY_BUDGET_BYTES = 48 << 20
+"""For all requests that are being received and resolved."""
 OpenModels = Callable[[], AbstractAsyncContextManager[ModelDispatcher]]
 OpenStoredData = Callable[[ServerConfig, PeerLink | None], DataDir | None]
 
@@ -83,6 +84,7 @@ def _list_engine_clients(models: ModelDispatcher) -> list[EngineClient]:
 
 
 def _data_dir_collector(persistence: Persistence, models: ModelDispatcher) -> CallbackCollector:
+    """Metrics have the first model's name as their label."""
     model_name = models.loaded_runtimes[0].model.names[0]
     result_counts = persistence.batch_runner.result_counts
     latest_status = partial(getattr, persistence, "data_dir_status")

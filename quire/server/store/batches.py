@@ -82,6 +82,7 @@ class Batches:
     """Thread-safe. Methods are single transactions, except those for many lines or batches."""
 
     def __init__(self, database: Database, files: Files, garbage: Garbage) -> None:
+        """`files` publishes the files of ended batches; `garbage` takes their lines."""
         self._database = database
         self._files = files
         self._garbage = garbage
@@ -175,6 +176,7 @@ class Batches:
             start = rows[-1][:3]
 
     def is_file_in_use(self, owner: str, file_id: str) -> bool:
+        """True if one of the owner's unfinished batches reads it."""
         query = "select data from batches where owner = ? and ended = 0 limit ?"
         with self._database.read_connection() as connection:
             rows = connection.execute(query, (owner, _BATCHES_PER_READ)).fetchall()

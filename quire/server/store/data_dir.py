@@ -58,6 +58,7 @@ class Processes:
         """An ordered set; the first one leads."""
         self._counts_by_process: dict[str, Mapping[str, int]] = {}
         self._ended_counts: Counter[str] = Counter()
+        """Sum over processes that have ended."""
 
     def exchange_status(self, process: str, counts: Mapping[str, int]) -> DataDirStatus:
         """The first process to call leads until it ends."""
@@ -76,6 +77,7 @@ class Processes:
         return DataDirStatus(leads, sizes, summed, self._database.probe_write_error())
 
     def rejoin_process(self, process: str, status: ProcessStatus) -> None:
+        """For a process that was connected to an earlier owner of the data."""
         self._calls.register_answering_process(process, status.calls)
         with self._mutex:
             self._live_processes = (
@@ -108,6 +110,7 @@ class DataDir:
     calls: Calls
     processes: Processes
     owner_executor: OwnerExecutor
+    """For this process's puts and deletes of objects."""
     close: Callable[[], None]
 
 

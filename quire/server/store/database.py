@@ -18,6 +18,7 @@ from quire.server.store.schema import SCHEMA_VERSION, prepare_database
 
 DATABASE_FILE = "responses.sqlite3"
 BUSY_TIMEOUT_SECONDS = 10.0
+"""A read or write waits this long for another."""
 ROW_OVERHEAD_BYTES = 256
 """Counted per row, so that byte limits also limit rows."""
 CHECKPOINT_WAL_BYTES = 4 << 20

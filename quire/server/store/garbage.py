@@ -36,6 +36,7 @@ class Garbage:
         return self.sizes.total_bytes()
 
     def add_entry(self, connection: sqlite3.Connection, kind: GarbageKind, owner: str, name: str, size: int) -> int:
+        """Returns the entry's number."""
         row = (kind, owner, name, size)
         cursor = connection.execute("insert into garbage (kind, owner, name, size) values (?, ?, ?, ?)", row)
         self.sizes.add_bytes("", size)

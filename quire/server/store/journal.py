@@ -26,9 +26,11 @@ _IS_UNFINISHED_RESPONSE = (
     "exists (select 1 from objects where owner = calls.owner and id = calls.id and unfinished = 1)"
 )
 _BEFORE_FIRST = (float("-inf"), "")
+"""Sorts before the (end, id) of every call."""
 _EVICTION_STEPS = 2
 """A new call's first token waits for these transactions."""
 _UPDATES_PER_TRANSACTION = 16
+"""Number of calls."""
 CLAIM_SECONDS = 30.0
 """A claim expires after this time."""
 
@@ -103,6 +105,7 @@ class Calls:
         self._sweep_position: tuple[float, str, str] | None = None
         """(expiry, owner, id); None: from the start."""
         self._answering_processes: dict[tuple[str, str], str] = {}
+        """By (owner, id)."""
         eviction = partial(_CallEviction, self._sizes, self._delete_call, self._answering_processes)
         self.quota = StorageQuota(database, max_bytes, self._sizes, None, eviction)
         self._claims: dict[tuple[str, str], _AttemptClaim] = {}
@@ -193,6 +196,7 @@ class Calls:
             del self._answering_processes[owner, id]
 
     def handle_process_end(self, process: str) -> None:
+        """Recovers from its log the progress that it had not saved."""
         self._recover_token_log(process, self._database.folder / f"{LOG_FILE_PREFIX}{process}")
         for key in [key for key, holder in list(self._answering_processes.items()) if holder == process]:
             self._answering_processes.pop(key, None)

@@ -37,6 +37,7 @@ class ConversationLimits(NamedTuple):
 
 
 def total_item_bytes(items: Iterable[StoredItem]) -> int:
+    """Stored bytes, including row overhead."""
     return sum(len(item.data) + ROW_OVERHEAD_BYTES for item in items)
 
 

@@ -20,6 +20,7 @@ SECONDS_PER_DAY = 86_400.0
 _MAX_STEPS = 16
 """Transactions per job and call."""
 _PAUSE_SECONDS = 60.0
+"""Between two passes over expired data."""
 
 
 class ResponseRetention:

@@ -20,6 +20,7 @@ import msgspec
 from quire.server.store.progress import ChoiceFinish
 
 LOG_FILE_PREFIX = "tail-"
+"""The process's name follows. The file is in --data-dir."""
 HALF_BYTES = 1 << 21
 """One half is written while the journal takes over the other."""
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
@@ -151,6 +152,7 @@ class WriteAheadLog:
             self._commit_offset(end)
 
     def _commit_offset(self, end: int) -> None:
+        """Everything written before `end` is valid from now on."""
         self._write_offset = end
         self._half_positions[self._current_half] = (self._generation << _USED_BITS) + end - self._half_end + HALF_BYTES
 

@@ -20,6 +20,7 @@ from quire.server.formats.tools.tool_parser import Schema, Tool
 
 class ArgumentsForm(ABC):
     sort: bool
+    """The template sorts keys alphabetically."""
     before_key: str
 
     @property
@@ -53,6 +54,7 @@ class JsonArguments(ArgumentsForm):
     sort: bool = False
     indented: bool = False
     is_json_string: bool = False
+    """The object is encoded in a JSON string."""
 
     def try_skip_space_before_arguments(self, source: TextSource) -> ParserSteps[bool]:
         if (yield from source.peek_non_space_character()) not in ("{", '"'):
@@ -159,6 +161,7 @@ class LiteralArguments(ArgumentsForm):
 
 
 def schema_with_sorted_properties(schema: Any) -> Any:
+    """Sorts the properties of nested schemas too."""
     if isinstance(schema, Mapping):
         ordered = {name: schema_with_sorted_properties(value) for name, value in schema.items()}
         if isinstance(ordered.get("properties"), dict):
@@ -183,6 +186,7 @@ def is_literal_next(source: TextSource, literal: str) -> ParserSteps[bool]:
 
 
 def _stream_string_text(source: TextSource, sink: ToolCallSink, end: str) -> ParserSteps[None]:
+    """Streams the text up to `end` as a JSON string. Raises UnreadableLiteral if the text closes first."""
     sink.add_arguments('"')
     while (place := source.text.find(end)) < 0:
         if source.is_closed:

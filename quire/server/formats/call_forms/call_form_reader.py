@@ -146,6 +146,7 @@ class CallFormReader:
         return read[0].strip()
 
     def _skip_literal(self, literal: str) -> ParserSteps[None]:
+        """Skips as much of the literal as is there."""
         source = self._source
         for piece in SLOT_PATTERN.split(literal):
             if piece in (ID_SLOT, INDEX_SLOT):

@@ -9,8 +9,10 @@ from quire.server.formats.call_forms.slots import NAME_SLOT, SLOT_PATTERN, TAG, 
 from quire.server.formats.tools.json_calls import JsonCallKeys
 
 DISTINCT_MARK = re.compile(rf"{TAG.pattern}|<\w|[A-Z_]{{3}}\]")
+"""A marker that matches is hardly ordinary text: it contains a tag, the start of one, or capitals and a bracket."""
 
 NAME_TAG_OPENING = re.compile(rf"<[^<>\s{NAME_SLOT}]*(?:[=>]|\s[^<>{NAME_SLOT}]*[\"'=]){NAME_SLOT}")
+"""Such as `<function=` or `<invoke name="`."""
 
 
 @dataclass(frozen=True)
@@ -18,11 +20,15 @@ class CallFormTexts:
     """Texts may contain the NAME, ID and INDEX slot characters."""
 
     begin: str
+    """Before the first call."""
     head: str
+    """From the start of each call to its arguments."""
     arguments: ArgumentsForm
     tail: str
+    """From the arguments to the end of each call."""
     between: str
     end: str
+    """After the last call."""
     allows_many: bool = True
     """False: the template shows one call per turn."""
     prompt_head: str = ""
@@ -70,6 +76,7 @@ class CallFormTexts:
 
 
 def marker_prefix(literal: str) -> str:
+    """The leading tag with the word that follows it, or the text up to the first white space or slot."""
     joined = SLOT_PATTERN.split(literal)[0].strip()
     if (group := re.match(TAG_START, joined)) is not None:
         return group[0]

@@ -27,12 +27,14 @@ class LiteralSpelling:
     null: str = "null"
     json_lists: bool = True
     json_objects: bool = True
+    """Objects, with all values in them, are written as JSON."""
 
 
 @dataclass(slots=True)
 class LarkRules:
     encode_literal: LiteralEncoder
     names_by_body: dict[str, str] = field(default_factory=dict)
+    """Keys are `head: body`."""
 
     def split_literal(self, literal: str) -> list[str]:
         """Split a literal into special tokens, texts, and each text's leading whitespace. llguidance takes the longest
@@ -49,6 +51,7 @@ class LarkRules:
         return LITERAL_PIECES.findall(self.encode_literal(literal)) if literal else []
 
     def add_rule(self, head: str, body: str) -> str:
+        """Returns the rule's name; equal rules share one. `head`: the rule's options, such as `[suffix="…"]`."""
         return self.names_by_body.setdefault(f"{head}: {body}", f"r{len(self.names_by_body)}")
 
     def add_terminal(self, body: str) -> str:
@@ -95,6 +98,8 @@ class LarkRules:
 
 @dataclass(frozen=True, slots=True)
 class LiteralRuleWriter:
+    """Writes rules for values that fit a JSON schema. Constraints that Lark cannot express are dropped."""
+
     rules: LarkRules
     spelling: LiteralSpelling
     quote: str = "'"
@@ -167,6 +172,7 @@ class LiteralRuleWriter:
         return f'"{{" ( {entry} ( {quote_lark_string(self.comma)} {entry} )* )? "}}"'
 
     def _any_value_expression(self, depth: int) -> str:
+        """Refers to a recursive rule, or to JSON's rule if the template writes lists and objects as JSON."""
         if not depth and self.spelling.json_lists and self.spelling.json_objects:
             constants = " | ".join(
                 quote_lark_string(word) for word in (self.spelling.true, self.spelling.false, self.spelling.null)

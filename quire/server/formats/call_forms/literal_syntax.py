@@ -49,6 +49,7 @@ class LiteralSyntax:
         return (yield from _read_word(source))
 
     def parse_string_after_quote(self, source: TextSource, quote: str, *, raw: bool) -> ParserSteps[str]:
+        """The opening quote is already taken. Raises UnreadableLiteral if the closing one is missing."""
         pieces: list[str] = []
         while True:
             place = source.text.find(quote)
@@ -70,6 +71,7 @@ class LiteralSyntax:
             pieces.append(quote)
 
     def _is_string_end(self, source: TextSource) -> ParserSteps[bool]:
+        """Decides by the text after the quote of a raw string; waits for up to 80 characters."""
         while len(source.text) < 80 and not source.is_closed and not re.match(self.string_end_pattern, source.text):
             yield
         return re.match(self.string_end_pattern, source.text) is not None
@@ -115,6 +117,7 @@ class LiteralSyntax:
 
 
 def _read_word(source: TextSource) -> ParserSteps[Any]:
+    """A number, a constant, or a bare word, which becomes a string."""
     while True:
         text = source.text.lstrip()
         match = BARE_WORD.match(text)
@@ -140,6 +143,7 @@ def _read_word(source: TextSource) -> ParserSteps[Any]:
 
 
 def unescape_literal(text: str) -> str:
+    """Replaces the escapes of Python and JSON."""
     text = ESCAPE.sub(_unescape_match, text)
     return SURROGATE_PAIR.sub(lambda pair: pair[0].encode("utf-16", "surrogatepass").decode("utf-16"), text)
 

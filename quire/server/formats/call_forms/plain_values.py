@@ -15,10 +15,12 @@ JSON_BY_PYTHON_CONSTANT = {"True": "true", "False": "false", "None": "null"}
 
 
 def is_string_only(variants: list[TypeVariant]) -> bool:
+    """If True, the text of values need not be examined."""
     return all(variant.type == "string" for variant in variants)
 
 
 def may_be_literal(begun: str, variants: list[TypeVariant], spelling: LiteralSpelling) -> bool:
+    """True if the complete value may be something other than a string."""
     kinds = {variant.numeric_merged_type for variant in variants}
     if kinds & {ANY_TYPE} or not kinds & {"string"}:
         return True

@@ -7,6 +7,7 @@ from typing import Any
 from quire.server.formats.lark_to_regex import escape_regex
 
 REGEX_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()|]|[^\\\[()|]+|.", re.DOTALL)
+"""An escape, class, bracket or bar of a regular expression, or the text between them."""
 LARK_SPECIAL = re.compile(r"\\.|[/\n]", re.DOTALL)
 
 
@@ -48,4 +49,5 @@ def _anchor_alternative(alternative: str) -> str:
 
 
 def _escape_for_lark(expression: str) -> str:
+    """For an expression between slashes."""
     return LARK_SPECIAL.sub(lambda match: {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(match[0], match[0]), expression)

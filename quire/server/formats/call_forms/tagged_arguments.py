@@ -40,6 +40,7 @@ class TaggedArguments(ArgumentsForm):
     spelling: LiteralSpelling
     sort: bool = False
     uses_cdata: bool = False
+    """Strings with markup are in a CDATA section."""
     has_html_entities: bool = False
     element_prefix: str = ""
     item_name: str = ""
@@ -161,6 +162,7 @@ def _stream_value(
 def _stream_text(
     source: TextSource, sink: ToolCallSink, ends: tuple[str, ...], *, html_entities: bool
 ) -> ParserSteps[bool]:
+    """Stops at the first of `ends` and takes it too. Returns False if the text closes without one."""
     pieces: list[str] = []
 
     def stream_piece(piece: str) -> None:
@@ -202,6 +204,7 @@ def _read_until_end(source: TextSource, end: str, begin: str) -> ParserSteps[str
 
 
 def _may_become_literal(form: TaggedArguments, begun: str, ends: tuple[str, ...], variants: list[TypeVariant]) -> bool:
+    """True if the value may not be a string. The last characters of `begun` may be the start of an end."""
     return bool(form.item_name) or may_be_literal(
         begun[: len(begun) - partial_match_length(begun, ends)], variants, form.spelling
     )

@@ -106,6 +106,7 @@ def _infer_unverified_form(prober: TemplateProber, turn: AssistantTurnForm) -> C
 
 
 def _heads_without_outer_tag(begin: str, head: str) -> tuple[str, ...]:
+    """The head without the tag around the call or around all calls. Empty if no tag with a name remains."""
     outer = TAG.match(head.lstrip())
     inner = head.lstrip()[outer.end() :].lstrip() if outer is not None else head if TAG.search(begin) else ""
     return (inner,) if NAME_TAG_OPENING.match(inner) else ()
@@ -149,6 +150,7 @@ def _find_json_arguments_and_form(turn: str) -> tuple[str, ArgumentsForm] | None
 
 
 def _find_json_values(text: str) -> list[tuple[int, Any, int]]:
+    """(start, value, end) of JSON objects and strings."""
     decoder, values = json.JSONDecoder(), []
     for place, character in enumerate(text):
         if character in '{"':
@@ -186,6 +188,7 @@ def _infer_json_keys(answer: str) -> JsonCallKeys | None:
 
 
 def can_read_back(format: ToolFormat, renderer: ChatRenderer, turn: AssistantTurnForm) -> bool:
+    """Tests single calls only."""
     prober = TemplateProber(renderer)
     try:
         prober.learn_generation_prompt()

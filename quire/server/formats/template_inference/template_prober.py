@@ -15,6 +15,7 @@ USER_TEXT = "quserq"
 CONTENT_TEXT, REASONING_TEXT = "qcontentq", "qthoughtq"
 PROBE_NAMES = ("qfirstq", "qsecondq")
 PROBE_KEYS = ("qkeyoneq", "qkeyaq")
+"""Not in alphabetical order, to detect sorting."""
 PROBE_VALUES = ("qvaloneq", "qvaltwoq")
 SHORT_IDS = ("qidaaaaa1", "qidaaaaa2")
 """Mistral's templates refuse ids other than nine letters and digits."""
@@ -54,6 +55,7 @@ class TemplateProber:
     named_ids: bool = False
     """Ids like functions.name:0."""
     prompt_before: str = ""
+    """The prompt without the generation prompt."""
     generation_prompt: str = ""
 
     def learn_generation_prompt(self) -> None:

@@ -24,9 +24,11 @@ class AssistantTurnForm:
     reasoning_end: str = ""
     reasoning_space: str = ""
     repeats_generation_prompt: bool = False
+    """It appears again between reasoning and content."""
     content_only_turn: str = ""
 
     def extract_model_text(self, turn: str) -> str:
+        """Drops the generation prompt and empty reasoning."""
         if turn.startswith(self.generation_prompt):
             rest = turn[len(self.generation_prompt) :]
         else:

@@ -74,6 +74,7 @@ def insert_index_slots(start: str, middle: str) -> tuple[str, str, int]:
 
 
 def _insert_tail_index(last: str, middle: str) -> str:
+    """The end of the last call, with INDEX_SLOT in place of a number that differs in `middle`."""
     left, right = split_into_atoms(middle), split_into_atoms(last)
     for place, (one, other) in enumerate(zip(left, right, strict=False)):
         if one != other and one.isdigit() and other.isdigit():
@@ -82,6 +83,7 @@ def _insert_tail_index(last: str, middle: str) -> str:
 
 
 def split_turn_end(text: str, end_without_calls: str) -> tuple[str, str]:
+    """Returns the end of calls and the end of the turn. Turns without calls usually end with the latter too."""
     shared = common_suffix_by_atoms(text, end_without_calls)
     end = text[: len(text) - len(shared)]
     tag = last_tag(end_without_calls)

@@ -13,6 +13,7 @@ class CallTrial:
         self._parser = ToolParser(format, tools)
         self._tools = tools
         self.has_failed = False
+        """The text is not calls of these tools."""
         self.num_read = 0
         """Characters before the failed or next piece."""
 
@@ -24,6 +25,7 @@ class CallTrial:
         return self.num_read - begin
 
     def finish_trial(self, text: str) -> bool:
+        """`text`: the unread end. True if the whole text is complete calls."""
         self._try_piece(text, final=True)
         return not self.has_failed and self._parser.all_complete
 

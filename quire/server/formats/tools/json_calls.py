@@ -13,6 +13,7 @@ from quire.server.formats.tools.tool_call_sink import ToolCallSink
 
 FIRST_KEY = re.compile(r"""\s*\{\s*(?:"((?:[^"\\]|\\.)*)"|'([^'\\]*)')""")
 PLAIN_CHARACTERS = frozenset('{}[]:,"+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ \t\n\r')
+"""All characters that JSON allows outside strings."""
 CLOSING_BRACKETS = {"{": "}", "[": "]", "(": ")"}
 
 
@@ -163,6 +164,7 @@ def read_json_call(
 
 
 def _take_call_end(source: TextSource, depth: int) -> ParserSteps[None]:
+    """Takes the text after the arguments up to the end of the call. `depth`: number of open objects."""
     scanner = BracketScanner("{" * depth)
     while True:
         source.take_text(scanner.scan(source.text))

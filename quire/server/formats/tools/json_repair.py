@@ -10,6 +10,7 @@ from typing import Literal
 
 CLOSING_BRACKETS = {"{": "}", "[": "]"}
 PLAIN_RUNS = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^\"'\\\x00-\x1f]+")}
+"""Text in strings that needs no change, by the closing quote."""
 JSON_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 PARTIAL_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
 SPACE = re.compile(r"(?:\s|\\[ntr])+")
@@ -40,7 +41,9 @@ class JsonRepairer:
         self._expected: Literal["value", "key", "colon", "end"] = "value"
         """"end": a comma or a closing bracket."""
         self._is_first = True
+        """The open object or list is still empty, or a comma waits for what follows it."""
         self._pending_comma = ""
+        """With the white space after it. It is written only if something follows."""
         self._quote = ""
         self.is_done = False
         self.is_broken = False
@@ -152,9 +155,11 @@ class JsonRepairer:
         return "key" if self._open_closers[-1] == "}" else "value"
 
     def _is_key_next(self) -> bool:
+        """True if a key must follow. An object or list is no key."""
         return self._expected == "key" or (self._expected == "end" and self._next_expected() == "key")
 
     def _missing_value(self) -> str:
+        """null for a key without a value."""
         if self._expected == "colon":
             return ": null"
         return " null" if self._expected == "value" and self._open_closers[-1] == "}" else ""

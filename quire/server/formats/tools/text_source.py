@@ -10,6 +10,7 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 ParserSteps = Generator[None, None, Result]
+"""A parser that yields if it needs more text, and finally returns a Result."""
 
 MAX_TOOL_NAME_LENGTH = 256
 """Characters held back at most for a name and its surroundings."""
@@ -23,10 +24,12 @@ class TextSource:
     def __init__(self) -> None:
         self.text = ""
         self.is_closed = False
+        """No more text will come."""
         self.is_ended_by_model = False
         self._taken_pieces: list[str] = []
 
     def feed_parser(self, parser: ParserSteps[None], text: str, *, final: bool) -> bool:
+        """`final`: no more text will come. Returns True if the parser has ended."""
         self.text += text
         self.is_closed = final
         for _ in parser:
@@ -56,6 +59,7 @@ class TextSource:
         return len(self._taken_pieces)
 
     def restore_place(self, place: int) -> None:
+        """Puts back all text taken after `save_place` returned `place`."""
         self.text = "".join(self._taken_pieces[place:]) + self.text
         del self._taken_pieces[place:]
 
@@ -72,6 +76,7 @@ class TextSource:
             yield
 
     def take_exactly(self, literal: str) -> ParserSteps[bool]:
+        """Takes `literal` if it comes next, without white space before it."""
         while not self.is_closed and len(self.text) < len(literal) and literal.startswith(self.text):
             yield
         is_there = self.text.startswith(literal)

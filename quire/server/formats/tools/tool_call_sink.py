@@ -31,6 +31,7 @@ class ToolCallSink:
         self._num_opened = 0
         self._num_complete = 0
         self.last_complete = False
+        """The last call was closed, and its arguments are valid JSON."""
 
     @property
     def all_complete(self) -> bool:

@@ -24,21 +24,26 @@ class Tool:
 
 ToolsByName = Mapping[str, Tool]
 LiteralEncoder = Callable[[str], str]
+"""Writes a Lark literal: special tokens of the vocabulary as tokens, the rest as text."""
 
 
 class ToolFormat(ABC):
     """Stateless; its parsers are generators."""
 
     markers: ClassVar[tuple[str, ...]] = ()
+    """Texts that start calls. The parser gets them even if they are special tokens."""
     unwrapped_markers: ClassVar[tuple[str, ...]] = ()
     """Models also mention these in text: they count only at the start of a line, outside code blocks."""
     other_markers: ClassVar[tuple[str, ...]] = ()
+    """Special tokens inside and after calls."""
     bare: ClassVar[str] = ""
     """Start of an answer that is calls without a marker; empty if there is always one."""
     example: ClassVar[str] = HERMES_CALL_FORMAT
+    """A call, for prompts that explain the format in words."""
 
     @property
     def literals(self) -> tuple[str, ...]:
+        """All texts of calls that may contain special tokens."""
         return (*self.markers, *self.other_markers)
 
     def parse_answer(
@@ -123,6 +128,7 @@ class ToolParser:
 
     @property
     def all_complete(self) -> bool:
+        """False if there are no calls."""
         return self._sink.all_complete
 
     def extract_tool_calls(

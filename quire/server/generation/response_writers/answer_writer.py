@@ -50,6 +50,7 @@ class AnswerWriter(ABC):
         return False
 
     def first_events(self) -> bytes:
+        """Sent before the first step."""
         return b""
 
     @abstractmethod

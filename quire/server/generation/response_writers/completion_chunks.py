@@ -179,6 +179,7 @@ class ChatWriter(ChunkWriter):
         """Index and input decoder of each choice's open custom tool call."""
 
     def first_events(self) -> bytes:
+        """The role of each choice, and the prompt's token ids."""
         ids = self._request.prompts[0].ids if self._request.return_token_ids else None
         opening = self._event_head(prompt_token_ids=ids)
         delta = b'[{"index":%d,"token_ids":null,"delta":{"role":"assistant","content":""'
@@ -278,6 +279,7 @@ class ChatWriter(ChunkWriter):
 
 
 def _function_call_delta(call: ToolCallDelta) -> dict[str, object]:
+    """The first delta of a call has its id and name."""
     if call.name is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}

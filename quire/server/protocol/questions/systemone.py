@@ -18,6 +18,7 @@ MODEL_ALIAS_PREFIX = "jev-"
 MAX_LEVELS = 10
 
 TextOrJson = str | dict[str, Any] | Annotated[list[Any], MaxEntries(MAX_CONTENT_PARTS)]
+"""The model sees JSON as JSON text."""
 
 
 class Sides(BodyModel):
@@ -85,4 +86,5 @@ def to_prompt_text(text: TextOrJson | None) -> str:
 
 
 def is_model_alias(model: str, names: Sequence[str]) -> bool:
+    """True if the name means any served model."""
     return model.startswith(MODEL_ALIAS_PREFIX) and model not in names

@@ -134,6 +134,7 @@ def function_from_tool(tool: InputTool) -> dict[str, Any]:
 
 
 def chat_thinking_fields(body: CountTokensRequest, model: ServedModel) -> dict[str, Any]:
+    """Sets only variables that the template has."""
     thinking = body.thinking
     kind = "disabled" if thinking is None else thinking.type
     variables: dict[str, Any] = {}

@@ -119,6 +119,7 @@ def _resolve_chat_turns(
 
 
 def model_name_without_latest_tag(requested_name: str | None, model: ServedModel) -> str | None:
+    """Ollama's clients add the tag."""
     return None if requested_name is None else strip_latest_tag(requested_name, (*model.names, *model.adapters))
 
 
@@ -180,6 +181,7 @@ def sampling_fields(body: OllamaGenerationBody, model: ServedModel) -> dict[str,
 
 
 def thinking_fields(body: OllamaGenerationBody, model: ServedModel) -> dict[str, Any]:
+    """Sets only variables that the template has."""
     think, switch = body.think, model.chat_formats.thinking_switch
     if think is None:
         return {}
