@@ -144,7 +144,7 @@ class EngineCore:
         return self._step_runner.last_record
 
     def step(self) -> list[EngineCoreOutput]:
-        """Also returns outputs of adds and aborts."""
+        """Return the step's outputs, including outputs of adds and aborts."""
         return self._step_runner.run_step()
 
 

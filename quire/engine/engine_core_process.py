@@ -35,7 +35,7 @@ from quire.engine.processes.utility_calls import (
 )
 
 _ERROR_LINGER_MS = 30_000
-"""For the parent, which imports slowly, to read the error."""
+"""Time for the parent to read the error; its imports are slow."""
 
 
 class EngineChange(NamedTuple):
@@ -123,7 +123,7 @@ def _run_until_change(engine: EngineCore, socket: zmq.Socket[bytes]) -> EngineCh
 
 
 def _handle_messages_and_get_change(engine: EngineCore, socket: zmq.Socket[bytes]) -> EngineChange | None:
-    """If idle, warm up or wait for a message."""
+    """Handle all waiting messages. If the engine is idle, warm up or wait for a message."""
     is_idle = not engine.has_work
     while is_idle or socket.poll(0):
         if is_idle and not socket.poll(0) and engine.run_next_warmup():

@@ -125,7 +125,7 @@ def suggest_flag(flag: str, known: Iterable[str]) -> str:
 
 
 def suggest_setting(name: str, known: Iterable[str]) -> str:
-    """For names as in Python, TOML and variables: `max_model_len`."""
+    """Suggest a setting spelled as in Python, TOML and environment variables: `max_model_len`."""
     flag = name.replace("_", "-")
     foreign = _server_only_flag_table().get(flag) or find_foreign_flag(flag)
     text = f"use --{flag_aliases()[flag]}" if flag in flag_aliases() else foreign.text if foreign else ""

@@ -42,7 +42,7 @@ class AttentionLayerSpec(SublayerSpec):
     has_output_gate: bool = False
     """Outputs are multiplied by the sigmoid of a gate, projected like queries."""
     head_gates: bool = False
-    """As has_output_gate, with one gate per head: gate_proj has num_heads outputs."""
+    """Like has_output_gate, but with one gate per head: gate_proj has num_heads outputs."""
     output_norm: bool = False
     """Applied before the residual addition."""
     mrope_axes: tuple[int, ...] | None = None

@@ -56,7 +56,7 @@ class EagleSpec:
     fc_bias: bool
     """The linear that joins its inputs into one hidden state has a bias."""
     aux_layers: tuple[int, ...] = ()
-    """EAGLE-3: decoder layers whose inputs it reads."""
+    """EAGLE-3 reads the inputs of these decoder layers."""
     norm_before_residual: bool = False
     """EAGLE-3: the residual stream begins with the normed hidden state."""
     draft_vocab_size: int | None = None

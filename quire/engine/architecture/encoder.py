@@ -123,7 +123,7 @@ class EncoderSpec:
         return shapes
 
     def table_parameters(self) -> int:
-        """Of what tokens, positions and segments are looked up in."""
+        """Parameters of the lookup tables for tokens, positions and segments."""
         return (self.vocab_size + self.positions + self.segments) * self.hidden_size
 
     def step_costs(self) -> StepCosts:

@@ -17,8 +17,9 @@ class PagedState:
     """Elements of one key if layers differ: their blocks have other shapes."""
 
     def bytes_per_token(self, kv_width: int, model_width: int, head_scale_bytes: int = 0) -> int:
-        """In pages. kv_width: bytes of a number of keys and values; model_width: of the model's type; head_scale_bytes:
-        what a head takes beside its numbers, where these are codes."""
+        """Bytes per token in pages. kv_width: bytes of one key or value element; model_width: bytes of one element of
+        the model's type; head_scale_bytes: extra bytes per head for scales, if the elements are quantized codes.
+        """
         scales = self.paged_values_per_token // self.head * head_scale_bytes if head_scale_bytes else 0
         return self.paged_values_per_token * kv_width + scales
 
@@ -40,7 +41,7 @@ class PagedColumnState:
         return -(-self.columns * self.channels // PIECE)
 
     def bytes_per_token(self, kv_width: int, model_width: int, head_scale_bytes: int = 0) -> int:
-        """As PagedState's; columns are never in few bits."""
+        """Same as PagedState's, but columns are never quantized to few bits."""
         return self.paged_values_per_token * model_width
 
     def slot_bytes(self, drafts: int, width: int) -> int:

@@ -61,7 +61,7 @@ class MLALayerSpec(SublayerSpec):
 
     @property
     def kv_formula(self) -> str:
-        """As AttentionLayerSpec has it."""
+        """Same as AttentionLayerSpec's."""
         return f"({self.kv_lora_rank} latent + {self.qk_rope_head_dim} rope)"
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:

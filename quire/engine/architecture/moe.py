@@ -115,7 +115,7 @@ class MoELayerSpec(SublayerSpec):
         )
 
     def adaptable_linears(self, layer: str, hidden_size: int) -> LinearSizes:
-        """Only linears that every token uses, without the shared expert's gate."""
+        """Return only linears that every token uses, except the shared expert's gate."""
         return linear_sizes(self._dense_shapes(layer, hidden_size))
 
     def _dense_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
@@ -131,7 +131,7 @@ class MoELayerSpec(SublayerSpec):
         return shapes
 
     def expert_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
-        """Only routed experts."""
+        """Return only the shapes of routed experts."""
         width = hidden_size if self.latent is None else self.latent.latent_size
         up_names = (self.gate, self.up) if self.gated else (self.up,)
         shapes = ParameterShapes()

@@ -109,7 +109,7 @@ class Mamba2LayerSpec(MatrixStateSpec):
     """Heads of a group share b and c."""
     result_eps: float
     bias: bool = False
-    """Of in_proj only."""
+    """Whether in_proj has a bias; other linears are unaffected."""
     out_bias: bool = False
     conv_bias: bool = True
     result_norm: Literal["behind", "before"] | None = "behind"

@@ -8,7 +8,7 @@ from quire.engine.architecture.parameter_shapes import LinearSizes, ParameterSha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """What a step reads and computes, for a sublayer or a whole model."""
+    """What a step reads and computes, in a sublayer or a whole model."""
 
     dense_parameters: int
     """Parameters that every token is multiplied with, each as often as a step reads it. Without looked-up tables and
@@ -20,7 +20,7 @@ class StepCosts:
     """Routed experts per layer; 0 without experts."""
     experts_per_token: int = 0
     expert_parameters: int = 0
-    """In the routed experts of all layers."""
+    """Parameters in the routed experts of all layers."""
     attention_width: int = 0
     """Query heads times head size, summed over layers with attention."""
 
@@ -35,12 +35,12 @@ class StepCosts:
         )
 
     def expert_parameters_read(self, tokens: int) -> float:
-        """In a step of `tokens`, if all experts are chosen equally often."""
+        """Expert parameters that a step of `tokens` reads if all experts are chosen equally often."""
         share = 1 - (1 - self.experts_per_token / self.num_experts) ** tokens if self.num_experts else 0.0
         return self.expert_parameters * share
 
     def parameters_read(self, tokens: int) -> int:
-        """In a step of `tokens`."""
+        """Parameters that a step of `tokens` reads."""
         return round(self.dense_parameters + self.expert_parameters_read(tokens))
 
     @property
@@ -49,11 +49,11 @@ class StepCosts:
         return self.parameters_read(1)
 
     def flops_per_token(self, context: int) -> int:
-        """For a token after `context` others."""
+        """FLOPs for a token that follows `context` others."""
         return 2 * self.active_parameters + 4 * self.attention_width * context
 
     def prefill_flops(self, tokens: int) -> int:
-        """For a prompt; only its last token is sampled from."""
+        """FLOPs for a prompt, with only its last token sampled from."""
         body = self.active_parameters - self.head_parameters
         return tokens * 2 * body + 2 * self.head_parameters + 2 * self.attention_width * tokens**2
 

@@ -105,7 +105,7 @@ def build_eagle_spec(
 
 
 def _aux_layers(eagle_config: Any, layers: int) -> tuple[int, ...]:
-    """The layers whose inputs EAGLE-3 reads; by default an early, a middle and a late one."""
+    """Return the layers that EAGLE-3 reads the inputs of. The defaults are an early, a middle and a late layer."""
     name = "eagle_aux_hidden_state_layer_ids"
     if eagle_config.get("use_aux_hidden_state") is False:
         raise ModelError("model: config.json: eagle_config: use_aux_hidden_state: false is not supported")

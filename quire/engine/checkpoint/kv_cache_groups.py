@@ -48,7 +48,7 @@ def single_kv_cache_group(num_layers: int, window: int | None = None) -> KVCache
 
 
 def setting_requiring_full_kv(config: EngineConfig) -> str | None:
-    """Return a setting with which windowed layers keep all tokens."""
+    """Return a setting that makes windowed layers keep all tokens, or None."""
     for key in ("kv_offload_memory", "kv_offload_dir", "kv_offload_tier"):  # they keep blocks of all layers
         if getattr(config, key):
             return key
@@ -87,7 +87,7 @@ def resolve_rope_context(
 
 
 def _limit_context_to_window(model: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """With disable_sliding_window, end the context at the narrowest window, up to which all layers see everything."""
+    """With disable_sliding_window, limit the context to the narrowest window, so that all layers see all of it."""
     if not config.disable_sliding_window:
         return model
     windows = _sliding_windows(model)
@@ -112,10 +112,11 @@ def max_draft_tokens_per_step(config: EngineConfig) -> int:
 def build_kv_cache_groups(
     layer_states: Sequence[LayerStates], max_context: int, block_size: int, *, keep_all_tokens: bool = False
 ) -> KVCacheGroups:
-    """Choose the number of layers per block with which a context of `max_context` tokens takes the least memory.
+    """Choose the number of layers per block that minimizes the memory of a context of `max_context` tokens.
 
-    One group keeps all tokens if nothing would be saved, with `keep_all_tokens`, or if layers keep different states,
-    because not every block would serve every layer. A layer that reads another's blocks joins its group.
+    One group keeps all tokens if several would save nothing, if `keep_all_tokens` is set, or if layers keep different
+    states, because then not every block could serve every layer. A layer that reads another layer's blocks joins its
+    group.
     """
     kv_source_layers = [
         next((each.layer for each in layer if isinstance(each, SharedState)), None) for layer in layer_states

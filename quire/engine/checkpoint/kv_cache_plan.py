@@ -99,7 +99,7 @@ class KVCachePlan:
     blocks_per_context: int = 1
     """Groups' blocks that a full context holds at most."""
     state_bytes: int = 0
-    """For all slots."""
+    """Bytes of states in all slots."""
     request_slots: int = 1
     snapshot_slots: int = 0
 
@@ -158,7 +158,7 @@ def count_state_slots(
 
 
 def is_embedding_quantized(quantization: str | None, quantize_embedding: bool | None) -> bool:
-    """By default, any quantization includes the embedding."""
+    """Return whether the embedding is quantized; by default, it is whenever the model is."""
     return quantization is not None if quantize_embedding is None else quantize_embedding
 
 

@@ -44,7 +44,7 @@ def suggest_short_name(name: str, short_names: Collection[str]) -> str:
 
 
 def load_catalog() -> dict[str, CatalogEntry]:
-    """By short name, in the table's order."""
+    """Return the entries keyed by short name, in the table's order."""
     table = tomllib.loads(_CATALOG_FILE.read_text(encoding="utf-8"))
     return {
         name: CatalogEntry(

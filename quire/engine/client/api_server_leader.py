@@ -57,7 +57,7 @@ _TICK_SECONDS = 0.1
 _ANSWER_SECONDS = 2.0
 """Time that an API process gets to answer a question to all."""
 _LONG_ANSWER_SECONDS = 10.0
-"""Time for a question to one API process, which nobody else can answer."""
+"""Time limit for a question that only one API process can answer."""
 _REMEMBER_SECONDS = 5.0
 """Interval of questions to all API processes for the counts that would be lost with them."""
 
@@ -78,13 +78,13 @@ class ApiServerLeader:
         self._wire = wire(zmq.ROUTER)
         self._address = address
         self._channels: dict[bytes, ApiProcessChannel] = {}
-        """By identity of the API process."""
+        """Channels keyed by the API process's identity."""
         self._info: EngineInfo | None = None
         self._flushing = False
         self._state: SharedEngineState | None = None
         """The last one sent."""
         self._lasting: dict[int, bytes] = {}
-        """By number of the API process: its last answer to LASTING."""
+        """Last answer to LASTING, keyed by the API process's number."""
         self._tasks = Tasks(self._handle_failure)
         self.answering = Answering()
         """Answers to questions of API processes."""

@@ -47,7 +47,7 @@ class _Entry:
     request: EngineCoreRequest
     reader: Reader
     emitted: list[int]
-    """Tokens handed out, after those that the request had when it was submitted."""
+    """Tokens handed out, not counting the ones that the request had when it was submitted."""
     number: int = 0
     """Its number in the journal; 0: not journaled."""
     cached_tokens: int | None = None
@@ -63,7 +63,7 @@ class EngineClient:
         self.engine_core = engine_core
         engine_core.owner = self
         self.slow_readers = 0
-        """Answers given up because nobody read them."""
+        """Number of answers given up because their tokens were not read."""
         self.refusing = False
         """Refuse new requests while the engine sleeps."""
         self.failure: QuireError | None = None
@@ -77,7 +77,7 @@ class EngineClient:
         self._open_by_tenant: Counter[str] = Counter()
         self._queued_tokens = 0
         self._elsewhere: Counter[str] = Counter()
-        """By tenant: open requests of other API processes that share the engine."""
+        """Open requests of other API processes that share the engine, counted by tenant."""
         self._queued_elsewhere = 0
         self._calls: set[Call] = set()
         self._due: list[Callable[[], None]] = []
@@ -153,7 +153,7 @@ class EngineClient:
     def add(
         self, requests: Sequence[EngineCoreRequest], reader: Reader, emitted: Sequence[list[int]] | None = None
     ) -> None:
-        """Like `submit`, with an existing reader."""
+        """Like `submit`, but with an existing reader."""
         if self.failure is not None:
             raise self.failure
         emitted = [[*request.emitted_ids] for request in requests] if emitted is None else emitted
@@ -171,7 +171,7 @@ class EngineClient:
             self._held |= {request.id: request for request in requests}
 
     def keep(self, request_id: str, number: int, journal: Journal) -> None:
-        """Give the journal all tokens of an open request except those of its last output. All requests share one
+        """Give the journal all tokens of an open request except the tokens of its last output. All requests share one
         journal.
         """
         if (entry := self._open.get(request_id)) is not None:
@@ -238,7 +238,7 @@ class EngineClient:
             self.give_up(request_id, error)
 
     def retire(self, error: QuireError) -> None:
-        """Like `end_all`, before the engine stops: later requests raise `error` too."""
+        """Like `end_all`, for use before the engine stops: later requests raise `error` too."""
         self.end_all(error)
         self.failure = self.failure or error
 

@@ -22,7 +22,7 @@ log = logging.getLogger("quire.engine.link.link")
 
 
 class RequestOwner(Protocol):
-    """Owns the requests that a client passes on. `engine`: the engine's number among those of one model."""
+    """Owns the requests that a client passes on. `engine`: the engine's index among the engines of one model."""
 
     def request(self, request_id: str) -> EngineCoreRequest:
         """Return an open request with the tokens that it already has."""
@@ -55,7 +55,7 @@ class EngineCoreClient(ABC):
     owner: RequestOwner
     """Set by the owner itself."""
     number = 0
-    """The engine's number among those of its model."""
+    """The engine's index among the engines of its model."""
     explains_prefixes = False
     """Outputs already have a PrefixMissReport."""
 
@@ -139,7 +139,7 @@ class EngineCoreClient(ABC):
     @property
     @abstractmethod
     def healthy(self) -> bool:
-        """Like `responsive`, but also true for an engine that sleeps or changes its weights on request."""
+        """Like `responsive`, but also true while the engine sleeps or changes its weights on request."""
 
     @property
     def pid(self) -> int | None:

@@ -43,7 +43,7 @@ _STOP_SECONDS = 5.0
 """Time that `stop` gives the process to end by itself."""
 _CHECK_SECONDS = 0.25
 _LAST_MESSAGE_SECONDS = 0.5
-"""Time for the message with which a process explains why it cannot start."""
+"""Time to wait for a message that explains why a process cannot start."""
 _INSPECT_SECONDS = 1.0
 """After this long without heartbeat or progress, the engine's threads are inspected too: see RunnableClock."""
 
@@ -233,8 +233,8 @@ class EngineProcess:
         self._stuck_ms = stuck_ms
 
     def _kill_if_hung(self) -> None:
-        """Kill the engine when it exceeds the configured time without heartbeat or progress. Only time counts in which
-        the engine could run and this process could notice it.
+        """Kill the engine if it exceeds the configured time without heartbeat or progress. Time counts only while the
+        engine could run and this process could notice it.
         """
         inspect = max(self.silence, self._stuck_ms / 1000) > _INSPECT_SECONDS
         self._clock.advance(self._watch_timer.measure_elapsed(), inspect=inspect)

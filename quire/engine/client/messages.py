@@ -20,7 +20,7 @@ from quire.engine.processes.heartbeat import Alive
 from quire.engine.processes.utility_calls import Fault, UtilityCall, UtilityResult
 
 LASTING = "metrics"
-"""Topic of questions whose answers still count after their API process has ended."""
+"""Topic of questions about counts that outlive their API process: its last answer still counts after it has ended."""
 LEADER = ""
 """Name of the leader as the receiver of a question."""
 CANNOT_ANSWER = "the server's main process could not answer; see its log"
@@ -62,7 +62,7 @@ class SharedSteps(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     steps: list[SharedStep]
     stats: list[EngineStats]
-    """By engine, after the last step."""
+    """Stats of each engine after its last step."""
 
 
 class EngineStarted(msgspec.Struct, frozen=True, array_like=True):
@@ -101,7 +101,7 @@ class EngineCoreMethods(ABC):
 
     @abstractmethod
     def get_block_table(self, request_id: str) -> BlockTableView | None:
-        """Of a running or waiting request; None for an unknown id."""
+        """Return the block table of a running or waiting request; None for an unknown id."""
 
     @abstractmethod
     def reset_prefix_cache(self) -> None:

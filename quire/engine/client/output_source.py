@@ -1,4 +1,4 @@
-"""What a reader of outputs needs: the engine's stream, or what wraps it."""
+"""The interface that readers of outputs use. The engine's stream and its wrappers implement it."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ class OutputSink(Protocol):
 
 
 class OutputSource(ABC):
-    """The outputs of a group of requests, in the order in which they arrive.
-
-    Each iteration gives a list with at most one output per request. The iteration ends when all requests have ended,
-    or raises what ended them. Call `close` to stop reading.
+    """The outputs of a group of requests, in order of arrival. Each iteration gives a list with at most one output per
+    request. Iteration stops when all requests have ended, or raises the error that ended them. Call `close` to stop
+    reading.
     """
 
     @property

@@ -39,12 +39,12 @@ class Reader(Protocol):
 
 
 class OutputStream(OutputSource):
-    """The outputs of a group of requests (the n choices of one call), in the order in which they arrive.
+    """The outputs of a group of requests (the n choices of one call), in order of arrival.
 
     Each iteration gives a list with at most one EngineCoreOutput per request: everything since the last iteration,
-    merged, so a slow reader gets fewer and larger outputs. The iteration ends when all requests of the group have
-    ended. It raises EngineError when the engine is gone for good, and SlowReader when more than MAX_BACKLOG tokens were
-    waiting to be read. Call `close()` when you stop reading: it aborts the requests that are still running.
+    merged, so a slow reader gets fewer and larger outputs. Iteration stops when all requests of the group have ended.
+    It raises EngineError when the engine is gone for good, and SlowReader when more than MAX_BACKLOG tokens were
+    waiting to be read. Call `close()` to stop reading: it aborts the requests that are still running.
 
     A reader that waits here may be spared the wake-up: see `OutputSink`.
     """
@@ -60,18 +60,19 @@ class OutputStream(OutputSource):
         self._abort = abort
         self._open = set(ids)
         self._unread: dict[str, EngineCoreOutput] = {}
-        """By request: outputs since the last iteration, merged."""
+        """Merged outputs since the last iteration, keyed by request."""
         self._backlog = 0
         """Tokens and alternatives in `_unread`."""
         self._error: Exception | None = None
         self._waiting_reader: asyncio.Future[None] | None = None
         """The next output resolves it. Cheaper than an asyncio.Event."""
         self._due = False
-        """Whether `_hand_on` will be called at the end of this turn of the event loop."""
+        """Whether `_hand_on` is scheduled for the end of this turn of the event loop."""
         self._sink: OutputSink | None = None
         self.ended: Callable[[EngineCoreOutput, bool], None] | None = None
-        """Is told the last output of each request, before the reader has it, and whether the reader will find tokens
-        beside the end."""
+        """Called with the last output of each request before the reader gets it, and with whether the reader will find
+        tokens in addition to the end.
+        """
         self._weights_version = weights_version
         self._versions: dict[str, Versions] | None = None
         """None: not recorded."""
@@ -137,7 +138,7 @@ class OutputStream(OutputSource):
 
     @property
     def unread(self) -> Sequence[EngineCoreOutput]:
-        """By request, merged."""
+        """Return the unread outputs, one merged output per request."""
         return [*self._unread.values()]
 
     def fail(self, error: Exception) -> None:

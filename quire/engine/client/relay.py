@@ -26,9 +26,9 @@ class ApiProcessChannel:
         self.fault: Fault | None = None
         """Why it could not start."""
         self.silence = 0.0
-        """Seconds since its last message, without those in which the leader could not receive."""
+        """Seconds since its last message, not counting time in which the leader could not receive."""
         self.outputs: list[EngineCoreOutput] = []
-        """Those of the step that is being filled."""
+        """Outputs of the step that is being filled."""
         self._steps: list[SharedStep] = []
         self._write = send
 

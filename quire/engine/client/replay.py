@@ -1,12 +1,12 @@
 """Decides which open requests to submit to the engine, so that a request that crashes engines cannot do so forever.
 
 When an engine process ends, every open request is replayed: submitted again to the next engine. If the engine ended
-through its own fault, the requests that had begun but had not come far are suspects. Suspects are isolated by
-bisection: they are replayed first and without other requests, one half, then half of that, at last a single one, until
-each group is cleared by getting some tokens or by ending. A request that repeatedly ends an engine it has to itself is
-given up. If the engine was ended from outside, nobody becomes a suspect, and suspects stay suspects.
+through its own fault, requests that had begun but made little progress are suspects. Suspects are isolated by
+bisection: they are replayed first and without other requests, one half, then half of that, and finally a single one,
+until each group is cleared by getting some tokens or by ending. A request that repeatedly ends an engine it has to
+itself is given up. If the engine was ended from outside, no request becomes a suspect, and suspects stay suspects.
 
-This module only decides about request ids: no clock, no input, no output.
+This module only makes decisions about request ids: no clock, no input, no output.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Replay:
         self._submitted: dict[str, int] = {}
         """Requests that the engine has, with the tokens it gave each, counted up to TOKENS_TO_CLEAR."""
         self._begun: set[str] = set()
-        """Those of `_submitted` that were in a step of this engine."""
+        """Submitted requests that were in a step of this engine."""
         self._isolated: set[str] = set()
         """Uncleared suspects that the engine has; nothing else is submitted until this set is empty."""
         self._lone_crashes: dict[str, int] = {}
-        """By request: engines in a row that it ended while it had them to itself."""
+        """Number of consecutive engines that each request ended while it had them to itself, keyed by request."""
 
     def __len__(self) -> int:
         """Number of open requests."""
@@ -124,8 +124,8 @@ class Replay:
         return given_up
 
     def _new_suspects(self) -> list[str]:
-        """Requests that may have ended the engine: those that had begun and were not cleared. If there are none, all
-        uncleared ones, because the engine may have ended while it accepted one of them.
+        """Return requests that may have ended the engine: all that had begun and were not cleared. If there are none,
+        return all uncleared requests, because the engine may have ended while it accepted one of them.
         """
         uncleared = [request_id for request_id, tokens in self._submitted.items() if tokens < TOKENS_TO_CLEAR]
         return [request_id for request_id in uncleared if request_id in self._begun] or uncleared

@@ -10,11 +10,11 @@ from quire.engine.common.config import EngineConfig
 from quire.engine.processes.cpu_cores import allowed_cores, cpu_quota, node_cores, threads_on
 
 _THREADS = "OMP_NUM_THREADS"
-"""If it is set, it holds for each process."""
+"""If this variable is set, it applies to each process."""
 
 
 def replica_cores(count: int) -> Sequence[Set[int]]:
-    """Cores of each replica: those of its NUMA nodes. Empty sets on a machine with one node."""
+    """Return the cores of each replica's NUMA nodes, or empty sets on a machine with one node."""
     return node_cores(count, allowed_cores()) or [set()] * count
 
 

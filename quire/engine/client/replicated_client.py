@@ -1,8 +1,8 @@
-"""Several engines of one model behind one client. A request whose engine ends continues with another.
+"""Several engines of one model, used through one client.
 
-The router (replica_router.py) chooses the engine. Requests that no replica can compute now, because all are being
-replaced or sleep, wait here for the first that can. A replica that cannot be brought back is left out; when the last
-one is gone, the client fails.
+A request continues on another engine if its own ends. The router (replica_router.py) chooses the engine. If no replica
+can compute a request now, because all sleep or are being replaced, it waits here for the first that can. A replica that
+cannot be brought back is left out; when the last one is gone, the client fails.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ReplicatedClient(ExclusiveClient):
         self._hashed = config.enable_prefix_caching
         self._router = Router(count)
         self._places: dict[str, ProcessClient] = {}
-        """By id of an open request: its replica."""
+        """The replica of each open request, keyed by request id."""
         self._unplaced: dict[str, None] = {}
         """Open requests without a replica, in order."""
         self._started = False
@@ -264,7 +264,7 @@ def _alike(one: EngineCoreRequest, other: EngineCoreRequest) -> bool:
 
 
 def processes(config: EngineConfig, launcher: Launcher | None = None) -> EngineClient:
-    """A client whose engines run in processes, as many as the configuration says."""
+    """Return a client for the configured number of engines, each in its own process."""
     if config.data_parallel_size == 1:
         return EngineClient(ProcessClient(config, launcher=launcher))
     return EngineClient(ReplicatedClient(config, launcher))

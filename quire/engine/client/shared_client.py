@@ -71,7 +71,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         silence_seconds: float = 10.0,
     ) -> None:
         """address, identity: where the leader listens, and this process's name there. alive_seconds: interval of
-        heartbeats to the leader. silence_seconds: after this long without one from the leader, everything that waits
+        heartbeats to the leader. silence_seconds: when the leader has been silent for this long, everything that waits
         for it is given up.
         """
         super().__init__()
@@ -94,7 +94,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         self._states = [EngineState(EngineStats(), responsive=False, asleep=False)] * config.data_parallel_size
         self._responsive = self._healthy = False
         self._silence = 0.0
-        """Seconds since the leader's last message, without those in which this process could not receive."""
+        """Seconds since the leader's last message, not counting time in which this process could not receive."""
         self._calls = UtilityCalls(self._write)
         self._unsent_aborts: list[str] = []
         self._tasks = Tasks(self._handle_failure)
@@ -138,8 +138,8 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         self._write(make_notification(LeaderMethods.reset_prefix_cache))
 
     async def ask(self, topic: str, body: bytes = b"", *, to: str | None = None) -> list[bytes]:
-        """Return the answers of the other API processes, or of the one named (LEADER: the leader's), without those that
-        have none or do not answer in time.
+        """Return the answers of the other API processes, or only the answer of the named one (LEADER: the leader).
+        Processes that have no answer or do not answer in time are left out.
         """
         answers = await self._calls.begin(LeaderMethods.ask, topic, body, to)
         if to == LEADER and not answers:
@@ -283,7 +283,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
 
 
 class NoWeightsGroup(WeightsGroup):
-    """A group has one member here, and calls for it may come to any API process."""
+    """Each group has only one member here, so calls for it may come to any API process."""
 
     async def join(self, group: Group) -> None:
         raise InvalidRequest("a server with --api-server-count above 1 joins no group: its weights come from a path")

@@ -50,8 +50,8 @@ class Tensor(NamedTuple):
 
 
 class WeightsGroup:
-    """One group at a time per server. All methods must be called from the client's event loop. Calls run one after
-    another, each to its end, even if nobody waits any more.
+    """A server has one group at a time. All methods must be called from the client's event loop. Calls run one after
+    another, and each runs to its end even if it is no longer awaited.
     """
 
     def __init__(self, weights: WeightChanges) -> None:

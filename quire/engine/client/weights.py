@@ -96,10 +96,10 @@ class Weights:
         await to_its_end(self._changing, wake())
 
     async def update(self, path: str, mode: Mode = "keep", version: str | None = None) -> str:
-        """Use the weights in another folder or GGUF file; wakes a sleeping engine. Returns their version.
+        """Load the weights in another folder or GGUF file and return their version. Wakes a sleeping engine.
 
-        version: their name; counted by default. Raises InvalidRequest for weights that do not have the model's shape,
-        and ConfigError for those that cannot be loaded: then the old weights stay.
+        version: their name; by default, a counter. Raises InvalidRequest if the weights do not have the model's shape,
+        and ConfigError if they cannot be loaded: then the old weights stay.
         """
         weights_path = absolute(path)
         check = partial(self._engine_core.check, weights_path)
@@ -148,8 +148,8 @@ class Weights:
 
 
 async def to_its_end(turn: asyncio.Lock, call: Coroutine[Any, Any, Result]) -> Result:
-    """Return the result of a call that runs alone under its lock. The call is completed even if nobody waits any more:
-    the engine may have released its weights already.
+    """Return the result of a call that runs alone under its lock. The call is completed even if it is no longer
+    awaited: the engine may have released its weights already.
     """
 
     async def run_in_turn() -> Result:

@@ -387,7 +387,7 @@ class EngineConfig(BaseModel):
     @field_validator("max_model_len", "rope_context", "max_num_batched_tokens", mode="before")
     @classmethod
     def parse_token_count(cls, value: object) -> object:
-        """As in vLLM: 32k is 32,000 and 32K is 32,768."""
+        """Parse suffixes like vLLM: 32k is 32,000 and 32K is 32,768."""
         if isinstance(value, str) and value[:-1].isdecimal() and value[-1] in _TOKEN_UNITS:
             return int(value[:-1]) * _TOKEN_UNITS[value[-1]]
         return value

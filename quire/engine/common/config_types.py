@@ -116,7 +116,7 @@ class SpeculativeConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def normalize_vllm_keys(cls, value: object) -> object:
-        """Also infers a missing method as vLLM does."""
+        """Also infer a missing method like vLLM."""
         if not isinstance(value, dict):
             return value
         settings = {name: each for name, each in value.items() if name not in _IGNORED_VLLM_KEYS}
@@ -166,7 +166,7 @@ def ignored_speculative_keys_reason(value: object) -> str:
 
 
 def infer_draft_method_from_name(model: str) -> str:
-    """As vLLM does."""
+    """Follows vLLM's rules."""
     name = model.lower()
     return next((method for method in ("eagle3", "eagle", "medusa") if method in name), "draft_model")
 

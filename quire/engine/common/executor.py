@@ -82,7 +82,7 @@ def decode_results(encoded_results: Sequence[bytes]) -> list[Any]:
 
 
 class Executor(Protocol):
-    """Computes batches in the order in which they are launched."""
+    """Computes batches in launch order."""
 
     def launch(self, batch: SchedulerOutput) -> PendingOutput:
         """May be called before earlier results are read."""

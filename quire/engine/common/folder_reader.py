@@ -115,7 +115,7 @@ def decode_json(content: bytes, kind: type[Validated], where: str) -> Validated:
 
 
 def describe_validation_error(error: msgspec.ValidationError, content: Any = None) -> str:
-    """As `field: message is expected, got value`."""
+    """Return `field: message is expected, got value`."""
     text = str(error)
     field_match = _FIELD_PATTERN.search(text)
     field = field_match.group(1).lstrip(".") if field_match else ""

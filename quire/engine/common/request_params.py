@@ -225,7 +225,7 @@ def _list_sampling_fields() -> tuple[NamedSamplingField, ...]:
 
 
 SAMPLING_FIELDS = _list_sampling_fields()
-"""In the order of SamplingParams."""
+"""Fields in the order of SamplingParams."""
 BOUNDED_SAMPLING_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.minimum is not None)
 MODEL_DEFAULT_FIELDS = tuple(each for each in SAMPLING_FIELDS if each.field.has_model_default)
 """generation_config.json may set them."""

@@ -135,7 +135,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     loaded_blocks: list[BlockLoadRecord] = []
     """Since the previous step."""
     adapter_loads: list[tuple[str, float]] = []
-    """Names of adapters, and the seconds for which all requests waited."""
+    """Names of loaded adapters, each with the seconds that all requests waited for it."""
     freed_slots: list[int] = []
     """Since the previous step."""
     slot_copies: list[SlotCopy] = []

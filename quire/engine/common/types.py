@@ -27,7 +27,7 @@ class Adapter(msgspec.Struct, frozen=True, array_like=True, weakref=True):
 
 
 class MediaSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Prompt tokens in whose place the model reads features of an image, or of part of one."""
+    """Prompt tokens that the model replaces with features of an image or part of an image."""
 
     start: int
     """Index of the first token in the prompt."""
@@ -75,7 +75,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     session: str = ""
     """Caller's name of the conversation; its blocks are pinned."""
     keep_seconds: float = 0.0
-    """For pinned blocks; 0: the engine decides."""
+    """How long to keep pinned blocks; 0 lets the engine decide."""
     cache_salt: str = ""
     """Requests with the same one share cached prefixes."""
     priority: int = 0
@@ -86,7 +86,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """Above 0."""
     adapter: Adapter | None = None
     spans: tuple[MediaSpan, ...] = ()
-    """In order, not overlapping."""
+    """Spans in ascending order, without overlaps."""
     images: tuple[Image, ...] = ()
     """Content of each span, once."""
 
@@ -156,7 +156,7 @@ class PrefixMissReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     turn: int
     """Number from 1."""
     own_load: bool = False
-    """For evictions: what the tenant has computed since would have filled the cache alone."""
+    """For evictions: whether the tokens that the tenant has computed since would have filled the cache alone."""
     nearest: PrefixDivergence | None = None
 
     @property
@@ -208,10 +208,10 @@ class EngineInfo(msgspec.Struct, frozen=True):
     notes: list[str] = []
     """Non-default choices, one line each."""
     quantization: str = ""
-    """As text; "": none."""
+    """Human-readable name; "" if unquantized."""
     page_groups: int = 1
     rope_context: int | None = None
-    """Tokens for which RoPE was chosen; None: it does not depend on them."""
+    """Context length that RoPE was chosen for; None if RoPE does not depend on it."""
     context_pages: int = 1
     """Most blocks of a full context. This and stats count per KV cache group; num_blocks counts over all `page_groups`.
     """

@@ -149,7 +149,7 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def cache_block(self, block: int, digest: bytes) -> None:
-        """If another block has this hash, lookups keep finding that one."""
+        """Register the block's hash. If another block has the same hash, lookups keep finding the other block."""
         assert self.ref_counts[block] > 0, "registering a page that nobody holds"
         if digest not in self._block_by_hash:
             self._block_by_hash[digest] = block

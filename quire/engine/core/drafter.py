@@ -19,7 +19,7 @@ KIND_DEFAULT = 0
 KIND_FORCED = -1
 """Nearly all are accepted, unless the model splits text or spaces JSON differently."""
 KIND_FORCED_TEXT = -2
-"""Forced text whose token may continue beyond it."""
+"""Forced text. The actual last token may continue beyond it."""
 NUM_PROBABILITY_BUCKETS = 10
 """Acceptance is tracked per bucket over all requests."""
 FIRST_BUCKET_KIND = 100
@@ -56,7 +56,7 @@ class Drafter(ABC):
         """`num_step_tokens`: tokens of the step without drafts."""
 
     def can_ever_draft(self, request: EngineCoreRequest) -> bool:
-        """If True, the host must see each token before the next step."""
+        """Return whether drafts are possible; then the host must see each token before the next step."""
         return True
 
     def record_acceptance(self, request: Request, drafts: int, accepted: int) -> None:  # noqa: B027 - most have nothing to learn

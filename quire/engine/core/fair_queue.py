@@ -20,7 +20,7 @@ MAX_TENANTS = 4096
 to the smallest counter anyway.
 """
 OUTPUT_TOKEN_COST = 2
-"""In prompt tokens; the paper's value."""
+"""Cost in prompt tokens; the value is the paper's."""
 
 
 MIN_LOW_PRIORITY_TOKENS = 16

@@ -40,8 +40,9 @@ def divide_gpu_memory(*, total: int, free: int, allocator: int, weights: int, kv
 def divide_host_memory(
     *, total: int, available: int, resident: int, resident_at_start: int, weights: int, kv: int
 ) -> MemoryView:
-    """`resident`: bytes of the engine's process in RAM; `resident_at_start`: when it was ready, with its weights. KV
-    blocks are in RAM only once they have been used, but nobody else should count on their place."""
+    """`resident`: bytes of the engine's process in RAM; `resident_at_start`: the same when the engine was ready, with
+    its weights loaded. KV blocks are in RAM only once they have been used, but their memory is never counted as free.
+    """
     others = min(max(total - available - resident, 0), total)
     weights = min(weights, total - others)
     runtime = min(max(resident_at_start - weights, 0), total - others - weights)

@@ -29,7 +29,7 @@ _MAX_LISTED_RATIO = 4
 _EXTRA_UNPINNED = 64
 """Blocks that are unpinned in addition to those needed now; at most 1/16 of the pool."""
 MAX_SESSIONS = 4096
-"""With or without pinned blocks."""
+"""Limit on sessions with or without pinned blocks."""
 
 
 @dataclass(eq=False, slots=True)
@@ -75,7 +75,7 @@ class PinnedSessions:
         self._share = share
         self._by_key: dict[str, Session] = {}
         self._by_tail: dict[tuple[str, bytes], Session] = {}
-        """By tenant too, because prompts of several tenants may share blocks."""
+        """The key includes the tenant, because prompts of several tenants may share blocks."""
         self._sessions: OrderedDict[Session, None] = OrderedDict()
         """Least recently used first."""
         self._running: dict[str, Session] = {}

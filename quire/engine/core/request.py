@@ -183,7 +183,7 @@ class Request:
         return self._block_hashes[:count]
 
     def finish_reason_after_token(self, token: int, eos: Collection[int]) -> tuple[FinishReason | None, int | None]:
-        """Also returns the matching stop_token_id."""
+        """Return the finish reason and the matching stop_token_id."""
         params = self.engine_request.params
         assert isinstance(params, SamplingParams), "a token of a request for a vector"
         if params.grammar is not None and token in eos:

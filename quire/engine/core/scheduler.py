@@ -184,7 +184,7 @@ class Scheduler:
         )
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> None:
-        """Steps must be applied in the order in which they were scheduled."""
+        """Apply a step's output. Steps must be applied in the order they were scheduled in."""
         if model_output.used_cuda_graph:
             self._counts.count_cuda_graph_step(has_prefill=scheduler_output.has_prefill)
         for scheduled_request in scheduler_output.scheduled_requests:

@@ -13,7 +13,7 @@ from quire.engine.core.block_pool import BlockPool
 from quire.engine.core.request import Request
 
 _MIN_SNAPSHOT_TOKENS = 64
-"""For one at the prompt's end to be worth its own step."""
+"""A snapshot at the prompt's end gets its own step only if it saves at least this many tokens."""
 
 
 class SnapshotConfig(NamedTuple):
@@ -70,7 +70,7 @@ class StateSnapshots(ABC):
 
     @abstractmethod
     def take_slot_copies(self) -> list[SlotCopy]:
-        """To run in order before the step being scheduled."""
+        """Return copies that must run in this order before the step being scheduled."""
 
     @abstractmethod
     def clear_snapshots(self) -> None:
@@ -102,7 +102,7 @@ class StateSnapshots(ABC):
 
 
 class NullStateSnapshots(StateSnapshots):
-    """For models whose blocks hold all state."""
+    """Used for models that keep all state in blocks."""
 
     interval_tokens = 0
     is_required = False

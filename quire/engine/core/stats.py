@@ -45,7 +45,7 @@ class _Counters(msgspec.Struct, array_like=True):
     """Verified drafts; each has several tokens."""
     draft_tokens: int = 0
     accepted_drafts: list[int] = []
-    """By position in the draft."""
+    """Accepted drafts, indexed by position in the draft."""
     prefix_queries: int = 0
     """Prompt tokens looked up."""
     prefix_hits: int = 0
@@ -189,8 +189,8 @@ class MemoryView(msgspec.Struct, frozen=True):
     kv: int
     """KV blocks and recurrent states."""
     activations: int
-    """On a GPU, the rest of PyTorch's allocator; on the host, growth of the process since it was ready, without KV
-    blocks.
+    """On a GPU, the rest of PyTorch's allocator; on the host, how much the process has grown since it was ready,
+    excluding KV blocks.
     """
     runtime: int
     """On a GPU, CUDA's own memory and other programs; on the host, Python and libraries."""
@@ -221,7 +221,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """
 
     number: int
-    """From 1."""
+    """Step number, starting at 1."""
     began_at: float
     scheduled_at: float
     computed_at: float

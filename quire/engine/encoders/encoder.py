@@ -131,7 +131,7 @@ class Encoder:
         )
 
     def parameters(self) -> ParameterTable:
-        """By checkpoint name."""
+        """Return the parameters keyed by checkpoint name."""
         names, table = self.spec.names, ParameterTable()
         for name in (names.word_embeddings, names.position_embeddings, names.token_type_embeddings):
             if (shape := self._shapes.get(f"{name}.weight")) is not None:

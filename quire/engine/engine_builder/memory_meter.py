@@ -17,9 +17,10 @@ MemoryMeter = Callable[[], MemoryView | None]
 
 
 def make_memory_meter(info: EngineInfo, world_size: int) -> MemoryMeter:
-    """Call it when the engine is ready: what its process then has in RAM counts as weights and libraries. The meter
-    gives None for an engine of several processes, each of which has a part of the model and memory of its own, and for
-    devices that do not say."""
+    """Call it when the engine is ready: everything that its process has in RAM at that time counts as weights and
+    libraries. The meter returns None for an engine of several processes, because each has a part of the model and its
+    own memory, and for devices that do not report their memory.
+    """
     if world_size > 1:
         return lambda: None
     if info.device == "cpu":

@@ -71,7 +71,7 @@ def gguf_uses_sigmoid_gating(metadata: GGUFMetadata) -> bool:
 
 
 def read_mla_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Newer files separate the cached sizes of keys and values from those of heads."""
+    """Newer files store separate sizes for cached keys and values and for the heads' keys and values."""
     rotated = metadata.integer("rope.dimension_count")
     key = metadata.integer("attention.key_length_mla") or metadata.integer("attention.key_length")
     value = metadata.integer("attention.value_length_mla") or metadata.integer("attention.value_length")

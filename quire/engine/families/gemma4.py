@@ -152,7 +152,9 @@ def _kv_heads(
 
 
 def _layer_overrides(config: ModelConfig) -> Mapping[int, LayerOverrides] | None:
-    """None without per_layer_config, whose keys may have leading zeros. Raises ModelError."""
+    """Return the overrides in per_layer_config, keyed by layer; None without it. Its keys may have leading zeros.
+    Raises ModelError.
+    """
     if (by_layer := config.raw.get("per_layer_config")) is None:
         return None
     overrides: dict[int, LayerOverrides] = {}

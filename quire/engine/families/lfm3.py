@@ -28,7 +28,9 @@ _DEFAULT_LAYER_TYPES = ("sliding_attention", "conv", "full_attention", "conv")
 
 
 def _fill_lfm3_fields(fields: dict[str, Any]) -> None:
-    """By default, one layer of four has full attention and one sliding attention; the first layer is a convolution."""
+    """By default, one layer in four has full attention and one in four has sliding attention; the first layer is a
+    convolution.
+    """
     fill_layer_types(fields, lambda layer: _DEFAULT_LAYER_TYPES[layer % 4] if layer else "conv")
 
 

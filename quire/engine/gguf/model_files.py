@@ -129,7 +129,7 @@ class ModelFiles:
         return read_json_if_present(self._path / name, max_bytes)
 
     def read_file_bytes(self, name: str, max_bytes: int, *, may_be_empty: bool = False) -> bytes | None:
-        """Like read_json_file, but unparsed."""
+        """Like read_json_file, but without parsing."""
         if self._generators:
             content = self.read_json_file(name)
             return None if content is None else json.dumps(content).encode()

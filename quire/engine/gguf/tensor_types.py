@@ -36,7 +36,7 @@ SUPPORTED_TYPES = {
     30: GGMLType("BF16", 1, 2),
     39: GGMLType("MXFP4", 32, 17),
 }
-"""By type number in GGUF files."""
+"""Supported types, keyed by their number in GGUF files."""
 UNSUPPORTED_TYPES = {
     4: "Q4_2",
     5: "Q4_3",

@@ -73,7 +73,7 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 def _read_exif(image: Image.Image) -> Image.Exif:
-    """For a PNG, Pillow's getexif decodes all pixels, so it is only called if metadata follows them."""
+    """Pillow's getexif decodes all pixels of a PNG, so it is only called for a PNG if metadata follows the pixels."""
     from PIL import Image
 
     if image.format != "PNG" or not isinstance(file := getattr(image, "fp", None), io.BytesIO):
@@ -113,7 +113,7 @@ def decode_upright(image: Image.Image, where: str) -> Image.Image:
 
 
 def _composite_on_white(image: Image.Image) -> Image.Image:
-    """In bands of rows: RGBA copies of a large image would exceed a worker's memory."""
+    """Composite bands of rows, because RGBA copies of a large image would exceed a worker's memory."""
     from PIL import Image
 
     composite = Image.new("RGB", image.size)

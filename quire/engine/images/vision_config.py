@@ -38,7 +38,7 @@ def read_vision_spec(path: Path, raw: Mapping[str, Any] | None = None) -> Vision
 
 
 def count_vision_and_linear_parameters(raw: Mapping[str, Any], text_size: int) -> tuple[int, int]:
-    """All parameters, and those that can be quantized; 0, 0 without images. Raises ModelError."""
+    """Return the number of all parameters and of the quantizable ones; 0, 0 without images. Raises ModelError."""
     if not can_read_images(raw):
         return 0, 0
     vision = _make_vision_spec(raw, {}, "config.json", parameters_only=True)

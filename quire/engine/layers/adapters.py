@@ -27,7 +27,7 @@ class LoRALayerWeights:
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
     linears: Mapping[int, Any]
-    """By linear index: result of pack_one_adapter."""
+    """Results of pack_one_adapter, keyed by linear index."""
     embedding: tuple[Tensor, Tensor] | None
     """[vocab, rank] and [hidden, rank]."""
 

@@ -44,7 +44,7 @@ class Pooler:
         self._accumulated = torch.empty(0)
         """[slots, hidden]: the running sum or first state."""
         self._token_vectors: dict[int, list[Tensor]] = {}
-        """By slot: [tokens, size] per chunk."""
+        """[tokens, size] tensors, one per chunk, keyed by slot."""
         if pooling.pooling_type in ("mean", "cls"):
             self._accumulated = torch.zeros((num_slots, hidden_size), dtype=accumulation_dtype(device), device=device)
 

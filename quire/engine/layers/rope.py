@@ -26,7 +26,7 @@ _REQUIRED_FIELDS = {
     "proportional": (),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-"""In addition to rope_theta."""
+"""Fields required in addition to rope_theta, keyed by type."""
 
 
 def rope_table(rope: dict[str, Any], head_dim: int, length: int) -> Tensor:
@@ -165,7 +165,7 @@ def _dynamic_frequencies(rope: dict[str, Any], rotated: int) -> Tensor:
 
 
 def _axial_frequencies(rope: dict[str, Any], rotated: int) -> Tensor:
-    """For vision towers: rows and columns rotate half a head each."""
+    """Used by vision towers: rows rotate one half of a head, columns the other."""
     half = 1.0 / rope["rope_theta"] ** (torch.arange(0, rotated // 2, 2, dtype=torch.float32) / (rotated // 2))
     return torch.cat((half, half))
 

@@ -124,7 +124,7 @@ class ModelShard:
         return LinearSlice(output_range=self.rank_span(size)) if self.world_size > 1 else FULL_LINEAR
 
     def input_slice(self, size: int) -> LinearSlice:
-        """For a linear with `size` inputs; the ranks' results are summed."""
+        """Slice of a linear with `size` inputs; the ranks' results are summed."""
         return (
             LinearSlice(input_range=self.rank_span(size), adds_bias=self.rank == 0)
             if self.world_size > 1

@@ -46,16 +46,16 @@ class BuildContext:
     device: torch.device
     max_model_len: int
     kv_scales: Mapping[str, KVScales] = field(default_factory=dict)
-    """By layer name; 1 if missing."""
+    """Scales keyed by layer name; missing ones are 1."""
     adapters: AdapterManager | None = None
     """None: linears get no room for adapters."""
     shard: ModelShard = UNSHARDED
     expert_packing: tuple[Backend, QuantizationScheme] | None = None
-    """If different from other weights'."""
+    """Set only if experts are packed differently from other weights."""
     make_linear: Callable[..., Projection] = FusedLinear
     position_tables: dict[str, Tensor] = field(default_factory=dict)
     shared_linears: dict[str, FusedLinear] = field(default_factory=dict)
-    """By name of the first use."""
+    """Shared linears, keyed by the name of their first use."""
 
     @property
     def attention_dtype(self) -> torch.dtype:
@@ -98,7 +98,7 @@ class ForwardContext:
         return self.metadata.linear_context
 
     def context_of_selected_rows(self, rows: Tensor) -> ForwardContext:
-        """For sublayers after the one that drops all other rows."""
+        """Return the context for sublayers that come after all other rows are dropped."""
         per_layer_inputs = None if self.per_layer_inputs is None else self.per_layer_inputs[rows]
         return ForwardContext(
             replace(self.metadata, linear_context=self.linear_context.select_rows(rows)),
@@ -118,7 +118,7 @@ class SmoothableNorm:
 class Sublayer(ABC):
     @abstractmethod
     def parameters(self) -> ParameterTable:
-        """By checkpoint name."""
+        """Return the parameters keyed by checkpoint name."""
 
     def process_weights_after_loading(self) -> None:
         return None

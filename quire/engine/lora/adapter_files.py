@@ -138,7 +138,7 @@ def _read_config(folder: Path) -> _AdapterConfig:
 
 
 def _tensor_names_by_module(headers: Mapping[str, TensorHeader], modules: ModuleShapes) -> dict[str, dict[str, str]]:
-    """By module and half (down or up)."""
+    """Return tensor names keyed by module and half (down or up)."""
     tensor_names: dict[str, dict[str, str]] = {}
     for tensor_name in headers:
         suffix = next((each for each in (*_HALF_OF_SUFFIX, *_BASE_WEIGHT_SUFFIXES) if tensor_name.endswith(each)), None)

@@ -1,6 +1,7 @@
-"""A waiting queue in which requests wait for adapters without delaying others. An adapter keeps its slot while a
-request needs it, even a preempted one. If no slot is free, those with the fewest users take no new ones, so no adapter
-waits forever.
+"""A waiting queue in which requests wait for adapters without delaying others.
+
+An adapter keeps its slot while a request needs it, even a preempted one. If no slot is free, the adapters with the
+fewest users accept no new users, so that no adapter waits forever.
 """
 
 from __future__ import annotations

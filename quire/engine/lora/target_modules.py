@@ -57,7 +57,7 @@ def modules_of_config(raw: Mapping[str, Any]) -> ModuleShapes:
 
 
 def num_adapter_weights(modules: ModuleShapes, rank: int, *, head: bool = False) -> int:
-    """`head`: include the LM head, for which GPU slots have room."""
+    """`head`: include the LM head; GPU slots reserve room for it."""
     left_out = (EMBED_TOKENS,) if head else (EMBED_TOKENS, LM_HEAD)
     return rank * sum(sum(shape) for name, shape in modules.items() if name not in left_out)
 

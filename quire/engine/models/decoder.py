@@ -1,5 +1,6 @@
-"""A decoder-only transformer whose layers are tuples of residual sublayers. A family maps config.json to a DecoderSpec
-and has no other model code.
+"""A decoder-only transformer built from layers, each a tuple of residual sublayers.
+
+A family maps config.json to a DecoderSpec and has no other model code.
 """
 
 from __future__ import annotations
@@ -215,7 +216,7 @@ class Decoder:
         ]
 
     def slot_tensor_specs(self, num_slots: int, num_drafts: int) -> list[tuple[CacheTensorSpec, ...]]:
-        """By index in the block."""
+        """Return specs indexed by the layer's place in the block."""
         layers = [
             self._layers[self.groups.layer_index_in_block.index(place)] for place in range(self.groups.layers_per_block)
         ]
@@ -235,7 +236,7 @@ class Decoder:
         )
 
     def total_slot_bytes(self, num_slots: int, num_drafts: int) -> int:
-        """In all stages."""
+        """Bytes in all pipeline stages."""
         return sum(
             tensor.total_bytes
             for layer in self.layers_of_all_stages
@@ -259,7 +260,7 @@ class Decoder:
         return self.total_block_bytes_formula(self.groups.layers_per_block)
 
     def total_block_bytes_formula(self, places: int) -> str:
-        """For all groups and processes; a block has `places` layers."""
+        """Formula for all groups and processes; a block has room for `places` layers."""
         slots = places * self.groups.num_groups
         unused = f" ({slots - self.spec.num_layers} of them unused)" if slots > self.spec.num_layers else ""
         layers = self.layers_of_all_stages if self.groups.num_groups == 1 else self._layers
@@ -281,7 +282,7 @@ class Decoder:
         aux_layers: Sequence[int],
         features: MediaEmbeddings | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Also return the residual streams [T, hidden] before `aux_layers` (ascending)."""
+        """Also return the residual streams [T, hidden] at the inputs of `aux_layers` (ascending)."""
         assert self.is_last_stage
         assert self.is_first_stage or not aux_layers
         output_rows = None if len(rows) == len(token_ids) else rows
@@ -339,7 +340,7 @@ class Decoder:
     def forward_stage(
         self, token_ids: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, features: MediaEmbeddings | None = None
     ) -> tuple[Tensor, Tensor]:
-        """For stages before the last."""
+        """Run a pipeline stage other than the last."""
         x, residual, _ = self._run_stage(token_ids, metadata, kv_cache, None, (), features)
         assert residual is not None
         return x, residual

@@ -40,12 +40,12 @@ def distinct_attention_specs(spec: DecoderSpec) -> list[AttentionLayerSpec] | li
 
 
 def has_sinks(spec: DecoderSpec) -> bool:
-    """As in gpt-oss."""
+    """True for models with attention sinks, such as gpt-oss."""
     return any(each.sinks for each in spec.sublayers_of_kind(AttentionLayerSpec))
 
 
 def has_chunked_attention(spec: DecoderSpec) -> bool:
-    """As in Llama 4."""
+    """True for models with chunked attention, such as Llama 4."""
     return any(each.chunked for each in spec.sublayers_of_kind(AttentionLayerSpec))
 
 
@@ -62,7 +62,7 @@ def attention_head_dim(spec: DecoderSpec, device: torch.device) -> int:
 
 
 def make_dummy_recurrence_params(spec: DecoderSpec, device: torch.device) -> list[tuple[Recurrence, int]]:
-    """With value_dim, by kind and size."""
+    """Return parameters and value_dim for each kind and size of recurrence."""
     parts: list[_RecurrentSpec] = [
         *spec.sublayers_of_kind(DeltaNetSpec),
         *spec.sublayers_of_kind(Mamba2LayerSpec),

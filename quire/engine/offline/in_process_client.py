@@ -26,7 +26,7 @@ class InProcessClient(ExclusiveClient):
         self._config = config
         self._engine: EngineCore | None = None
         self._open_requests: dict[str, None] = {}
-        """In order of submission."""
+        """Request ids in order of submission."""
         self._work_event = asyncio.Event()
         """Set if there may be work."""
         self._task: asyncio.Task[None] | None = None

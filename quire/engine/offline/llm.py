@@ -73,7 +73,7 @@ class LLM(LLMBase):
         self.close = self._running_engine.close
         """Stop the engine; the object is unusable afterwards. Also runs at garbage collection and interpreter exit."""
         self.llm_engine = LLMEngine(self._running_engine)
-        """For programs that add requests one by one, and step."""
+        """For programs that add requests one by one and call step themselves."""
         self._receipts = ReceiptMaker(self._running_engine)
 
     def generate(

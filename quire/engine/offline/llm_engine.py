@@ -39,7 +39,7 @@ class CacheConfig:
     block_size: int
     """Tokens."""
     num_gpu_blocks: int
-    """On any device, not only a GPU."""
+    """Number of blocks on any device, despite the name."""
     enable_prefix_caching: bool
     num_cpu_blocks: int
     """Blocks of earlier prompts in host memory."""
@@ -230,7 +230,7 @@ class LLMEngine:
                 work.cancel()
 
     def get_num_unfinished_requests(self) -> int:
-        """Requests whose end no step has returned yet."""
+        """Return the number of requests that no step has reported as finished yet."""
         return len(self._open_requests)
 
     def has_unfinished_requests(self) -> bool:

@@ -33,7 +33,7 @@ from quire.engine.text.pooling_inputs import encode_truncated
 class TextPrompt(TypedDict):
     prompt: str
     multi_modal_data: NotRequired[Mapping[str, Any]]
-    """As in vLLM: `image` is a Pillow image, or a list with one per placeholder in the text."""
+    """Same format as vLLM's: `image` is a Pillow image, or a list with one image per placeholder in the text."""
 
 
 class TokensPrompt(TypedDict):

@@ -52,7 +52,7 @@ class RequestOutputKind(Enum):
     CUMULATIVE = 0
     """The whole answer so far, each time."""
     DELTA = 1
-    """Only what is new since the last output."""
+    """Only the new part since the last output."""
     FINAL_ONLY = 2
     """The whole answer, once."""
 

@@ -133,7 +133,7 @@ class PrefixMissTracker:
         self._engines[engine].generation += 1
 
     def record_engine_loss(self, engine: int, request_ids: Iterable[str] | None) -> None:
-        """`request_ids`: those that another engine will compute; None: all."""
+        """`request_ids`: requests that another engine will compute; None means all."""
         self.record_cache_reset(engine)
         for each in [*self._open_requests] if request_ids is None else request_ids:
             open_request = self._open_requests.get(each)
@@ -234,7 +234,7 @@ class _PrefixMissAnalysis:
         return (len(self.tokens) // TOKEN_BYTES - 1) // self._match_unit * self._match_unit
 
     def count_lost_tokens_by_reason(self, load: int) -> tuple[Counter[MissReason], bool]:
-        """Also returns whether the tenant's own `load` explains evictions."""
+        """Return the counts, and whether the tenant's own `load` explains evictions."""
         prefix_match = self.prefix_match
         missed = Counter[MissReason]()
         own_load = False

@@ -50,7 +50,7 @@ class Visit:
     prompt_tokens: int
     conversation: Conversation
     turn: int = 1
-    """From 1."""
+    """Number of the turn, starting at 1."""
     num_computed: int = 0
     is_open: bool = True
     tenant_load: int = 0
@@ -104,7 +104,7 @@ class PrefixTree:
         """Tokens ever computed for the tenant."""
         self._root = PrefixNode(b"", None)
         self._nodes_by_use: OrderedDict[PrefixNode, None] = OrderedDict()
-        """Least recently used first. A piece comes after those that follow it."""
+        """Ordered from least to most recently used. A piece comes after the pieces that follow it."""
 
     def match_prefix(self, tokens: bytes, namespace: CacheNamespace) -> PrefixMatch:
         prefix_match, node = PrefixMatch(), self._root
@@ -204,7 +204,7 @@ class PrefixTree:
 
     @staticmethod
     def _most_recent_continuation(node: PrefixNode, namespace: CacheNamespace, visit: Visit) -> tuple[bytes, Visit]:
-        """Also returns the last piece's visit."""
+        """Return the tokens and the last piece's visit."""
         parts = [node.tokens]
         while node.children and len(parts) * PIECE_TOKENS < _MAX_COMPARED_TOKENS:
             next_node = next(

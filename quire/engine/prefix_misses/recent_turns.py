@@ -37,7 +37,7 @@ class LastSessionTurns:
     def __init__(self, max_tenant_bytes: int = MAX_TENANT_BYTES, max_total_bytes: int = MAX_TOTAL_BYTES) -> None:
         self._max_tenant_bytes, self._max_total_bytes = max_tenant_bytes, max_total_bytes
         self._turn_of_session: OrderedDict[tuple[str, str, str], Turn] = OrderedDict()
-        """By tenant, cache salt and session; the last ended comes last."""
+        """Keyed by tenant, cache salt and session; the turn that ended last comes last."""
         self._bytes_of_tenant = Counter[str]()
 
     @property

@@ -18,7 +18,7 @@ class EqualRun(NamedTuple):
 
 
 def common_prefix_length(first: bytes, second: bytes) -> int:
-    """In tokens."""
+    """Return the length in tokens."""
     low, high = 0, min(len(first), len(second)) // TOKEN_BYTES
     if first[: high * TOKEN_BYTES] == second[: high * TOKEN_BYTES]:
         return high
@@ -64,7 +64,7 @@ def find_equal_runs(old: bytes, new: bytes) -> list[EqualRun]:
 
 
 def _count_equal_bytes(first: bytes, first_start: int, second: bytes, second_start: int) -> int:
-    """In whole tokens."""
+    """Count only whole tokens."""
     count, size = 0, 64 * TOKEN_BYTES
     while (
         first[first_start + count : first_start + count + size]

@@ -28,8 +28,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def module(name: str) -> tuple[str, ...]:
-    """Arguments with which Python runs one of our modules. -P, because `-m` alone searches the current directory first,
-    where a random.py would replace Python's.
+    """Return the Python arguments that run one of our modules. -P is needed because `-m` alone searches the current
+    directory first, and a random.py there would replace Python's.
     """
     return ("-P", "-m", name)
 
@@ -119,7 +119,7 @@ class RunningProcess(Protocol):
 def end_processes(
     processes: Sequence[RunningProcess], seconds: float, sleep: Callable[[float], object] = time.sleep
 ) -> None:
-    """Ask the processes to end, wait `seconds` for all of them together, then kill those that still run."""
+    """Ask the processes to end, wait up to `seconds` for all of them together, then kill any that still run."""
     for process in processes:
         process.end()
     for _ in _kill_after(processes, seconds):
@@ -127,7 +127,7 @@ def end_processes(
 
 
 def _kill_after(processes: Sequence[RunningProcess], seconds: float) -> Iterator[None]:
-    """Yield until all processes have ended; kill those that still run after `seconds`."""
+    """Yield until all processes have ended; kill any that still run after `seconds`."""
     deadline = clock.monotonic() + seconds
     while running := [process for process in processes if process.returncode is None]:
         if clock.monotonic() >= deadline:

@@ -15,8 +15,8 @@ _CGROUPS = "sys/fs/cgroup"
 
 
 def node_cores(count: int, allowed: Set[int], root: Path = Path("/")) -> list[Set[int]] | None:
-    """Return the cores of each of `count` processes, out of `allowed`: those of one node or, with more nodes than
-    processes, of several. None if fewer than two nodes are known.
+    """Return the cores of each of `count` processes, chosen from `allowed`. Each process gets the cores of one node, or
+    of several if there are more nodes than processes. None if fewer than two nodes are known or needed.
     """
     nodes = [cores & allowed for cores in _nodes(root)]
     nodes = [cores for cores in nodes if cores]
@@ -44,7 +44,7 @@ def threads_on(cores: Set[int], root: Path = Path("/")) -> int:
 
 
 def stay_on(cores: Set[int]) -> None:
-    """Keep this thread, and those that it will start, on these cores. An empty set changes nothing."""
+    """Keep this thread, and threads that it starts later, on these cores. An empty set changes nothing."""
     if cores:
         os.sched_setaffinity(0, cores)
 

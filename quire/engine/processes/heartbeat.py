@@ -67,7 +67,7 @@ class Heartbeat(ABC):
 
 
 class NullHeartbeat(Heartbeat):
-    """For an engine in its client's process: nobody watches it."""
+    """For an engine in its client's process, which needs no watching."""
 
     def begin_step(self, new_ids: Sequence[str]) -> None:
         pass

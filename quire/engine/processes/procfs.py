@@ -12,7 +12,7 @@ from quire.engine.common import clock
 
 
 class WatchTimer:
-    """Measures the time between two looks at another process, without the time in which this process could not look. If
+    """Measures the time between two looks at another process, minus the time in which this process could not look. If
     this process was stopped, the other one may have been stopped with it.
     """
 
@@ -27,10 +27,9 @@ class WatchTimer:
 
 
 class RunnableClock:
-    """Counts the seconds in which a process could have computed.
-
-    Time in which one of its threads waited for a processor or a disk does not count. On an overloaded machine this
-    clock is therefore slower than wall-clock time, so a slow engine is not mistaken for one that hangs.
+    """Counts the seconds in which a process could have computed. Time that one of its threads spent waiting for a
+    processor or a disk does not count. On an overloaded machine this clock is therefore slower than wall-clock time, so
+    a slow engine is not mistaken for a hanging one.
     """
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
@@ -40,11 +39,11 @@ class RunnableClock:
         self._inspected = 0.0
         """Wall-clock seconds since then."""
         self._initial_cpu_wait: dict[str, float] = {}
-        """By thread: seconds it had ever waited for a processor when it was first inspected."""
+        """Seconds that each thread had waited for a processor before it was first inspected, keyed by thread."""
         self._waited: dict[str, float] = {}
-        """By thread: seconds since then that it waited for a processor or a disk."""
+        """Seconds that each thread has waited for a processor or a disk since then, keyed by thread."""
         self._disk_wait: dict[str, float] = {}
-        """By thread: the part of `_waited` spent on a disk."""
+        """The part of `_waited` spent on a disk, keyed by thread."""
 
     @property
     def seconds(self) -> float:
@@ -54,7 +53,7 @@ class RunnableClock:
     def advance(self, elapsed: float, *, inspect: bool) -> None:
         """Count `elapsed` seconds of wall-clock time; with `inspect`, minus the time that the process's threads waited.
 
-        An inspection reads two files per thread, so ask for it only with a reason. The first inspection after a pause
+        An inspection reads two files per thread, so request it only if needed. The first inspection after a pause
         counts all of `elapsed`, because there is no earlier value to compare with. The kernel reports a wait only when
         it is over, so the clock may go back a little.
         """
@@ -144,8 +143,8 @@ def is_stopped(pid: int) -> bool:
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:
-    """Number of processes that the kernel has ever killed for lack of memory; None if unknown. Counts those of our
-    control group if that is known, else those of the whole machine.
+    """Return how many processes the kernel has ever killed for lack of memory; None if unknown. Counts our control
+    group if its number is known, else the whole machine.
     """
     for path in (*_control_group_files(root), root / "proc/vmstat"):
         try:

@@ -50,7 +50,7 @@ class SocketFolder:
 
     @property
     def http(self) -> Path:
-        """Of a private server."""
+        """Socket of a private HTTP server."""
         return self._path / _SOCKETS[1]
 
     @property
@@ -64,7 +64,7 @@ class SocketFolder:
 
 
 def _remove_abandoned(root: Path) -> None:
-    """Only those of this user."""
+    """Remove abandoned folders of this user only."""
     for folder in root.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # it is another user's, or another process is removing it
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -191,7 +191,7 @@ class UtilityCalls:
         return result
 
     def resolve(self, message: UtilityResult) -> Any:
-        """Take a result. Returns its value, or None for an error and for a call that nobody awaits any more."""
+        """Take a result. Return its value, or None for an error or a call that is no longer awaited."""
         method, future = self._open.pop(message.id, (None, None))
         if method is None or future is None or future.done():
             return None

@@ -45,9 +45,11 @@ class Wire:
         self._socket.send_multipart(frames)  # never blocks, so the future that this returns is already done
 
     async def receive(self) -> list[bytes]:
-        """Return the frames of the next message. Several waiting messages are received in one turn of the event loop,
-        so a server that lags behind its engine sends the tokens of several steps together. MOST_IN_TURN and
-        LONGEST_TURN limit the turn, because the caller handles each message before it asks for the next one.
+        """Return the frames of the next message.
+
+        Several waiting messages are received in one turn of the event loop, so a server that lags behind its engine
+        sends the tokens of several steps together. MOST_IN_TURN and LONGEST_TURN limit the turn, because the caller
+        handles each message before it asks for the next one.
         """
         is_turn_over = self._in_turn == MOST_IN_TURN or clock.monotonic() - self._turn_began > LONGEST_TURN
         if is_turn_over or not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:

@@ -14,7 +14,7 @@ from quire.engine.common.types import Adapter, EngineCoreOutput, MediaSpan, Toke
 
 
 class ComputeInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """If all of it and the weights are equal, results are bit-identical."""
+    """Results are bit-identical if all of these fields and the weights are equal."""
 
     quire: str
     kernels: str
@@ -41,7 +41,9 @@ class ReceiptHashes(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str
     template: str
     weights: dict[str, str | None]
-    """By version; None if given as tensors, or if files changed or vanished before hashing."""
+    """Hashes keyed by version; None if the weights were given as tensors, or if files changed or vanished before
+    hashing.
+    """
 
 
 class PromptReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -76,7 +78,7 @@ class ChoiceReceipt(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprobs: list[float | None] | None = None
     """None stands for minus infinity."""
     prompt_logprobs: list[float | None] | None = None
-    """From the prompt's second token on."""
+    """Logprobs of the prompt's tokens, starting with the second."""
     finish_reason: str = ""
 
     def add_output(self, output: EngineCoreOutput) -> None:
@@ -103,7 +105,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag
     created: int
     """Unix time."""
     model: str
-    """As the request named it."""
+    """The name that the request used."""
     hashes: ReceiptHashes
     computed: ComputeInfo
     adapter: AdapterReceipt | None
@@ -149,7 +151,7 @@ def _is_consistent_choice(choice: ChoiceReceipt) -> bool:
 
 
 def _find_receipt(parsed: Any) -> Any:
-    """Also in stream events, and lines of a batch's output."""
+    """Find receipts in responses, stream events and lines of a batch's output."""
     for path in ((), ("receipt",), ("x_receipt",), ("response", "receipt"), ("response", "body", "receipt")):
         candidate = parsed
         for name in path:

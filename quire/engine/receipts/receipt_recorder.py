@@ -10,7 +10,7 @@ from quire.engine.receipts.receipt import ChoiceReceipt
 
 
 class ReceiptRecorder(WrappedOutputs):
-    """Outputs whose tokens and weights' versions are recorded on their way to the reader."""
+    """Records tokens and weights' versions of outputs on their way to the reader."""
 
     def __init__(self, outputs: OutputSource, requests: Sequence[EngineCoreRequest]) -> None:
         """`requests`: one for each choice, in order of their indices."""

@@ -37,15 +37,15 @@ class ReplayVerdict:
 @dataclass(frozen=True, slots=True)
 class ReplayModel:
     hashes: ReceiptHashes
-    """With one version of the weights."""
+    """Hashes with exactly one version of the weights."""
     computed: ComputeInfo
     tokenizer: Tokenizer
     max_model_len: int
     vocab_size: int
     adapters: Mapping[str, Adapter]
-    """By digest."""
+    """Adapters keyed by digest."""
     images: Mapping[str, Image]
-    """By hexadecimal digest."""
+    """Images keyed by hexadecimal digest."""
 
     @property
     def weights_digest(self) -> str | None:
@@ -155,7 +155,7 @@ def compute_difference_warning(receipt: Receipt, model: ReplayModel) -> str:
 
 
 def select_segments_of_weights(receipt: Receipt, weights: str | None) -> tuple[list[ReplaySegment], int]:
-    """Also returns how many tokens other weights computed."""
+    """Return the segments, and the number of tokens that other weights computed."""
     segments, num_other_tokens = [], 0
     for choice in receipt.choices:
         begin = 0

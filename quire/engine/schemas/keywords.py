@@ -36,7 +36,7 @@ class UnresolvableReference(Exception):
 
 
 def map_subschemas(schema: Mapping[str, Any], change: Callable[[str, Schema], Schema]) -> dict[str, Any]:
-    """Return a copy in which `change(keyword, schema)` replaces each subschema. Definitions stay as they are."""
+    """Return a copy with each subschema replaced by `change(keyword, schema)`. Definitions are not changed."""
     copy: dict[str, Any] = {}
     for keyword, value in schema.items():
         if keyword in SCHEMA_MAP_KEYWORDS and isinstance(value, dict):

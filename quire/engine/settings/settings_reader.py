@@ -140,9 +140,9 @@ def _read_environment(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _read_launcher_variables(values: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Variables by which PyTorch launchers such as torchrun identify a machine
-    (https://docs.pytorch.org/docs/stable/elastic/run.html). Ignored with one machine: a program that torchrun started
-    may hold its own model.
+    """Read variables that PyTorch launchers such as torchrun set to identify a machine
+    (https://docs.pytorch.org/docs/stable/elastic/run.html). They are ignored if there is one machine, because a program
+    that torchrun started may hold its own model.
     """
     if str(values.get("nnodes", 1)) == "1":
         return {}

@@ -40,7 +40,7 @@ PRIOR_ACCEPTANCE_OF_KIND = {
 REQUEST_DECAY, GLOBAL_DECAY = 0.8, 0.98
 """Applied to acceptance counts per verified draft."""
 UNTRIED_DECAY = 0.99
-"""For a kind not worth trying, so that it is tried again eventually."""
+"""Decay for a kind that is not worth trying, so that it is tried again eventually."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +81,9 @@ class AcceptanceRate:
 class AcceptanceTracker:
     def __init__(self) -> None:
         self._global_rates: defaultdict[int, AcceptanceRate] = defaultdict(AcceptanceRate)
-        """By kind."""
+        """Rates over all requests, keyed by kind."""
         self._rates_by_request: dict[str, defaultdict[int, AcceptanceRate]] = {}
-        """By request id and kind."""
+        """Rates keyed by request id, then kind."""
 
     def acceptance_rate_of_kind(self, request: Request, kind: int) -> float:
         """Given that the tokens before it are accepted."""
@@ -128,7 +128,7 @@ class TrackingDrafter(Drafter):
         self._max_drafts, self._step_costs = max_drafts, step_costs
         self._acceptance = AcceptanceTracker()
         self._pending_kinds: dict[str, list[int]] = {}
-        """Of tokens in flight, by request id."""
+        """Kinds of the tokens in flight, keyed by request id."""
         self._forget_in_source = drafter.forget_request
 
     def forget_request(self, request: Request) -> None:

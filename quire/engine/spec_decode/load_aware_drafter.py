@@ -12,7 +12,7 @@ from quire.engine.core.request import Request
 from quire.engine.spec_decode.draft_length import StepCosts
 
 PROBE_INTERVAL = 8
-"""In tokens."""
+"""Interval in tokens."""
 MAX_DRAFTS = 32
 LOAD_THRESHOLD = 0.5
 """Break-even acceptance probability."""

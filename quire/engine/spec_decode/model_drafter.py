@@ -18,7 +18,7 @@ from quire.engine.core.request import Request
 
 class DraftModel(Protocol):
     def draft_first_tokens(self, rows: Sequence[DrafterCatchUp]) -> list[DraftToken]:
-        """Only rows that want a token get one."""
+        """Draft a token only for rows that want one."""
 
     def draft_next_tokens(self, keep: Sequence[int]) -> list[DraftToken]:
         """`keep`: indices into the rows of the last call."""
@@ -58,7 +58,7 @@ class _DraftModelState:
 @dataclass(frozen=True, slots=True)
 class _OpenDraft:
     index: int
-    """In the requests to draft for."""
+    """Index in the list of requests to draft for."""
     request: Request
     token_ids: list[int] = field(default_factory=list)
     probabilities: list[float] = field(default_factory=list)
@@ -74,7 +74,7 @@ class ModelDrafter(TokenwiseDrafter):
         self._slot_requests: dict[int, str] = {}
         """The request computed in each slot."""
         self._hash_of_block: dict[int, bytes] = {}
-        """For full blocks that the draft model computed."""
+        """Hashes of full blocks that the draft model computed, keyed by block."""
         self._open_drafts: list[_OpenDraft] = []
 
     def draft_first_tokens(self, draft_requests: RequestsToDraft) -> list[Draft]:

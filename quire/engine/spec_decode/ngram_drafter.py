@@ -38,7 +38,7 @@ class NgramIndex:
         # comparing positions detects collisions.
         lengths = sorted({min_ngram, *(length for length in NGRAM_LENGTHS if length > min_ngram)}, reverse=True)
         self._positions: dict[int, dict[int, int | list[int]]] = {length: {} for length in lengths}
-        """By n-gram length, then hash."""
+        """Positions keyed by n-gram length, then hash."""
         self._texts: list[Sequence[int]] = []
         self._text_offsets: list[int] = []
         """The number of each text's first position."""
@@ -106,7 +106,7 @@ class NgramDrafter(Drafter):
     def __init__(self, min_ngram: int) -> None:
         self._min_ngram = min_ngram
         self._indices: dict[str, tuple[NgramIndex, int]] = {}
-        """By request id, with the number of indexed tokens."""
+        """Index and number of indexed tokens, keyed by request id."""
 
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
         return [
@@ -126,13 +126,13 @@ class NgramDrafter(Drafter):
 
 
 class SuffixDrafter(Drafter):
-    """Also looks in recent answers with the same cache salt."""
+    """Also searches recent answers that have the same cache salt."""
 
     def __init__(self, min_ngram: int) -> None:
         self._min_ngram = min_ngram
         self._prompt_drafter = NgramDrafter(min_ngram)
         self._recent: OrderedDict[str, _RecentAnswers] = OrderedDict()
-        """By salt, least recently used first."""
+        """Recent answers keyed by cache salt, least recently used first."""
 
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
         return [

@@ -79,8 +79,8 @@ class AdaptiveTokenwiseDrafter(TrackingDrafter):
     ) -> list[int]:
         """Return ascending indices of drafts for which one more token raises tokens per second.
 
-        `last_probabilities`: that each whole draft is accepted; 0 if it must not grow. `spent_seconds`: on drafting so
-        far.
+        `last_probabilities`: probability that each whole draft is accepted; 0 if it must not grow. `spent_seconds`:
+        time spent on drafting so far.
         """
         gains = [
             (probability * self._acceptance.acceptance_rate_of_kind(request, KIND_DEFAULT), index)

@@ -26,7 +26,7 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     num_used_ids: int
     """Fewer than the pushed ids only after a stop string."""
     stop_string: str | None = None
-    """If set, no more ids may be pushed."""
+    """Stop string that was found. If set, no more ids may be pushed."""
 
 
 class StopStringMatcher:
@@ -93,7 +93,7 @@ class IncrementalDetokenizer:
         self._stop_matcher = StopStringMatcher(stop, include=include_stop) if stop else None
         self._include_stop = include_stop
         self._unsearched_tokens = min_tokens
-        """Tokens to come in which stop strings do not count."""
+        """Number of coming tokens in which stop strings do not count."""
         self._num_emitted = 0
         """Characters emitted."""
         self._num_decoded = 0

@@ -1,6 +1,8 @@
-"""Compiles grammars with llguidance (https://github.com/guidance-ai/llguidance), whose import takes 0.2 s and is
-deferred. A hostile grammar can crash the process (3,000 chained references overflow the native stack) or occupy it for
-hours (`multipleOf: 99999999`), so a server worker process checks it first.
+"""Compiles grammars with llguidance (https://github.com/guidance-ai/llguidance), imported late because its import takes
+0.2 s.
+
+A hostile grammar can crash the process (3,000 chained references overflow the native stack) or occupy it for hours
+(`multipleOf: 99999999`), so a server worker process checks it first.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ def lark_json_rule(schema: Any, *, indented: bool = False) -> str:
 
 
 def with_usual_whitespace(grammar: Grammar) -> Grammar:
-    """With usual whitespace in JSON, the grammar forces more text."""
+    """Return the grammar with the usual whitespace in JSON, so that it forces more text."""
     flexible, usual = (_dump_schema(each)[1:-1] for each in (_COMPACT_WHITESPACE, _USUAL_WHITESPACE))
     return Grammar(grammar.kind, grammar.text.replace(flexible, usual))
 
@@ -238,7 +240,7 @@ class GrammarCompiler:
             matcher.consume_token(int(allowed[-1]))
 
     def _compile_matcher(self, grammar: Grammar, max_lexer_states: int) -> tuple[LLMatcher, int]:
-        """Also return its approximate size in bytes."""
+        """Return the matcher and its approximate size in bytes."""
         from llguidance import LLMatcher
 
         if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:

@@ -20,7 +20,7 @@ MAX_STEPS = 2_000_000
 """Per rendering, about a second. Real templates need some 10 per message."""
 _STEPS_PER_CALL = 10
 MAX_RESULT_SIZE = 1_000_000
-"""In characters for a repetition such as `'=' * 80` or a format, in bits for a product."""
+"""Limit in characters for a repetition such as `'=' * 80` or a format, and in bits for a product."""
 _SIZE_PER_STEP = 64
 """Characters or list entries per step: 128 million in a rendering."""
 _MAX_TOTAL_SIZE = MAX_STEPS * _SIZE_PER_STEP

@@ -122,12 +122,11 @@ def read_eos_token_ids(
     tokenizer: ModelFiles | None = None,
     chat_template: str | None = None,
 ) -> tuple[int, ...]:
-    """The tokens that end an answer: those of generation_config.json and config.json (for a GGUF file, of its header),
-    the tokenizer's `eos_token`, and the token with which the chat template ends an assistant's turn.
+    """Return all tokens that end an answer: the ones that generation_config.json and config.json (for a GGUF file, its
+    header) name, the tokenizer's `eos_token`, and the token with which the chat template ends an assistant's turn.
 
     `vocab_size`: the model's; larger ids are dropped. `tokenizer`: files of another tokenizer, if one is set.
-    `chat_template`: as in templates_from_path_or_source. Broken files are ignored here; whoever reads the rest of them
-    reports them.
+    `chat_template`: see templates_from_path_or_source. Broken files are ignored here; other readers report them.
     """
     ids: list[int] = []
     for content in (

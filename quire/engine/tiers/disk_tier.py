@@ -1,7 +1,8 @@
-"""The disk tier: a file per block, evicted least recently used (by modification time). It survives the engine.
+"""The disk tier: a file per block, evicted least recently used first (by modification time). It survives the engine.
 
-Identities (kv_identity.py) have a subfolder each and share the limit, so newer blocks evict those of older weights.
-Folders are 0700, files 0600. Files are renamed when complete and verified when read, because disks and power fail.
+Each identity (kv_identity.py) has its own subfolder. They share the limit, so newer blocks evict blocks of older
+weights. Folders are 0700, files 0600. Files are renamed when complete and verified when read, because disks and power
+fail.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ class LoadCosts:
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self.token_seconds: float | None = None
-        """To compute a prompt token."""
+        """Time to compute a prompt token."""
         self.block_seconds: dict[str, float] = {}
-        """To load a block, by tier."""
+        """Time to load a block, keyed by tier."""
         self._num_refused = 0
 
     def record_compute(self, tokens: int, seconds: float) -> None:

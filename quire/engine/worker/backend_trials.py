@@ -42,7 +42,7 @@ def choose_trials(
 
 
 def _disable_graphs_if_trial_passes(trial: BackendTrial, backend: Backend) -> str | None:
-    """For a backend that fails in a graph, or computes something else there."""
+    """For a backend that fails in a graph or computes different results there."""
     if (why := trial(backend)) is None:
         backend.cuda_graph_support = "nothing"
     return why

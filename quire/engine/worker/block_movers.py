@@ -1,5 +1,6 @@
-"""Copies KV blocks between device and host (engine/tiers). A block's bytes are those of all its tensors in order, with
-scales if it is 8-bit.
+"""Copies KV blocks between device and host (engine/tiers).
+
+A block's bytes are the bytes of all its tensors in order, with scales if it is 8-bit.
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ class KVModule(Protocol):
 
 
 def block_bytes(model: KVModule) -> int:
-    """For one KV cache group."""
+    """Bytes of a block of one KV cache group."""
     return sum(tensor.total_bytes for layer in model.block_tensor_specs(1) for tensor in layer)
 
 
@@ -263,7 +263,7 @@ def allocate_slot_states(model: Decoder, slots: int, drafts: int) -> list[LayerC
 
 
 def slot_state_bytes(model: Decoder, config: EngineConfig) -> int:
-    """In all pipeline stages."""
+    """Bytes of a slot's state in all pipeline stages."""
     return model.total_slot_bytes(1, max_draft_tokens_per_step(config))
 
 
@@ -327,12 +327,12 @@ class KVPrefaulter:
 
 
 class GpuMemory(NamedTuple):
-    """Of one GPU, in bytes."""
+    """Memory of one GPU, in bytes."""
 
     total: int
     free: int
     allocator: int
-    """What PyTorch's allocator has of it."""
+    """Memory held by PyTorch's allocator."""
 
 
 def measure_gpu_memory(device: torch.device) -> GpuMemory | None:
@@ -344,7 +344,7 @@ def measure_gpu_memory(device: torch.device) -> GpuMemory | None:
 
 
 def trim_host_memory() -> None:
-    """If the C library can."""
+    """Return unused memory to the system if the C library supports it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

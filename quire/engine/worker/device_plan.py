@@ -47,7 +47,7 @@ _KV_DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
 }
 _MIN_DRIVERS = {"12": "525", "13": "580"}
-"""By CUDA major version, from NVIDIA's minor version compatibility table."""
+"""Minimum driver version for each CUDA major version, from NVIDIA's minor version compatibility table."""
 _ONEDNN_ISA = "AVX512_CORE_BF16"
 """With AMX, a row's bfloat16 product depends on the number of rows (seen from 12 to 32). oneDNN reads this before its
 first product.
@@ -261,7 +261,7 @@ class DevicePlan:
     backend: Backend
     backend_reason: str
     vision_backend: Backend
-    """For the image tower; no rank shards its keys and values."""
+    """Backend of the image tower; its keys and values are not sharded across ranks."""
     eager_prefill_reason: str | None = None
     """Why graphs hold decodes but no prefills; known on the first rank."""
 

@@ -180,7 +180,7 @@ class DraftHeadRunner:
         return HostDownload(draft_tokens, self._download_stream)
 
     def _draft_by_graphs(self, rows: list[HeadDraftRequest]) -> HostDownload:
-        """If all rows are greedy, graphs sample too."""
+        """The graphs also sample if all rows are greedy."""
         graphs = self.graphs
         table = self._input_batch.token_ids
         draft_tokens = list[Tensor]()
@@ -273,7 +273,7 @@ class DraftHeadRunner:
 
     @torch.inference_mode()
     def run_dummy_draft(self, count: int) -> None:
-        """Only while KV blocks are unused."""
+        """Call it only while no KV blocks are in use."""
         size, device = self._input_batch.block_size, self._input_batch.device
         length = size if not self.kv_tensors else min(MEASURED_CONTEXT_TOKENS, size * self.kv_tensors[0].shape[1])
         if self.graphs is not None and count <= self.graphs.max_rows:

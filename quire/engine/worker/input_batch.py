@@ -412,7 +412,7 @@ def _starts_from_cumulative_ends(*ends: np.ndarray) -> np.ndarray:
 
 
 def expand_ends_to_samples(rows: list[ScheduledRequest], ends: np.ndarray) -> np.ndarray:
-    """A row's last sample gets its `ends` value, those of drafts the values just below."""
+    """A row's last sample gets its `ends` value; its drafts get the values just below."""
     if not any(row.draft_token_ids for row in rows):
         return ends
     widths = np.array([1 + len(row.draft_token_ids) for row in rows])

@@ -140,7 +140,9 @@ def _word_runs(text: str, length: int = 10) -> list[int]:
 
 
 def passages(train: list[list[str]], per_noun: int = 500) -> dict[str, list[str]]:
-    """By noun: up to 1,900 characters, with the noun in the first 160 and three times in the first 1,200."""
+    """Return passages keyed by noun. A passage has up to 1,900 characters and mentions the noun in its first 160 and
+    three times in its first 1,200.
+    """
     found: dict[str, list[str]] = {noun: [] for noun in NOUNS}
     for story in train:
         for start, paragraph in enumerate(story):

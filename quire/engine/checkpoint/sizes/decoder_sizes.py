@@ -25,7 +25,7 @@ class DecoderSizes(StepCosts):
     embedding_parameters: int
     """Embedding and head, which are never quantized. A tied head counts once."""
     kv_formula: str
-    """For display: how kv_values_per_token is computed."""
+    """Shows users how kv_values_per_token is computed."""
     num_heads: int
     num_kv_heads: int
     """Most devices that the KV cache can be split over; 1 with MLA."""
@@ -34,11 +34,11 @@ class DecoderSizes(StepCosts):
     layer_cache_specs: tuple[LayerStates, ...]
     """Per layer. If an encoder keeps nothing, its layers have a PagedState of 0 elements per token."""
     conv_state_formula: str = ""
-    """For display: how conv_values_per_token is computed; "" if it is 0."""
+    """Shows users how conv_values_per_token is computed; "" if it is 0."""
 
 
 def field_values(costs: StepCosts) -> dict[str, Any]:
-    """By name, for a class that has more of them."""
+    """Return the fields keyed by name, to construct a class that adds fields to them."""
     return {each.name: getattr(costs, each.name) for each in fields(costs)}
 
 

@@ -25,7 +25,7 @@ class BlockTables:
 
     @property
     def pool_capacity_tokens(self) -> int:
-        """For one request, without windows."""
+        """Tokens that one request could use if no layer had a window."""
         return self.pool.num_blocks // self.num_groups * self._block_size
 
     def num_missing_blocks(self, request: Request, tokens: int) -> int:
@@ -33,8 +33,8 @@ class BlockTables:
         return self.num_groups * -(-tokens // self._block_size) - len(request.block_ids)
 
     def num_free_blocks_needed(self, request: Request, cached: Sequence[int]) -> int:
-        """Return the free blocks needed to compute all tokens, starting with `cached`. Blocks freed behind a window are
-        reused.
+        """Return the number of free blocks needed to compute all tokens, starting with `cached`. Blocks that leave a
+        window are freed and reused.
         """
         tokens = len(request.token_ids)
         num_to_allocate = self.needs.max_blocks(

@@ -40,7 +40,7 @@ class KVCacheManager:
 
     @property
     def num_groups(self) -> int:
-        """KV cache groups, each of which has a block for the same tokens."""
+        """Number of KV cache groups; each has its own block for the same tokens."""
         return self._block_tables.num_groups
 
     def num_tokens_fitting_empty_cache(self, num_tokens: int) -> int:
@@ -82,7 +82,7 @@ class KVCacheManager:
         return copies
 
     def allocate_slots(self, request: Request, num_tokens: int) -> bool:
-        """Allocates nothing and returns False if there are too few blocks. Frees those that left a window."""
+        """Allocate nothing and return False if there are too few blocks. Free the blocks that left a window."""
         if self._block_tables.windowed_groups:
             self._block_tables.free_behind_window(request)
         num_missing = self._block_tables.num_missing_blocks(request, num_tokens)

@@ -33,11 +33,11 @@ class PrefixCache:
         self._hash_block_size = hash_block_size
         self._hashes_per_block = block_size // hash_block_size
         self._first_written: dict[int, int] = {}
-        """By block: the first token written by the step being scheduled."""
+        """First token that the step being scheduled writes in each block, keyed by block."""
 
     @property
     def match_unit(self) -> int:
-        """In tokens; 0 if the cache is off."""
+        """Number of tokens; 0 if the cache is off."""
         return max(self._hash_block_size, self.snapshots.interval_tokens) if self.is_enabled else 0
 
     def reset_writes_and_unpin_expired(self) -> None:
@@ -108,7 +108,7 @@ class PrefixCache:
         return []
 
     def _find_partial_blocks(self, digest: bytes, tokens: int) -> list[int]:
-        """Only blocks written before this step."""
+        """Find only blocks with tokens written before this step."""
         candidates = [
             self._pool.get_cached_block(block_hash_with_group_id(digest, group)) for group in range(self._num_groups)
         ]
@@ -137,7 +137,7 @@ class PrefixCache:
                     self._first_written[block] = max(start - index * self.block_size, 0)
 
     def cached_blocks_with_hashes(self, request: Request) -> list[tuple[int, bytes]]:
-        """Only for a single KV cache group."""
+        """Requires a single KV cache group."""
         assert self._num_groups == 1
         count = request.num_cached_hashes // self._hashes_per_block
         digests = request.block_hashes(count * self._hashes_per_block, self._hash_block_size)[

@@ -128,7 +128,7 @@ class SquarePixelShuffleProjector(Projector):
 
 
 class ClassTokenProjector(Projector):
-    """As in CLIP."""
+    """CLIP's projector."""
 
     def __init__(self, build_context: TowerBuildContext, hidden: int, eps: float, norm: str, projection: str) -> None:
         self._backend, self._eps = build_context.backend, eps

@@ -28,7 +28,7 @@ ChunkedEncoding = Generator[float, None, list[Tensor]]
 class TowerBuildContext:
     backend: Backend
     scheme: QuantizationScheme
-    """For linears in layers; others are unquantized."""
+    """Scheme for linears in layers; other linears are unquantized."""
     dtype: torch.dtype
     text_hidden_size: int
     report_progress: Callable[[], None]
@@ -58,7 +58,7 @@ class Tower(ABC):
 
     @abstractmethod
     def parameters(self) -> ParameterTable:
-        """By name as vision_tensor_name returns it."""
+        """Return the parameters keyed by the name that vision_tensor_name returns."""
 
     @abstractmethod
     def encode_in_chunks(self, images: Sequence[Image]) -> ChunkedEncoding:

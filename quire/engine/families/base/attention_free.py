@@ -1,4 +1,4 @@
-"""Models whose layers are a single recurrent sublayer."""
+"""Models with a single recurrent sublayer per layer."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def read_required_sizes(config: ModelConfig, names: Sequence[str], description: 
 
 
 def fill_intermediate_size(fields: dict[str, Any]) -> None:
-    """By default expansion_ratio, or 4, times the hidden size."""
+    """The default is expansion_ratio, or 4, times the hidden size."""
     hidden = fields.get("hidden_size")
     if fields.get("intermediate_size") is None and isinstance(hidden, int) and 1 <= hidden <= MAX_WIDTH:
         expansion_ratio = fields.get("expansion_ratio")
@@ -66,6 +66,6 @@ def fill_intermediate_size(fields: dict[str, Any]) -> None:
 
 
 def set_multi_query_kv_heads(fields: dict[str, Any]) -> None:
-    """With multi_query, all heads share one key and value; not with new_decoder_architecture."""
+    """With multi_query, all heads share one key and value, unless new_decoder_architecture is set."""
     if fields.get("multi_query") and not fields.get("new_decoder_architecture"):
         fields["num_key_value_heads"] = 1

@@ -42,7 +42,7 @@ class DecoderFamily(ModelFamily):
     other_layer_types: tuple[str, ...] = ()
     """Besides full and sliding attention."""
     has_partial_rotary: bool = False
-    """Whether partial_rotary_factor is read, as in transformers' class."""
+    """Whether partial_rotary_factor is read; the same as in transformers' class."""
     has_longrope: bool = False
     """LongRoPE is refused for other families."""
     unsupported_fields: Mapping[str, str] = field(default_factory=dict)

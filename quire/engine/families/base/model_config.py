@@ -29,7 +29,7 @@ class ModelConfig:
     raw: FamilyConfigFields
     """Fields of their declared types, or None."""
     eos_token_ids: tuple[int, ...] = ()
-    """All tokens that end an answer, as read_eos_token_ids finds them; (): nobody has looked."""
+    """All tokens that end an answer, found by read_eos_token_ids; () until it has been called."""
     max_model_len: int | None = None
     """Longest context to serve, in tokens. None: `max_position`."""
     rope_context: int | None = None

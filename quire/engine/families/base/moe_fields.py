@@ -54,7 +54,7 @@ def read_expert_count_and_routing(config: ModelConfig, **routing_fields: Any) ->
 
 
 def moe_layer_mask(text_fields: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """Only for models with experts."""
+    """Return which layers have experts. Valid only for models with experts."""
     if kinds := text_fields.get("mlp_layer_types"):
         return [layer < len(kinds) and kinds[layer] == "sparse" for layer in range(num_layers)]
     if (chosen := text_fields.get("moe_layers")) is not None:

@@ -21,7 +21,7 @@ FUSED_MODULES: LayerModules = {
     "mlp.gate_up_proj": GATE_UP_PROJECTIONS,
     "conv.in_proj": SHORT_CONV_PROJECTIONS,
 }
-"""Also used by GGUF files of any family."""
+"""GGUF files of any family use these too."""
 GATED_QUERY_MODULES: LayerModules = {"self_attn.q_proj": ("self_attn.q_proj", "self_attn.gate_proj")}
 """Per head: rows of its query, then of its output gate."""
 
@@ -105,8 +105,8 @@ class WeightNames:
 
 
 def rope_head_permutation(rope: Mapping[str, Any], head_dim: int, *, interleaved: bool) -> list[int] | None:
-    """Order of a stored head's elements in which RoPE pairs i with i + head_dim / 2; None if unchanged. Unrotated
-    elements follow the rotated ones in both halves.
+    """Return the order of a stored head's elements that makes RoPE pair i with i + head_dim / 2; None if they are in
+    this order already. Unrotated elements follow the rotated ones in both halves.
     """
     size = rotated_size(rope, head_dim)
     rotated, unrotated = list(range(size)), list(range(size, head_dim))

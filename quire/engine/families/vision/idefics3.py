@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _MAX_SIDE = 4096
-"""In pixels."""
+"""Longest side in pixels."""
 _LANCZOS = 1
 TILE_FRAME_TOKEN, GLOBAL_IMAGE_TOKEN = "<fake_token_around_image>", "<global-img>"
 

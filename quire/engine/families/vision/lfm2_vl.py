@@ -1,5 +1,7 @@
-"""LFM2-VL (Liquid AI, 2025): large images are cut into tiles, plus one of the whole image. Sizes and tokens are those
-of transformers' image_processing_lfm2_vl.py; its torchvision resizing differs from Pillow's by at most one level.
+"""LFM2-VL (Liquid AI, 2025): a large image is cut into tiles, and a tile with the whole image is added.
+
+Sizes and tokens match transformers' image_processing_lfm2_vl.py; its torchvision resizing differs from Pillow's by at
+most one level.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _BICUBIC = 3
 _DEFAULT_PINPOINTS = ([336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008])
 _MAX_ASPECT_RATIO = 200
 _MAX_PADDED_SIDE = 8192
-"""In pixels; limits images that are padded to a square."""
+"""Longest side in pixels of images that are padded to a square."""
 _MAX_SQUARES = 64
 """Per image."""
 TowerKind = Literal["clip", "siglip"]
@@ -52,11 +52,11 @@ class LlavaVisionSpec(VisionSpec):
     projector_activation: str
     has_projector_bias: bool
     num_skipped_layers: int
-    """Layers after the one whose output is used."""
+    """Number of final layers that are not used."""
     grid_pinpoints: tuple[tuple[int, int], ...] = ()
     """(height, width) to resize and pad to; () does not cut."""
     max_squares: int | None = None
-    """More patches than those of this many squares are interpolated."""
+    """Images with more patches than this many squares are interpolated."""
     cuts_only_single_images: bool = False
     """Several images are padded to squares instead."""
     has_newline_token: bool = False

@@ -49,7 +49,7 @@ class QwenVisionSpec(PatchMergingVisionSpec):
     full_attention_layers: tuple[int, ...] = ()
     """Layers that do not use windows."""
     deepstack_layers: tuple[int, ...] = ()
-    """Layers whose features go to the text model's first layers (Meng et al., 2024)."""
+    """Layers that pass their features to the text model's first layers (Meng et al., 2024)."""
     has_llama_style_layers: bool = False
     """RMSNorm and gated MLPs."""
 

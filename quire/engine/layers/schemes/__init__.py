@@ -27,7 +27,7 @@ class QuantizationScheme(ABC):
     def linear_tensor_specs(
         self, linear: str, in_features: int, out_features: int, *, bias: bool
     ) -> dict[str, TensorSpec]:
-        """By name below the linear, such as "weight"."""
+        """Return specs keyed by the name within the linear, such as "weight"."""
 
     @abstractmethod
     def pack_linears(

@@ -20,7 +20,7 @@ _NESTED_ABSMAX, _NESTED_MAP = "weight.nested_absmax", "weight.nested_quant_map"
 
 
 DOUBLED_E2M1_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""By code; doubled to be integers."""
+"""Values indexed by code, doubled so that all are integers."""
 _Dimension = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 
 

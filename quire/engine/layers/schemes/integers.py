@@ -74,7 +74,9 @@ class AWQFormat(LinearFormat):
 
 @dataclass(frozen=True, slots=True)
 class PackQuantizedFormat(LinearFormat):
-    """pack-quantized: codes + 2 ** (bits - 1) in words along inputs; zero points likewise, along outputs."""
+    """pack-quantized: words along the inputs hold codes + 2 ** (bits - 1); words along the outputs hold zero points
+    with the same offset.
+    """
 
     weight_format: WeightFormat
     scale_spec: TensorSpec

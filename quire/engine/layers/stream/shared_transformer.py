@@ -1,5 +1,7 @@
-"""Attention and MLP whose weights layers share (Zamba 2: Glorioso et al., 2024). They read the residual stream and the
-embeddings; each use has low-rank adapters and an output linear, whose result Mamba 2 reads.
+"""Attention and MLP with weights that several layers share (Zamba 2: Glorioso et al., 2024).
+
+They read the residual stream and the embeddings. Each use has its own low-rank adapters and output linear, and Mamba 2
+reads the linear's result.
 """
 
 from __future__ import annotations

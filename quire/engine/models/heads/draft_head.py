@@ -43,7 +43,7 @@ class DraftHead(ABC):
 
     @abstractmethod
     def parameters(self) -> ParameterTable:
-        """By checkpoint name."""
+        """Return the parameters keyed by checkpoint name."""
 
     @abstractmethod
     def compute_states(

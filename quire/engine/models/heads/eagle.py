@@ -19,7 +19,7 @@ from quire.engine.models.heads.transformer_head import TransformerHead
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, LayerCache
 
 _IMPOSSIBLE_LOGIT = -1e30
-"""For tokens outside the draft vocabulary."""
+"""Logit of tokens outside the draft vocabulary."""
 
 
 class EagleHead(TransformerHead):

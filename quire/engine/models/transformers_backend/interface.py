@@ -70,7 +70,7 @@ def _run_attention(
 
 
 def _make_probe_mask(*, device: torch.device, mask_function: MaskFunction, **kwargs: Any) -> Tensor | None:
-    """Only on meta devices, with its function: paged attention needs no mask."""
+    """Return a mask with its function on meta devices. Elsewhere, return None: paged attention needs no mask."""
     if torch.device(device).type != "meta":
         return None
     mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device="meta")

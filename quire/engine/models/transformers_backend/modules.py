@@ -63,7 +63,7 @@ class QuireNorm(nn.Module):
         self._backend = build_context.backend
         self.weights = NormWeights({name: size}, build_context.dtype, spec)
         self.weight = torch.empty(0, dtype=build_context.dtype, device=build_context.device)
-        """As in QuireLinear."""
+        """Empty, like QuireLinear's."""
         self.variance_epsilon = self.eps = spec.eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class _PackedMatmulMode(TorchFunctionMode):
         super().__init__()
         self._module, self._backend = module, backend
         self._packed: dict[torch.dtype, tuple[Tensor, Linear]] = {}
-        """With the parameter that was packed."""
+        """Packed linears keyed by dtype, each with the parameter that was packed."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if func is not F.linear or kwargs or (linear := self._packed_linear_or_none(*args[:2])) is None:

@@ -59,7 +59,7 @@ def is_rotary(module: nn.Module) -> bool:
 
 
 class StepPositionInjector(nn.Module):
-    """For an embedding that counts from the cache length."""
+    """Passes the step's positions to an embedding that would count from the cache length."""
 
     def __init__(self, module: nn.Module, positions: Callable[[], Tensor]) -> None:
         super().__init__()

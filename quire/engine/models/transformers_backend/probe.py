@@ -197,7 +197,7 @@ def probe_attention(model: PreTrainedModel, max_len: int) -> list[TransformersAt
 
 @contextmanager
 def called_modules_recorder(model: PreTrainedModel) -> Iterator[dict[str, bool]]:
-    """By name: whether its rows are always the tokens."""
+    """Yield a dict keyed by module name: whether the module's rows are always the tokens."""
     calls = dict[str, bool]()
 
     def record_call(module: nn.Module, args: Sequence[Any], output: Any, name: str) -> None:
@@ -224,7 +224,7 @@ class _EmptyNonzero(TorchFunctionMode):
 
 
 def _assume_all_nonzero() -> AbstractContextManager[object]:
-    """For boolean indexing, which no torch function handles."""
+    """Needed for boolean indexing, because no torch function handles it."""
     patch: AbstractContextManager[object] = fx_config.patch(  # type: ignore[attr-defined]
         meta_nonzero_assume_all_nonzero=True
     )
@@ -242,7 +242,7 @@ class _ZeroMetaInputs(TorchFunctionMode):
 
 
 def body_forward_kwargs(body: nn.Module, token_ids: Tensor, positions: Tensor) -> dict[str, Any]:
-    """For tokens [1, T]."""
+    """Return the arguments for tokens [1, T]."""
     parameters = inspect.signature(body.forward).parameters
     anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     inputs: dict[str, Any] = {"input_ids": token_ids}

@@ -131,5 +131,5 @@ def probe_sharded_attention(
 
 
 def _replace_indices_with_wildcard(name: str) -> str:
-    """As plans name the modules of all layers."""
+    """Plans use such names, because one name covers the modules of all layers."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)

@@ -28,7 +28,7 @@ TensorStream = Iterator[tuple[str, Tensor]]
 class _PendingConversion:
     converter: Any
     num_elements: int
-    """In all parts."""
+    """Number of elements in all parts."""
     parts: list[tuple[str, str, Tensor]] = field(default_factory=list)
     """Stored name, matched pattern, tensor."""
 

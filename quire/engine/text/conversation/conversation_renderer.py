@@ -13,7 +13,7 @@ from quire.engine.text.template_sandbox import TemplateStepLimitExceeded
 MAX_RENDERINGS = 6
 """Each one bans rules that failed before."""
 _MAX_SEARCHED_UNITS = 256
-"""In longer conversations the last unit is blamed for a refusal."""
+"""In longer conversations, a refusal is blamed on the last unit."""
 ADAPTATION_OFF_MESSAGE = "the chat template does not take it as it is, and the server has --adapt-conversations off"
 
 

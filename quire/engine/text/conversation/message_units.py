@@ -42,7 +42,7 @@ class UnitShape(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class MessageUnit:
     messages: tuple[Message, ...]
-    """As `normalize_message` returns them."""
+    """Messages returned by `normalize_message`."""
     index: int
     """-1 if Quire added it."""
     is_tool_description: bool = False

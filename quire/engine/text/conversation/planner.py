@@ -1,5 +1,6 @@
-"""Finds, with made-up texts, the rule by which a chat template accepts each unit. A rule depends only on what precedes,
-so prompts of a growing conversation keep their prefix.
+"""Finds the rule by which a chat template accepts each unit, by rendering made-up texts.
+
+A rule depends only on what precedes the unit, so prompts of a growing conversation keep their prefix.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class ConversationPlan:
     rules: list[AdaptationRule]
     adaptations: list[Adaptation]
     first_unsure_unit: int | None = None
-    """Index of the first unit for which no rule was found."""
+    """Index of the first unit without a known rule."""
     moved_texts: list[str] = field(default_factory=list)
 
 

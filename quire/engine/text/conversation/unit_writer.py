@@ -171,7 +171,7 @@ def _is_object(arguments: Any, *, text_arguments: bool) -> bool:
 
 
 def _sort_results(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
-    """In the order of the calls; results without a call come last."""
+    """Sort results in the order of the calls; results without a call come last."""
     matched = match_results_to_calls(MessageUnit(tuple(messages), 0))
     pairs = list(zip(matched, messages[1:], strict=True))
     pairs.sort(key=lambda pair: len(messages) if pair[0] is None else pair[0])

@@ -21,7 +21,7 @@ class QuantizedFormat(ABC):
     format_name: str
     weights_config: dict[str, Any]
     activations_config: dict[str, Any] | None = None
-    """For other programs."""
+    """Config entry that only other programs read."""
 
     @abstractmethod
     def tensor_layout(self, outs: int, inner: int) -> TensorLayout | None:

@@ -84,7 +84,9 @@ def _smoothable_norms(layer: Sequence[Sublayer]) -> list[SmoothableNorm]:
 
 class Smoothing:
     def __init__(self, config: ModelConfig, factors: dict[str, Tensor], norms: dict[str, Tensor]) -> None:
-        """`factors` [in] float32 of linears, and of norms, whose biases are divided; `norms`: new float32 weights."""
+        """`factors`: float32 [in] for linears, to multiply weights by, and for norms, to divide biases by. `norms`: the
+        norms' new float32 weights.
+        """
         self._weight_mapper = WeightMapper(config)
         self._factors = factors
         self._norm_weights = norms

@@ -93,7 +93,7 @@ class DecodeGraphs:
         self._width, self._dtype = width, dtype
         self.graph_set: GraphSet[_GraphKey] = GraphSet(capture, slots.device, group)
         self.draft_head_graphs: GraphSet[tuple[int, int]] = GraphSet(capture, slots.device, group)
-        """By rows and blocks; captured with the first decode graph of that key."""
+        """Keyed by rows and blocks; captured with the first decode graph that has the same key."""
         self._input_batch = slots
         self._sizes = graph_sizes(slots)
         self._block_counts = graph_block_counts(slots)

@@ -81,7 +81,7 @@ class DraftHeadGraphs:
         )  # the next draft may overwrite it before it is downloaded
 
     def advance_states_one_token(self, count: int, context: int) -> None:
-        """For uploaded rows."""
+        """Advance the states of the uploaded rows."""
         size, max_blocks = self._graph_size(count), -(-context // self._input_batch.block_size)
         key = _GraphKey(size, next(width for width in self._block_counts if width >= max_blocks))
         if (graph := self._get_or_capture_graph(key)) is not None:

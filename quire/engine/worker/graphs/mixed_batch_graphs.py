@@ -93,7 +93,7 @@ class MixedBatchGraphs:
             for size in reversed(self._token_sizes)
         ]
         self._wanted_keys = dict.fromkeys(first)
-        """Ordered: graphs for one prompt alone, then those that steps asked for."""
+        """In order: graphs for a single prompt, then graphs that steps asked for."""
         self._requested_once: set[MixedGraphKey] = set()
         self.graph_set: GraphSet[MixedGraphKey] = GraphSet(capture, slots.device, group)
         self.draft_head_graphs: GraphSet[MixedGraphKey] = GraphSet(capture, slots.device, group)

@@ -54,7 +54,7 @@ class ImageEncoderCache:
         """Least recently used first."""
         self._cached_bytes = 0
         self._partial: dict[int, _PartialEncoding] = {}
-        """By slot; slots may share one."""
+        """Partial encodings keyed by slot; several slots may share one."""
         self.num_encoded = 0
         """Images, or parts of images, that the tower has encoded."""
 

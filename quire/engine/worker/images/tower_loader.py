@@ -126,7 +126,7 @@ def _encoding_bytes(vision: VisionSpec, dtype: torch.dtype) -> int:
 def find_tower_backend_error(
     backend: Backend, vision: VisionSpec, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """For devices other than CPUs."""
+    """Test the backend; only for devices other than CPUs."""
     shape, is_windowed = vision.tower_shape, vision.is_bidirectional
     trial = EncoderProbe(device, dtype, shape.num_heads, shape.hidden_size // shape.num_heads, has_window=is_windowed)
     why = trial(backend)

@@ -33,7 +33,7 @@ from quire.kernels.gpu.triton_backend import TritonBackend
 
 _COMMON_MODELS = Path(__file__).with_name("common.toml")
 _BLOCK_SIZES = (16, 128, 256)
-"""For Triton, flash-attn 4, and others."""
+"""Block sizes for Triton, flash-attn 4, and other backends."""
 _CONTEXT_TOKENS = 8192
 """Longer ones add no variants."""
 _LARGE_GPU_BYTES = 40 * 2**30

@@ -36,7 +36,7 @@ def dummy_step_shapes(slots: InputBatch, step_tokens: int) -> Iterator[tuple[int
 
 @torch.inference_mode()
 def launch_kernel_variants(model: Decoder, kv_cache: KVCache, slots: InputBatch, step_tokens: int) -> None:
-    """On the scratch block; a dry run computes nothing."""
+    """Launch kernels on the scratch block. A dry run computes nothing."""
     hidden = None
     for shape in dummy_step_shapes(slots, step_tokens):
         inputs = dummy_step_inputs(slots, *shape)

@@ -110,13 +110,13 @@ class GGUFFormat:
     """Distinguishes families with the same architecture name. Raises ModelError."""
     layer_modules: Mapping[str, str] = field(default_factory=lambda: LAYER_MODULES)
     layer_tensors: Mapping[str, str] = field(default_factory=dict)
-    """Like `layer_modules`, but full tensor names with suffix."""
+    """Like `layer_modules`, but with full tensor names, including the suffix."""
     model_modules: Mapping[str, str] = field(default_factory=dict)
     """Modules outside layers that Llama lacks."""
     has_optional_experts: bool = False
     """Otherwise files have experts if the family has."""
     has_latent_attention: bool = False
-    """`read_fields` reads the head sizes, which are those of MLA."""
+    """`read_fields` reads the head sizes of MLA."""
     has_optional_window: bool = False
     permutes_queries_and_keys: bool = False
     """Rows are stored for interleaved RoPE."""

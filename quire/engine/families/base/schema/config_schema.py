@@ -340,7 +340,7 @@ class TransformersConfigFields(PlanConfigFields, total=False):
 
 
 class GenerationConfigFields(TypedDict, total=False):
-    """Bounds are those of SamplingParams."""
+    """Fields have the same bounds as SamplingParams."""
 
     do_sample: bool | None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None

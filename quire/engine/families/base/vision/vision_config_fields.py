@@ -8,7 +8,7 @@ from msgspec import Meta
 
 LayerWidth = Annotated[int, Meta(ge=1, le=2**20)]
 PixelSide = Annotated[int, Meta(ge=1, le=2**14)]
-"""In pixels."""
+"""Side length in pixels."""
 PixelArea = Annotated[int, Meta(ge=1, le=2**28)]
 """A number of pixels, or a side length: some fields may be either."""
 _ShortText = Annotated[str, Meta(max_length=256)]

@@ -266,12 +266,12 @@ class VisionConfig:
         return default if field_value is None else int(field_value)
 
     def rope_theta(self, default: float) -> float:
-        """Of the tower's rotation."""
+        """RoPE base of the vision tower."""
         theta = rope_object(self.tower).get("rope_theta") or self.tower.get("rope_theta")
         return float(theta) if isinstance(theta, int | float) and theta >= 1 else default
 
     def image_size(self, default: int) -> int:
-        """In pixels."""
+        """Side length in pixels."""
         size = self.tower.get("image_size") or default
         if isinstance(size, list):
             if size[0] != size[1]:
