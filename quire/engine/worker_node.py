@@ -45,7 +45,7 @@ _RETRY_SECONDS = 0.5
 _POLL_SECONDS = 0.2
 _CONNECT_SECONDS = 10.0
 _STOP_SECONDS = 5.0
-"""For a process to end by itself once machine 0 is gone."""
+"""How long a process may take to end by itself after machine 0 is gone."""
 _LOST_SECONDS = 30.0
 """Silence of its store after which machine 0 counts as gone."""
 _OUT_OF_MEMORY_CODE = 137

@@ -24,7 +24,7 @@ class AttentionParams:
     after the query; d may be negative. The last 16 columns are unused.
     """
     kv_scales: KVScales = UNIT_KV_SCALES
-    """For float8 pages."""
+    """Scales for float8 pages."""
     sinks: Tensor | None = None
     """[H] float32 scores that take part in the softmax without a value (gpt-oss, 2025)."""
     value_dim: int | None = None

@@ -79,7 +79,7 @@ class LinearWithLora(ABC):
 
     @abstractmethod
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
-        """As `Linear`."""
+        """Same call as `Linear`."""
 
     @abstractmethod
     def pack_one_adapter(self, deltas: Sequence[LoraDelta]) -> Any:
@@ -244,11 +244,11 @@ class Operations(ABC):
     def context_parallel_attention(
         self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: AttentionParams, group: Collective
     ) -> Tensor:
-        """paged_attention of ranks that divide every sequence's tokens.
+        """paged_attention for ranks that divide every sequence's tokens among them.
 
-        q [T, H / ranks, D] and `softmax.sinks` are this rank's heads; the caches hold its tokens of all K heads,
-        `softmax.relative_bias` all heads. Bits depend on the number of ranks; the CPU kernels give those of one
-        process. Raises RankEnded.
+        q [T, H / ranks, D] and `softmax.sinks` hold this rank's heads. The caches hold this rank's tokens for all K
+        heads, and `softmax.relative_bias` holds all heads. Bits depend on the number of ranks, except with the CPU
+        kernels, which give the same bits as one process. Raises RankEnded.
         """
         raise NotImplementedError
 
@@ -311,7 +311,7 @@ class Backend(Operations):
     cuda_graph_support: CudaGraphSupport  # "decodes": one token per sequence, no MoE and no recurrent state
 
     def make_context_parallel_backend(self, ranks: int) -> Backend | None:
-        """For ranks that each hold an equal part of every block; None if unsupported."""
+        """Returns a backend for ranks that each hold an equal part of every block, or None if that is unsupported."""
         return None
 
     @abstractmethod

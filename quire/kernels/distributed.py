@@ -26,7 +26,7 @@ class SmallAllReduce(Protocol):
     """Sums of few numbers outside the group, in float32 and rank order."""
 
     def can_reduce(self, x: Tensor) -> bool:
-        """The same answer on all ranks."""
+        """Returns the same answer on all ranks."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """As `Collective.all_reduce`, but x stays unchanged."""
@@ -52,12 +52,12 @@ class DistributedCollective(Collective):
         in_order: bool,
         make_small_all_reduce: Callable[[], SmallAllReduce | None] | None = None,
     ) -> None:
-        """join: creates the group at the first call, so that a rank that fails earlier keeps nobody waiting. Its
-        timeout bounds waits. make_small_all_reduce: called once all have joined.
+        """`join` creates the group at the first call, so that other ranks do not wait for a rank that fails earlier.
+        The group's timeout limits all waits. `make_small_all_reduce` is called once all ranks have joined.
 
-        in_order: add in float32 and rank order. Otherwise an all-reduce adds, which is faster with more than two ranks.
-        NCCL gives all ranks the same bits, but its order depends on x's size and the place in x
-        (https://github.com/NVIDIA/nccl/issues/157), or is undefined (NVLS, issue 1497).
+        With `in_order`, numbers are added in float32 and rank order. Otherwise an all-reduce adds them, which is faster
+        with more than two ranks. NCCL gives all ranks the same bits, but its order depends on x's size and the place in
+        x (https://github.com/NVIDIA/nccl/issues/157), or is undefined (NVLS, issue 1497).
         """
         self.rank, self.world_size = rank, count
         self._join, self._make_small_all_reduce = join, make_small_all_reduce

@@ -24,7 +24,7 @@ class LatentNormRopeParams:
     is_interleaved: bool
     """Rotated pairs are neighbors, as in DeepSeek's checkpoints; otherwise (i, i + R/2)."""
     kv_scales: KVScales = UNIT_KV_SCALES
-    """For float8 pages; the key scale is the value scale too."""
+    """Scales for float8 pages; the key scale is also the value scale."""
 
     @property
     def latent_and_rope_dims(self) -> tuple[int, int]:

@@ -27,7 +27,7 @@ class QKNormRopeParams:
     k_norm: Tensor | None = None
     eps: float = 0.0
     kv_scales: KVScales = UNIT_KV_SCALES
-    """For float8 pages."""
+    """Scales for float8 pages."""
     norm_kind: Literal["heads", "whole", "centred", "after"] = "heads"
     """heads: RMSNorm of each head, weights [D]. whole: RMSNorm of all heads as one row, weights [H * D]. centred:
     LayerNorm of each head without bias, weights [H * D]. after: as heads, after RoPE.

@@ -149,8 +149,8 @@ Activations = Tensor | RoundedActivations
 
 
 class ActivationRounding(ABC):
-    """Rounded values have the model's dtype, as if a norm or gate had stored them, so the bits are those of rounding
-    afterwards. Equal instances give equal bits.
+    """Rounded values have the model's dtype, as if a norm or gate had stored them, so the result has the same bits as
+    with rounding afterwards. Equal instances give equal bits.
     """
 
     @abstractmethod
@@ -167,7 +167,7 @@ class ActivationRounding(ABC):
 
 
 class RoundedInputLinear:
-    """Also reads RoundedActivations if one of its parts takes x rounded."""
+    """Also accepts RoundedActivations if one of its parts takes rounded inputs."""
 
     def input_roundings(self, rows: int) -> tuple[ActivationRounding | None, ...]:
         """One per part, for `rows` rows; None: unrounded."""

@@ -47,7 +47,7 @@ from quire.kernels.recurrent.short_conv import ConvStates, ShortConv, short_conv
 from quire.kernels.routing import MoE, MoEComponents
 
 _INITIAL_CANDIDATES = 1024
-"""Most likely tokens in which top-p looks first; a flatter distribution is sorted whole."""
+"""Number of most likely tokens that top-p searches first. If the distribution is too flat, all tokens are sorted."""
 
 
 class ReferenceBackend(Backend):

@@ -35,7 +35,7 @@ class MoEComponents:
     clamped_swiglu: ClampedSwiGLU | None = None
     """None: plain SiLU gate."""
     activation: Activation | None = None
-    """For MLPs without gates; `gate_up` is the up projection alone."""
+    """Activation of MLPs without gates; `gate_up` is then the up projection alone."""
     score_correction_bias: Tensor | None = None
     """[experts] float32; affects the choice alone (DeepSeek-V3, 2024)."""
     expert_scales: Tensor | None = None

@@ -73,7 +73,7 @@ class ErrorInfo:
     code: str | None = None
 
     def encode_body(self, path: str) -> bytes:
-        """In the form of the path's API."""
+        """Encodes the error in the form that the path's API uses."""
         return next((form for paths, form in ERROR_ENCODERS if paths.fullmatch(path)), ErrorInfo.encode_openai)(self)
 
     def with_api_status(self, path: str) -> ErrorInfo:
@@ -115,7 +115,7 @@ ERROR_ENCODERS = (
     (re.compile(rf"{OLLAMA_PREFIX}.*", re.DOTALL), ErrorInfo.encode_ollama),
     (re.compile(SYSTEM_ONE_PATH), ErrorInfo.encode_system_one),
 )
-"""By path pattern, for APIs that have their own error format."""
+"""Encoders by path pattern, for APIs that have their own error format."""
 
 
 def error_info(error: Exception) -> ErrorInfo:

@@ -29,7 +29,7 @@ TASK_OUTPUTS: dict[Task, str] = {"generate": "text", "embed": "embeddings", "cla
 NEUTRAL_SAMPLING: Mapping[str, float] = {each.name: each.default for each in MODEL_DEFAULT_FIELDS}
 """Used unless the request or generation_config.json sets them."""
 _MAX_LISTED_NAMES, _MAX_COMPARED_NAMES = 20, 200
-"""In an error: names listed, and names compared with the requested one."""
+"""Most names that an error lists, and most names compared with the requested one."""
 
 
 @dataclass(frozen=True)
@@ -147,9 +147,11 @@ class ServedModel(ServedModelSpec):
 
 
 def system_fingerprint(info: EngineInfo, weights_version: str, config: EngineConfig) -> str:
-    """Identifies all that decides a seed's tokens: Quire's version and code, the model and its weights (wherever
-    stored), dtype, device, backend, bit widths, and ranks, whose sums round differently. The suffix tells whether the
-    batch matters too (see `quire verify`).
+    """Identifies everything that determines the tokens for a seed.
+
+    This includes Quire's version and code, the model and its weights (wherever stored), dtype, device, backend, bit
+    widths, and the ranks, because sums over ranks round differently. The suffix tells whether the batch matters too
+    (see `quire verify`).
     """
     model = info.content or info.model
     identity_parts = (VERSION, info.code, model, info.dtype, info.device, info.backend, weights_version)

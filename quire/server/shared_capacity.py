@@ -24,7 +24,7 @@ class BytesByOwner:
         return self._total
 
     def largest_owner(self) -> str:
-        """Raises IndexError if nobody has any."""
+        """Raises IndexError if no owner has any bytes."""
         return self._sorted[-1][1]
 
     def add_bytes(self, owner: str, num_bytes: int) -> None:
@@ -66,14 +66,14 @@ class SharedCapacity:
 
     @property
     def total_used(self) -> int:
-        """In bytes."""
+        """Bytes."""
         return self._usage.total_bytes()
 
     def has_room(self, owner: str, amount: int) -> bool:
         return amount <= self.available_to_owner(owner)
 
     def available_to_owner(self, owner: str) -> int:
-        """If there are keys, a tenant must leave as much to others as it holds."""
+        """If there are keys, a tenant must leave others as many bytes as it holds itself."""
         free, mine = self._size - self.total_used, self._usage[owner]
         return free - mine if owner else free
 

@@ -45,7 +45,7 @@ _MAX_LOGIT_ROWS = 256
 """A row of 150,000 tokens takes 600 KB."""
 
 _WARM_UP_PROMPT_LENGTHS = (2, 16, 128)
-"""In tokens."""
+"""Prompt lengths in tokens."""
 
 
 class ModelRunner:
@@ -130,8 +130,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, scheduler_output: SchedulerOutput) -> PendingOutput:
-        """On a GPU this only queues work: a step reads what earlier steps sampled and stored, but the host does not
-        wait.
+        """On a GPU this only queues work. A step reads what earlier steps sampled and stored, but the host does not
+        wait for them.
         """
         return self._compute_and_sample_batch(self._prepare_batch(scheduler_output))
 
@@ -374,7 +374,7 @@ class ModelRunner:
         )
 
     def _sample_greedy_in_graph(self, rows: Tensor, hidden: Tensor) -> Tensor:
-        """For steps of one token per row, with operations that a graph can capture."""
+        """Samples steps of one token per row, using only operations that a graph can capture."""
         slots, positions, *adapters = rows
         linear_context = LinearContext.from_adapter_slots(adapters[0]) if adapters else NO_ADAPTERS
         return self._sample_and_write_greedy(

@@ -35,7 +35,7 @@ class PromptLogprobTargets:
 
 
 NONFINITE_TOKEN = -1
-"""For infinite or NaN logits."""
+"""Replaces the sampled token if logits are infinite or NaN."""
 _NONFINITE_CAUSE = "its weights, or an adapter's, are broken, or too large for its type"
 _FAILURES_BY_TOKEN = {
     NONFINITE_TOKEN: RequestFailure(f"the model gave no finite number for the next token: {_NONFINITE_CAUSE}"),
@@ -44,14 +44,15 @@ _FAILURES_BY_TOKEN = {
         "constraints",
     ),
 }
-"""By the value that replaces the sampled token."""
+"""Request failures by the value that replaces the sampled token."""
 NUM_LOGPROB_TENSORS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """`sampled_rows`: rows and slot owners at launch. `download`: tokens, logprob_tensors at `logprob_indices`, those
-    of each of `prompt_chunks`, vectors of finished `pooled_rows`.
+    """`sampled_rows` are the rows and the owners of their slots at launch. `download` contains the tokens, the
+    logprob_tensors at `logprob_indices`, the logprob_tensors of each of `prompt_chunks`, and the vectors of finished
+    `pooled_rows`.
     """
 
     sampled_rows: list[tuple[ScheduledRequest, SlotRequest]]
@@ -94,7 +95,7 @@ class PendingStep:
     def _accept_drafts_and_advance_grammars(
         self, sampled: list[int], logprobs_by_index: dict[int, TokenLogprob]
     ) -> tuple[dict[str, list[int]], dict[str, list[TokenLogprob]], dict[str, RequestFailure]]:
-        """By request id: tokens, logprobs, errors."""
+        """Returns tokens, logprobs and errors, each by request id."""
         token_ids = {}
         logprobs = {}
         errors = dict[str, RequestFailure]()

@@ -131,19 +131,19 @@ class CpuBackend(CpuLinearBackend):
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """In place: returns `x` and `residual` themselves if they are contiguous."""
+        """Works in place: returns `x` and `residual` themselves if they are contiguous."""
         if not _share_kernel_dtype(x, residual) or weight.dtype != torch.float32 or bias.dtype != torch.float32:
             return super().add_layer_norm(x, residual, weight, bias, eps)
         return self._calls.add_layer_norm(x.contiguous(), residual.contiguous(), weight, bias, eps)
 
     def add_residual(self, x: Tensor, residual: Tensor) -> Tensor:
-        """In place: returns `residual` itself if it is contiguous."""
+        """Works in place: returns `residual` itself if it is contiguous."""
         if not _share_kernel_dtype(x, residual):
             return super().add_residual(x, residual)
         return self._calls.add_residual(x.contiguous(), residual.contiguous())
 
     def add_gated(self, x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
-        """In place: returns `residual` itself if it is contiguous."""
+        """Works in place: returns `residual` itself if it is contiguous."""
         if not _share_kernel_dtype(x, gate, residual):
             return super().add_gated(x, gate, residual)
         return self._calls.add_gated(x.contiguous(), gate.contiguous(), residual.contiguous())
@@ -175,7 +175,7 @@ class CpuBackend(CpuLinearBackend):
         )
 
     def mul_by_column_slice(self, x: Tensor, per_layer_inputs: Tensor, first: int) -> Tensor:
-        """In place: returns `x` itself if it is contiguous."""
+        """Works in place: returns `x` itself if it is contiguous."""
         if not _share_kernel_dtype(x, per_layer_inputs):
             return super().mul_by_column_slice(x, per_layer_inputs, first)
         return self._calls.mul_by_column_slice(x.contiguous(), per_layer_inputs.contiguous(), first)

@@ -116,7 +116,7 @@ def _choose_activation_block_size(weights: Sequence[GroupedWeight], inner: int) 
 
 
 def _merge_adjacent_weights(weights: Sequence[GroupedWeight]) -> list[GroupedWeight]:
-    """Merges only neighbours whose codes have the same format."""
+    """Merges neighbors only if their codes have the same format."""
     merged = list(weights[:1])
     for each in weights[1:]:
         last = merged[-1]

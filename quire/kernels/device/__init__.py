@@ -1,1 +1,1 @@
-"""For every accelerator."""
+"""Code for every accelerator."""

@@ -1,5 +1,6 @@
-"""Triton kernel variants, which compile for seconds at their first launch. Another process may compile those that
-`dry_run_for_variants` lists into Triton's cache folder.
+"""Triton kernel variants, which take seconds to compile at their first launch.
+
+Another process may compile the variants that `dry_run_for_variants` lists into Triton's cache folder.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class CompileOnlyDriver:
 
 
 def set_compile_target(target: GPUTarget) -> None:
-    """For a process without a GPU that launches nothing."""
+    """Call in a process that has no GPU and launches nothing."""
     driver.set_active(CompileOnlyDriver(target))
 
 

@@ -1,5 +1,6 @@
-"""PyTorch devices other than CPUs, NVIDIA and AMD GPUs. Every device but cpu and cuda counts as one, so that
-PrivateUse1 can stand in for it in tests.
+"""PyTorch devices other than CPUs, NVIDIA GPUs and AMD GPUs.
+
+This includes every device type except cpu and cuda, so that tests can use PrivateUse1 as an example.
 """
 
 from __future__ import annotations

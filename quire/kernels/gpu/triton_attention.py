@@ -66,7 +66,7 @@ def merge_softmax_parts(peak, total, acc, peak2, total2, acc2):
 
 @triton.jit
 def _add_sink_weight(peak, total, sinks, head, SINKS: tl.constexpr):
-    """Where it is added changes no bits."""
+    """The place where the weight is added does not affect the bits."""
     if SINKS:
         total += tl.exp2(tl.fma(tl.load(sinks + head), _LOG2E, -peak))
     return total

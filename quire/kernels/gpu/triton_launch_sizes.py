@@ -32,7 +32,7 @@ def cdiv(number: int, size: int) -> int:
 
 
 def next_power_of_2(number: int) -> int:
-    """For numbers from 1 up."""
+    """`number` must be at least 1."""
     return 1 << (number - 1).bit_length()
 
 

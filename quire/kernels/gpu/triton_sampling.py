@@ -1,8 +1,9 @@
-"""Samples tokens without sorting; the host does not wait. Results are those of engine/worker/sampling/sampler.py.
+"""Samples tokens without sorting and without making the host wait.
 
-A token's weight is exp(scaled logit - largest), in fixed point, so sums are exact in any order, and neither chunks nor
-batches change a sample. A filter's threshold weight is found by bisection over float32 bits: among the candidates that
-a histogram by powers of two leaves or, in a flat distribution, in the whole vocabulary.
+Results equal those of engine/worker/sampling/sampler.py. A token's weight is exp(scaled logit - largest) in fixed
+point, so sums are exact in any order, and neither chunks nor batches change a sample. A filter's threshold weight is
+found by bisection over float32 bits. The search covers the candidates that a histogram by powers of two leaves, or the
+whole vocabulary if the distribution is flat.
 """
 
 from __future__ import annotations

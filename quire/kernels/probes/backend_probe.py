@@ -27,8 +27,8 @@ _NUM_PAGES = 5
 _QUERY_SCALE = 4.0
 """Few keys then count, so a scale that is a few percent off changes means by more than rounding does."""
 _ABSOLUTE_TOLERANCE, _RELATIVE_TOLERANCE = 0.03, 0.02
-"""For means of normally distributed values: above rounding of 16-bit types and 8-bit pages, below a wrong scale, a
-missing key or another sequence's page.
+"""Tolerances for means of normally distributed values. They exceed the rounding of 16-bit types and 8-bit pages, but
+not the error from a wrong scale, a missing key or another sequence's page.
 """
 
 
@@ -66,7 +66,7 @@ class PagedAttentionProbe(BackendProbe):
     """A library may be built without them."""
     has_sinks: bool = False
     only_prefill_graph: bool = False
-    """Only try a graph with a prefill chunk, of which it knows the maximum length."""
+    """If True, only try a graph with a prefill chunk, for which it knows the maximum length."""
     has_chunked_windows: bool = False
 
     def find_mismatch(self, backend: Backend) -> str | None:

@@ -33,7 +33,7 @@ class AdmissionTicket:
         token_budget.adjust_held_amount(tenant, prompt_tokens)
 
     def settle_usage(self, used_tokens: int) -> None:
-        """Also release the prompts' share of the budget."""
+        """Also releases the prompts' share of the budget."""
         self._reservation.settle_usage(used_tokens)
         self._token_budget.adjust_held_amount(self._tenant, -self._prompt_tokens)
         self._prompt_tokens = 0
@@ -160,7 +160,7 @@ class RateLimitedRoute(EngineOptionalRoute):
 
 
 class StoredDataRoute(RateLimitedRoute):
-    """For data of the whole server, whichever model made it."""
+    """A route for data of the whole server, no matter which model made it."""
 
     names_model = False
 

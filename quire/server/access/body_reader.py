@@ -62,11 +62,11 @@ class BodyTimeouts:
 
 class BodyReader:
     """Bodies that exceed the budget wait unread, and are refused after a time. Meanwhile slow senders are cut off, so
-    that nobody holds the budget by sending little.
+    that they cannot hold the budget by sending little.
     """
 
     def __init__(self, max_bytes: int, budget_bytes: int, timeouts: BodyTimeouts = BodyTimeouts()) -> None:
-        """`max_bytes`: of one body, for which the budget always has room."""
+        """`max_bytes` is the limit of one body; the budget always has room for one."""
         self._max_bytes = max_bytes
         self._timeouts = timeouts
         self._budget = SharedCapacity(max(budget_bytes, max_bytes))
@@ -83,11 +83,11 @@ class BodyReader:
 
     @asynccontextmanager
     async def hold_request_body(self, request: Request, *, json: bool = True) -> AsyncIterator[BodyBuffer]:
-        """Yield the whole decoded body, whose budget is held until the block ends. A body in the scope is not read
-        again. `json`: False accepts any type.
+        """Yield the whole decoded body, and hold its budget until the block ends. A body in the scope is not read
+        again. With `json=False`, any content type is accepted.
 
-        Raises HTTPException if the body is too large, too slow or of an unknown encoding, Overloaded, InvalidRequest if
-        it is not JSON or its encoding is broken, ClientDisconnect.
+        Raises HTTPException if the body is too large, too slow or in an unknown encoding, Overloaded, InvalidRequest if
+        it is not JSON or its encoding is broken, and ClientDisconnect.
         """
         if (existing := request.scope.get(READ_BODY_SCOPE_KEY)) is not None:
             try:
@@ -225,8 +225,8 @@ def _decode_chunks(chunks: list[bytes], decoder: BodyDecoder) -> Iterator[bytes]
 
 
 def _reject_non_json_from_browser(headers: Headers) -> None:
-    """Browsers let pages of any origin post other types without asking, but they name the origin. curl, whose `-d`
-    declares a form, does not.
+    """Browsers let pages of any origin post other content types without asking, but they name the origin. curl does not
+    name one, and its `-d` declares a form.
     """
     content_type = headers.get("content-type")
     if content_type is None or not ("origin" in headers or "sec-fetch-site" in headers):

@@ -23,7 +23,7 @@ ADMIN_PATHS = frozenset(
         "/collective_rpc",
     }
 )
-"""As ADMIN_PREFIX."""
+"""More routes for operators, with the same rule as ADMIN_PREFIX."""
 LOCAL_ONLY_PATHS = ADMIN_PATHS - {"/is_sleeping"}
 """Without keys: only for this machine's programs, no web pages."""
 

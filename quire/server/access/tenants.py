@@ -78,7 +78,7 @@ class Tenants:
         self.requires_key = bool(self._keyed_tenants)
         limits = RateLimits(config.requests_per_minute, config.tokens_per_minute)
         self.anonymous = Tenant("", b"", limits, admin=not self.requires_key)
-        """For all requests if there are no keys, otherwise for public paths."""
+        """Tenant of all requests if there are no keys, otherwise of requests to public paths."""
 
     @property
     def keyed_tenants(self) -> tuple[Tenant, ...]:
@@ -132,7 +132,7 @@ class Tenants:
 
 
 def _read_key_file(path: Path) -> dict[str, KeyEntry]:
-    """Raises ConfigError, whose message contains no key."""
+    """Raises ConfigError with a message that contains no key."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

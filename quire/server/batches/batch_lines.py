@@ -71,7 +71,7 @@ def encode_answer_line(custom_id: str, status: int, request_id: str, body: bytes
 
 
 def encode_error_line(custom_id: str, code: str, message: str, param: str | None = None) -> bytes:
-    """For a request without an answer."""
+    """Encodes the result of a request that has no answer."""
     return _encode_result_line(
         custom_id, b"null", encode_ascii_json({"code": code, "message": message, "param": param})
     )

@@ -11,7 +11,7 @@ from quire.server.formats.tools.strict_json import is_encodable
 from quire.server.store.batches import BatchError, BatchLine
 
 MAX_LINES = 50_000
-"""As at OpenAI."""
+"""Same limit as OpenAI's."""
 MAX_CUSTOM_ID = 512
 """Characters."""
 _MAX_ERRORS = 100

@@ -102,7 +102,7 @@ def _iter_and_count_usage(lines: Iterator[bytes], usage: _Usage) -> Iterator[byt
 
 
 def _iter_results(batches: Batches, id: str, *, failed: bool) -> Iterator[bytes]:
-    """In input order."""
+    """Yields results in input order."""
     last = 0
     while rows := batches.list_result_lines(id, last, failed=failed):
         yield from (line for _, line in rows)

@@ -31,11 +31,11 @@ _SMOOTHING_STEPS = 16
 
 
 class StepTimesByRequestCount:
-    """Of steps with one token per request only."""
+    """Covers only steps with one token per request."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
-        """By number of sequences."""
+        """Average seconds per step, by number of requests."""
 
     def record_step_time(self, step: StepEntry) -> None:
         record = step.record
@@ -45,7 +45,7 @@ class StepTimesByRequestCount:
             self._seconds[record.num_requests] = average + (seconds - average) / _SMOOTHING_STEPS
 
     def is_similarly_fast(self, num_requests: int, baseline_requests: int) -> bool:
-        """If `num_requests` was never seen, steps with one less count."""
+        """If `num_requests` was never seen, uses the steps with one request less."""
         seconds, baseline_seconds = (
             (self._seconds.get(num_requests) or self._seconds.get(num_requests - 1)),
             self._seconds.get(baseline_requests),

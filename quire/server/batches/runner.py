@@ -77,7 +77,7 @@ class BatchRunner:
         self._line_slots = FairSemaphore(max(1, config.max_running_requests // _SLOT_DIVISOR))
         self._read_slots = FairSemaphore(1)  # one at a time, because threads compete with the event loop
         self._cancel_events: dict[str, asyncio.Event] = {}
-        """By batch id; set to end the batch's lines."""
+        """Events by batch id; setting one ends the batch's lines."""
         self.result_counts = {"completed": 0, "failed": 0}
         """Lines answered by this process."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -90,7 +90,7 @@ class BatchRunner:
         return len(self._cancel_events)
 
     async def start_open_batches(self) -> None:
-        """Answer all open batches, and cancel those that other processes were asked to cancel."""
+        """Answer all open batches, and cancel the batches that other processes were asked to cancel."""
         if not self.is_leader:
             self.is_leader = True
             self._track_task(asyncio.create_task(self._delete_expired_files()))

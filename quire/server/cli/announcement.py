@@ -1,4 +1,4 @@
-"""What `quire serve` prints when ready: a first request to paste, with its keys and TLS."""
+"""Text that `quire serve` prints when ready: a first request to paste, with the server's keys and TLS."""
 
 from __future__ import annotations
 

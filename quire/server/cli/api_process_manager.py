@@ -47,7 +47,7 @@ _SILENCE_SECONDS = 60.0
 _STOPPED_SECONDS = 10.0
 """So is one stopped for this long."""
 _FAILURE_MESSAGE_SECONDS = 0.2
-"""For the last message of an ended process to arrive."""
+"""How long to wait for the last message of a process that ended."""
 _BACKOFF_SECONDS = 0.5
 
 

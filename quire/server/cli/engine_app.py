@@ -31,7 +31,7 @@ PRIVATE_SERVER_SETTINGS: dict[str, object] = {
     "ssl_keyfile": None,
     "ssl_ca_certs": None,
 }
-"""Only this process can reach the server, so it needs no keys, limits or TLS."""
+"""The server needs no keys, limits or TLS, because only this process can reach it."""
 
 
 @asynccontextmanager

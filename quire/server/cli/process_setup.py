@@ -23,7 +23,7 @@ MIN_OPEN_FILES = 64
 AMPLE_OPEN_FILES = 1024
 _MAX_OPEN_FILES = 2**20
 _RESERVED_FILES = 40
-"""In addition to connections."""
+"""Files opened in addition to connections."""
 
 
 def open_standard_streams() -> None:
@@ -50,7 +50,7 @@ def discard_closed_stderr() -> None:
 
 
 def exit_on_sigterm_or_sighup() -> None:
-    """With status 0, until a draining server handles the signals."""
+    """Exit with status 0, until a draining server handles the signals."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, _exit_now)
@@ -79,7 +79,7 @@ def watch_signals(on_signal: Callable[[int], None]) -> Iterator[None]:
 
 
 def dump_threads_on_signal() -> None:
-    """On SIGUSR1, which would otherwise end the process."""
+    """Dump threads on SIGUSR1, which would otherwise end the process."""
     faulthandler.register(signal.SIGUSR1, 2)
 
 

@@ -1,4 +1,4 @@
-"""`quire serve`: a model behind the OpenAI API, until Ctrl-C, SIGTERM or SIGHUP.
+"""`quire serve`: serves a model through the OpenAI API until Ctrl-C, SIGTERM or SIGHUP.
 
 The port is bound first, so that a taken port is reported at once. The API is imported while the engine process loads
 the model.
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire.server.cli.serve")
 HEALTH_POLL_SECONDS = 0.5
 _MEMORY_SETTINGS = ("model", "max_model_len", "gpu_memory_utilization", "kv_cache_memory", "max_num_batched_tokens")
-"""Named in errors if memory is short, but for other reasons too."""
+"""Errors name these settings if memory is short, but for other reasons too."""
 _GC_THRESHOLDS = 5000, 10, 20
 """Most of what requests hold is freed without the collector. Python's defaults scanned all open objects 34 times, 20 to
 30 ms each, in two rounds of 16 beam searches of 64 beams; these, twice.
 """
 _THREAD_SWITCH_SECONDS = 0.0005
-"""With Python's 5 ms a stream's first token waited that long for the thread that writes the journal."""
+"""With Python's default of 5 ms, a stream's first token waited 5 ms for the thread that writes the journal."""
 
 
 def main(argv: Sequence[str], started: float) -> int:

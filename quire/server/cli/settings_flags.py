@@ -154,7 +154,7 @@ def _split_json_lists(texts: Sequence[str]) -> list[Any]:
 
 
 def _warn_of_api_keys(program: str, flags: Mapping[str, Any]) -> None:
-    """If nothing reads them, or the process list shows them."""
+    """Warns if nothing reads the API keys, or if the process list shows them."""
     if os.environ.get("VLLM_API_KEY"):  # whoever set it expects the server to require a key
         print(f"{program}: VLLM_API_KEY is not read; QUIRE_API_KEY is", file=sys.stderr)
     for name in ("api_key", "admin_api_key"):

@@ -77,7 +77,7 @@ def _span_digest_text(span: MediaSpan) -> str:
 
 
 def all_compute_fingerprints(resumed: ResumedCall, identity: ComputeIdentity) -> tuple[str, ...]:
-    """In order of computation."""
+    """Returns fingerprints in the order of computation."""
     pins = resumed.call.pins
     return (*pins.before, pins.kernels) + ((identity.fingerprint,) if pins.kernels != identity.fingerprint else ())
 

@@ -24,7 +24,7 @@ MAX_ABANDONED = 16
 _EVENT_WAIT_SECONDS = 1.0
 """Longest wait for an event, per call from another process."""
 _KEEP_EVENTS_SECONDS = 10.0
-"""For followers in other processes."""
+"""How long an ended answer's events are kept for followers in other processes."""
 _TAKEOVER_SECONDS = 5.0
 """How long a follower waits for another process to take over."""
 _POLL_SECONDS = 0.25
@@ -35,7 +35,7 @@ class RunningAnswer:
     writer: AnswerWriter
     close: Callable[[], None]
     events: list[bytes] | None
-    """By sequence number; None if it cannot be followed."""
+    """Events in the order of their sequence numbers; None if the answer cannot be followed."""
     change_event: asyncio.Event = field(default_factory=asyncio.Event)
     """Set on new events, then replaced."""
     has_ended: bool = False
@@ -80,10 +80,10 @@ class Background:
         for method in (Background.own_so_far, Background.own_events, Background.own_cancelled):
             peers.register_handler(method.__qualname__, method_handler(self, method))
         self._recently_ended: dict[AnswerKey, RunningAnswer] = {}
-        """For followers in other processes."""
+        """Answers that are kept for followers in other processes."""
         self._running_answers: dict[AnswerKey, RunningAnswer] = {}
         self._num_abandoned: Counter[str] = Counter()
-        """By owner."""
+        """Number of abandoned answers by owner."""
         self.is_closing = False
 
     def find_running(self, key: AnswerKey) -> RunningAnswer | None:
@@ -117,7 +117,7 @@ class Background:
         return None if key in self._running_answers else await self._peers.find_answering_process(*key)
 
     async def _follow_on_peer(self, key: AnswerKey, after: int, holder: str) -> AsyncGenerator[bytes]:
-        """If the process that works on the answer ends, another continues it with the same events."""
+        """If the process that works on the answer ends, another process continues it with the same events."""
         loop = asyncio.get_running_loop()
         until = loop.time() + _TAKEOVER_SECONDS
         while loop.time() < until:

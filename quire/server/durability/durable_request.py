@@ -133,7 +133,7 @@ class DurableRequest(ABC):
         """The answer failed before any of it was sent: its Idempotency-Key is free again."""
 
     def take_over_error(self) -> HTTPException | None:
-        """For readers whose answer another request took over."""
+        """Returns the error for readers after another request took over their answer."""
         return still_answering_error() if self.has_idempotency_key else None
 
 

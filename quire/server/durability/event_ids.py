@@ -1,8 +1,8 @@
-"""Numbers a stream's events, so that it can resume where its reader was cut off.
+"""Numbers a stream's events, so that a stream can resume at the place where its reader was cut off.
 
-A resumable request always has the same events: before the first token, of each choice, and at the end. An id counts the
-events of each kind: `chatcmpl-…:1.7.0` follows the only choice's first 7 events. Choices are counted separately,
-because their interleaving may differ the next time.
+A resumable request always has the same events: events before the first token, events of each choice, and events at the
+end. An id counts the events of each kind: `chatcmpl-…:1.7.0` follows the only choice's first 7 events. Choices are
+counted separately, because their interleaving may differ the next time.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class EventIdWriter(AnswerWriter):
         return self._event_template % (self._kind_count, event) if self._kind_count > self._kind_seen_count else b""
 
     def _switch_event_kind(self, kind: int) -> None:
-        """While a choice is behind its reader, ids carry the reader's counts."""
+        """While a choice has sent less than its reader has already seen, ids carry the reader's counts."""
         self._sent_counts[self._kind] = self._kind_count
         self._kind = kind
         self._kind_count = self._sent_counts[kind]

@@ -45,7 +45,7 @@ _SWEEP_SECONDS = 0.5
 _SWEEP_PAUSE_SECONDS = 0.02
 """While there is more to delete: others use the disk too."""
 _POLL_ALONE_SECONDS = 2.0
-"""With one process; checks only whether the disk can be written."""
+"""Poll interval of the only process, which just checks whether the disk can be written."""
 
 
 @dataclass(slots=True)
@@ -55,13 +55,13 @@ class Persistence:
     resumable_calls: ResumableCalls
     peers: Peers
     data_dir_status: DataDirStatus = field(init=False)
-    """As of the last `refresh_status`."""
+    """Status at the last `refresh_status`."""
     unfinished_responses: set[tuple[str, str]] = field(default_factory=set)
     """Owner and id of each background response to restart."""
 
     def schedule_response_restart(self, owner: str, id: str) -> None:
-        """For a background response whose engine is gone or whose model was unloaded. If this process ends, another
-        restarts it.
+        """Schedules the restart of a background response after its engine is gone or its model was unloaded. If this
+        process ends, another process restarts the response.
         """
         self.unfinished_responses.add((owner, id))
 
@@ -109,7 +109,7 @@ async def open_persistence(
     clients: Callable[[], list[EngineClient]],
     peers: Peers,
 ) -> AsyncIterator[Persistence]:
-    """`clients`: see BatchRunner. At the end each part stops where it is, for the next process."""
+    """`clients` is explained in BatchRunner. At the end each part stops where it is, and the next process continues."""
     batches = BatchRunner(app, data, tenants, config, clients)
     streams = ResumableCalls(data.calls, config.stream_grace, peers, _open_write_ahead_log(data, peers.process_name))
     persistence = Persistence(data, batches, streams, peers)

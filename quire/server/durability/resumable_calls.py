@@ -83,7 +83,7 @@ class RunningCall:
     num_skipped_saves: int = 0
     """Since its last save."""
     log_number: int = 0
-    """Of the first choice, in the write-ahead log."""
+    """The first choice's number in the write-ahead log."""
     is_stored_response: bool = False
     """See `mark_stored_unfinished`."""
     ended_event: asyncio.Event = field(default_factory=asyncio.Event)
@@ -106,7 +106,7 @@ class ResumableCalls:
         self._grace_seconds = grace_seconds
         self._running: dict[tuple[str, str], RunningCall] = {}
         self._claims: dict[tuple[str, str], Claim] = {}
-        """By owner and key."""
+        """Claims by owner and key."""
         self._pending_attempts: set[int] = set()
         """Claimed, not yet begun."""
         self._abandon_tasks: set[asyncio.Task[None]] = set()

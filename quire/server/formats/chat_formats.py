@@ -20,7 +20,7 @@ from quire.server.formats.tools.named_formats import TOOL_FORMATS, find_tool_for
 from quire.server.formats.tools.tool_parser import ToolFormat
 
 GENERIC_FORMAT = "hermes"
-"""For templates that do not support tools."""
+"""Used if the template does not support tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def _choose_tool_format_with_source(
 
 
 def _choose_reasoning_format(choice: str, template: str, turn: AssistantTurnForm | None) -> ReasoningFormat | None:
-    """Prefers the markers that the template renders to those that its text contains."""
+    """Prefers markers that the template renders over markers that its text merely contains."""
     if choice != "auto" or turn is None or not turn.reasoning_begin:
         return find_reasoning_format(choice, template)
     for row in REASONING:

@@ -171,7 +171,7 @@ def _direct_variants(schema: Mapping[str, Any]) -> list[TypeVariant]:
 
 
 def _intersect_variants(left: Sequence[TypeVariant], right: Sequence[TypeVariant]) -> list[TypeVariant]:
-    """If disjoint, return the more specific side."""
+    """If the sides have nothing in common, returns the more specific side."""
     shared = []
     for one in left:
         for other in right:

@@ -22,7 +22,7 @@ class AnswerToken(msgspec.Struct, frozen=True, gc=False):
     token_id: int
     logprob: TokenLogprob | None
     offset: int
-    """In characters of the choice's text."""
+    """Offset in the choice's text, in characters."""
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True):
@@ -36,9 +36,9 @@ class ChoiceDelta(msgspec.Struct, frozen=True):
     token_ids: Sequence[int] = ()
     """Tokens since the last delta, including the one that ended the answer."""
     prompt_ids: Sequence[int] | None = None
-    """In a choice's first delta only."""
+    """Set only in a choice's first delta."""
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None
-    """In a choice's first delta only; None for the first token."""
+    """Set only in a choice's first delta; the first token has None."""
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
 

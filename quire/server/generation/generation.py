@@ -82,7 +82,7 @@ def timing_metrics(timeline: Timeline) -> dict[str, float | None]:
 
 class DeltaSink(Protocol):
     def can_take_step(self) -> bool:
-        """If not, the reader of the stream gets the step."""
+        """If False, the reader of the stream gets the step."""
 
     def take_step(self, step: list[ChoiceDelta]) -> None: ...
 
@@ -158,7 +158,7 @@ class Generation(ABC):
         return sum(choice.reasoning_tokens for choice in self._choices)
 
     def select_best(self, answers: Sequence[CollectedChoice]) -> list[CollectedChoice]:
-        """For each prompt, the answers with the highest mean log probability per token, renumbered."""
+        """Returns, for each prompt, the answers with the highest mean log probability per token, renumbered."""
         n, keep = self.request.params.n, self.request.num_returned
         if keep == n:
             return list(answers)

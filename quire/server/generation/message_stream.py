@@ -14,13 +14,13 @@ from quire.server.formats.message_parser import AssistantMessageParser, MessageD
 from quire.server.formats.tools.tool_call_sink import ToolCallDelta
 
 STOP_SEARCH_LENGTH = 1024
-"""Characters from the answer's end in which a stop string is located: content ends there, except for what parsers hold
-back.
+"""Number of characters at the answer's end that are searched for a stop string. Content ends at the stop string, except
+for text that parsers hold back.
 """
 
 
 class MessageDeltaStream:
-    """With stop strings, reads token by token, so that the end does not depend on how tokens are grouped."""
+    """With stop strings, it reads token by token, so that the end does not depend on how tokens are grouped."""
 
     def __init__(self, text: IncrementalDetokenizer, parser: AssistantMessageParser, params: SamplingParams) -> None:
         """`text` must have no stop strings."""
@@ -33,7 +33,7 @@ class MessageDeltaStream:
         """Tool calls after a stop string were parsed but left out."""
         self._raw_tail = ""
         self._text_length = 0
-        """In characters."""
+        """Length in characters."""
         self._decided_length = 0
         """Characters that cannot begin a stop string."""
         self._pending_offsets: list[int] = []

@@ -14,7 +14,7 @@ from quire.server.generation.choice_state import AnswerToken, ChoiceDelta
 MAX_LOGPROBS = 2**20
 """Per whole answer, or per stream that repeats them at its end; about 140 MB."""
 MAX_LOGPROBS_IN_ALL = 2**21
-"""For all answers together."""
+"""Limit for all answers together."""
 
 
 PartKind = Literal["reasoning", "text", "call"]
@@ -29,7 +29,7 @@ class OutputPart:
     function_name: str = ""
     text_pieces: list[str] = field(default_factory=list)
     tokens: list[AnswerToken] = field(default_factory=list)
-    """Of text, if log probabilities were requested."""
+    """Tokens of the text, if log probabilities were requested."""
 
     @property
     def text(self) -> str:
@@ -99,7 +99,9 @@ class CollectedChoice:
 
 
 class LogprobBudget:
-    """Counts log probabilities held in this process by whole answers and by streams whose last events repeat them."""
+    """Counts the log probabilities that this process holds, for whole answers and for streams that repeat them in their
+    last events.
+    """
 
     def __init__(self) -> None:
         self._logprobs_by_call: dict[object, int] = {}

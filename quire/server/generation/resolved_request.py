@@ -51,7 +51,7 @@ class ResponsesApiFields:
 class Prompt:
     ids: list[int]
     text: str | None = None
-    """For `echo`; None if only ids are known."""
+    """Text for `echo`; None if only ids are known."""
     offsets: Sequence[int] = ()
     """Start of each id in `text`, in characters; empty if not needed."""
     spans: tuple[MediaSpan, ...] = ()
@@ -67,7 +67,7 @@ class RepetitionRule:
     """vLLM's repetition_detection: an answer ends when its last tokens repeat one pattern `min_count` times."""
 
     max_pattern_size: int
-    """In tokens; 0 disables."""
+    """Tokens; 0 disables the rule."""
     min_pattern_size: int
     min_count: int
 
@@ -80,16 +80,16 @@ class Caller:
     weight: float = 1.0
     """Share in scheduling."""
     priority: int = 0
-    """From the body, or from a trusted gateway."""
+    """Set by the body or by a trusted gateway."""
     cache_salt: str = ""
     """Made specific to the tenant."""
     adapter: Adapter | None = None
     """None if the request's model name is not an adapter's."""
     chosen_id: str = ""
-    """From the header X-Request-Id."""
+    """Value of the header X-Request-Id."""
     include_receipt: bool = False
     record_receipt: bool = False
-    """For the answer or for the receipt log."""
+    """True if the answer or the receipt log needs a receipt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ class AnswerIdentity:
     created: int = 0
     """Unix time in seconds."""
     seed: int | None = None
-    """From the body, or drawn so that the answer can be recomputed."""
+    """Taken from the body, or drawn so that the answer can be recomputed."""
     resumable: bool = False
     """Events are numbered and reproducible: each token is one step."""
     num_earlier_attempts: int = 0
@@ -128,7 +128,7 @@ class ResolvedRequest:
     body_id: str = ""
     """The body's request_id."""
     model: str
-    """As the answer names it."""
+    """Model name that the answer shows."""
     body_priority: int = 0
     body_cache_salt: str = ""
     timeout: float | None = None
@@ -201,7 +201,7 @@ class GenerationRequest(ResolvedRequest):
 
     beam_search: bool = False
     length_penalty: float = 1.0
-    """For beam search."""
+    """Used by beam search."""
     repetition_rule: RepetitionRule | None = None
     message_format: RequestMessageFormat | None = None
     """None if all text is content."""
@@ -209,7 +209,7 @@ class GenerationRequest(ResolvedRequest):
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
-    """In every event of a stream, so far."""
+    """If True, every event of a stream contains the usage so far."""
     echo: bool = False
     echo_only: bool = False
     """Drop the one token that the engine must generate."""
@@ -217,7 +217,7 @@ class GenerationRequest(ResolvedRequest):
     prompt_logprobs: int | None = None
     """Alternatives per prompt token; None omits the field."""
     return_token_ids: bool = False
-    """Of prompt and answer."""
+    """If True, return the ids of prompt and answer."""
     return_tokens_as_token_ids: bool = False
     """Log probabilities name tokens `token_id:123`."""
     include_metrics: bool = False

@@ -72,7 +72,7 @@ class VectorGeneration:
         self._metrics = metrics
         self._start_time = clock.monotonic()
         self._open_prompt_tokens = {f"{request.id}-{index}": len(each.ids) for index, each in enumerate(request.inputs)}
-        """Of requests that have not ended."""
+        """Prompt tokens of requests that have not ended."""
         self._request_ids = list(self._open_prompt_tokens)
         self._outputs = outputs
 

@@ -21,7 +21,9 @@ from quire.server.http.write_batching import TRANSPORT_SCOPE_KEY, BatchingTransp
 log = logging.getLogger("quire.server")
 
 MAX_HEAD_BYTES = 64 * 1024
-"""For a request line with headers, and for anything without body bytes: a chunk's line with extensions, trailers."""
+"""Limit for a request line with headers, and for anything else that is not body: a chunk's line with extensions, or
+trailers.
+"""
 MAX_HEADERS = 256
 """Including trailers. Each lookup scans them all."""
 MAX_FRAMING_BYTES = 1 << 20
@@ -117,7 +119,7 @@ class HttpConnection(HttpToolsProtocol):
         self._write_batcher = write_batcher
         self._in_head = False
         self._received_bytes = 0
-        """Of the head, or of the body since the timer was set."""
+        """Bytes of the head, or of the body since the timer was set."""
         self._framing_bytes = 0
         """Without those received with the end of the previous request."""
         self._body_bytes = 0
@@ -126,7 +128,7 @@ class HttpConnection(HttpToolsProtocol):
         self._num_headers = 0
         """Includes trailers."""
         self._body_chunks: list[bytes] = []
-        """From the data being parsed; they are passed on together."""
+        """Chunks in the data being parsed; they are passed on together."""
         self._read_timer: asyncio.TimerHandle | None = None
         """Runs during the receipt of a request."""
         self._write_timer: asyncio.TimerHandle | None = None

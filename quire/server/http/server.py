@@ -23,7 +23,7 @@ from quire.server.runtime.server_context import ModelDispatcher
 
 _DRAIN_POLL_SECONDS = 0.05
 _ORPHANED_REQUEST_SECONDS = 2.0
-"""For requests of a dead engine."""
+"""How long shutdown waits for requests of a dead engine."""
 
 
 class HttpServer(uvicorn.Server):

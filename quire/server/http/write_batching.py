@@ -18,7 +18,7 @@ MAX_BUFFERED_BYTES = 16 * 1024
 """More is written at once, so that backpressure is noticed."""
 
 LINGER_SECONDS = 10.0
-"""For a client that still sends to read why it is refused."""
+"""Time for a client that is still sending to read why it is refused."""
 TRANSPORT_SCOPE_KEY = "quire.transport"
 """Names a connection's BatchingTransport in the ASGI scope."""
 

@@ -38,7 +38,7 @@ _MODEL_SETTINGS = {
 }
 """Settings of a model; all others are the server's."""
 _PRESET_KEYS = ("system", "parameters")
-"""An alias is a table whose model is another table. It may have only these keys and `served_model_name`."""
+"""A table that names another table as its model is an alias. It may contain only these keys and `served_model_name`."""
 _FILE_ONLY_SETTINGS = {"kv_offload_dir", "kv_offload_tier", "scheduler_cls", "executor_cls"}
 """These write to the disk or run code, so they are not accepted over HTTP."""
 _MAX_NAME_LENGTH = 256
@@ -79,11 +79,11 @@ class ModelsConfig:
     slice_seconds: float
     """Time that a model with open requests stays awake before it must make room."""
     defaults: ModelsFileOptions
-    """For models without their own setting."""
+    """Options of models that do not set their own."""
     flags: Mapping[str, Any]
     """Command-line settings, which apply to every model."""
     presets: Mapping[str, ModelPreset] = field(default_factory=dict)
-    """By model name."""
+    """Presets by model name."""
 
     def parse_added_entry(self, name: str, settings: Mapping[str, Any]) -> ModelEntry:
         """For models that are not in the file. Raises ConfigError."""

@@ -44,7 +44,7 @@ _FIELDS_BY_PATH: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "/api/generate": ("system", {}),
     "/tokenize": ("messages", {"chat_template_kwargs": "chat_template_kwargs"}),
 }
-"""By path: field of the system message, and names of the parameters."""
+"""For each path: the field that takes the system message, and the names of the parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class ModelPreset:
     system: str | None
     """Used if a request has no system message."""
     parameters: Mapping[str, Any]
-    """By their names in a chat; used for what requests leave out."""
+    """Parameters by their names in a chat. They replace what requests leave out."""
 
 
 def parse_preset(where: str, system: object, parameters: object) -> ModelPreset:

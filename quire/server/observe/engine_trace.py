@@ -59,7 +59,7 @@ def build_trace(
 
 
 def phase_totals(events: Sequence[TraceEvent]) -> dict[str, float]:
-    """In microseconds; their sum is the recording's length times the engines."""
+    """Returns microseconds per phase. Their sum is the recording's length times the number of engines."""
     totals: dict[str, float] = {}
     for event in events:
         if event["ph"] == "X" and event["cat"] == "phase":

@@ -1,5 +1,7 @@
-"""HTTP and process metrics under the names that vLLM's dashboards use: those of
-https://github.com/trallnag/prometheus-fastapi-instrumentator and prometheus_client's ProcessCollector.
+"""HTTP and process metrics under the names that vLLM's dashboards use.
+
+The names come from https://github.com/trallnag/prometheus-fastapi-instrumentator and prometheus_client's
+ProcessCollector.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ class HttpMetrics(Collector):
         return self._registry.collect()
 
     def count_request_start_if_tracked(self, scope: Scope) -> bool:
-        """If True, call count_request_end."""
+        """If this returns True, call count_request_end later."""
         if scope["path"] in UNCOUNTED_PATHS or scope.get("server") == _IN_PROCESS_SERVER:
             return False
         self._open_requests.inc()

@@ -24,7 +24,7 @@ decode_samples = msgspec.msgpack.Decoder(list[PeerSample]).decode
 
 
 def samples_of_registry(registry: CollectorRegistry) -> list[PeerSample]:
-    """For counters and histograms only."""
+    """Covers counters and histograms only."""
     return [
         PeerSample(metric.name, sample.name, sample.labels, sample.value)
         for metric in registry.collect()

@@ -221,7 +221,7 @@ class Metrics:
         self._observe_histogram("request_max_num_generation_tokens", max_generation_tokens)
 
     def register_config_info(self, info: EngineInfo, config: EngineConfig) -> None:
-        """As in vLLM, the configuration is in the labels of a metric that is always 1."""
+        """As in vLLM, the labels of a metric that is always 1 contain the configuration."""
         facts = {
             "block_size": info.block_size,
             "num_gpu_blocks": info.num_blocks,
@@ -299,7 +299,7 @@ class Metrics:
 def _labeled_counters(
     registry: CollectorRegistry, model_name: str, name: str, text: str, label: str = "", values: Sequence[str] = ("",)
 ) -> dict[str, Counter]:
-    """By label value; the key is "" without a label."""
+    """Returns counters by label value; the key is "" if there is no label."""
     counter = Counter(name, text, (*LABELS, label) if label else LABELS, registry=registry)
     return {value: counter.labels(model_name, ENGINE_LABEL, *([value] if label else [])) for value in values}
 

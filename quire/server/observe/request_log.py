@@ -37,14 +37,14 @@ class RequestRecord:
     status: int | None = None
     ended_at: float | None = None
     internal_id: str | None = None
-    """The server's id (chatcmpl-…, msg_…), with which its sequences' ids begin."""
+    """The server's id (chatcmpl-…, msg_…). The ids of the request's sequences begin with it."""
     answer_id: str | None = None
     """`internal_id`, or an id that the caller chose."""
     model: str | None = None
 
 
 class RequestLog:
-    """The latest `capacity` answers. A caller sees those of its own key, an admin all."""
+    """Keeps the latest `capacity` answers. A caller sees the answers of its own key, an admin sees all."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -68,7 +68,7 @@ class RequestLog:
 
     @property
     def records_oldest_first(self) -> list[RequestRecord]:
-        """In the order in which answering began."""
+        """Returns records in the order in which answering began."""
         return list(self._ordered_records)
 
     def find_record(self, name: str, caller: Scope) -> RequestRecord | None:

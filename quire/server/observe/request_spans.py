@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 SPAN_NAME = "llm_request"
-"""As in vLLM."""
+"""Same name as in vLLM."""
 
 
 class RequestSpanExporter:

@@ -32,7 +32,7 @@ class ResponseRecorder:
     writer: ResponsesWriter
 
     async def store_ended_response(self) -> None:
-        """Also adds its items to its conversation."""
+        """Also adds the response's items to its conversation."""
         fields, writer = self.resolved.responses_fields, self.writer
         assert fields is not None
         if self.data is None:

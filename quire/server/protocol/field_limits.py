@@ -25,7 +25,7 @@ from quire.engine.common.errors import InvalidRequest
 MAX_FIELDS = 256
 """Per body, including fields without effect."""
 MAX_LISTED_TOKEN_IDS = 1024
-"""For logit_bias and stop_token_ids: each of n answers has a copy."""
+"""Limit for logit_bias and stop_token_ids, because each of n answers has a copy."""
 MAX_LOGPROB_TOKEN_IDS = 128
 """Every token of an answer reports all."""
 MAX_ALLOWED_TOKEN_IDS = 2**20

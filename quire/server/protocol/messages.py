@@ -150,7 +150,7 @@ class CountTokensRequest(TranslatableBody):
     tools: Annotated[list[InputTool], MaxEntries(MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: Annotated[AnyChoice | NamedChoice | NoChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
-    """If missing, the model does not think, as in Anthropic's API, if its template supports that."""
+    """If missing, the model does not think, as in Anthropic's API, provided that its template can turn thinking off."""
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     """Older name of output_config.format."""

@@ -31,7 +31,7 @@ class OllamaMessage(BodyModel):
     content: str = ""
     thinking: str = ""
     images: list[str] = Field(default_factory=list)
-    """In base64."""
+    """Images in base64."""
     tool_calls: Annotated[list[OllamaCall], MaxEntries(MAX_TOOLS)] = Field(default_factory=list)
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -88,7 +88,7 @@ class OllamaGenerateRequest(OllamaGenerationBody):
     raw: bool = False
     """The prompt is not rendered by the template."""
     images: list[str] = Field(default_factory=list)
-    """In base64."""
+    """Images in base64."""
 
     def check_params_and_list_ignored(self) -> list[str]:
         if (self.model_extra or {}).get("template"):

@@ -20,7 +20,7 @@ class UpdateWeightsRequest(RequestBody):
     path: Annotated[str, Field(max_length=4096)] | None = None
     """A folder of safetensors or a GGUF file."""
     tensors: Annotated[list[BroadcastTensor], Field(min_length=1, max_length=2**17)] | None = None
-    """What rank 0 broadcasts next, in order, instead of path."""
+    """Tensors that rank 0 broadcasts next, in this order. Used instead of path."""
     last: bool = True
     """The model is complete and can be served."""
     mode: Literal["keep", "wait", "abort"] = "keep"
@@ -31,7 +31,7 @@ class UpdateWeightsRequest(RequestBody):
 
 class WeightsGroupRequest(RequestBody):
     master_address: Annotated[str, Field(pattern=r"^[0-9A-Za-z.:_-]{1,255}$")]
-    """Of rank 0, the sender."""
+    """Address of rank 0, the sender."""
     master_port: Annotated[int, Field(ge=1, le=65535)]
     rank: Annotated[int, Field(ge=1, le=65535)] = 1
     """This server's rank."""

@@ -22,7 +22,7 @@ IMAGES_IN_MESSAGES_HINT = (
     "an input is text, or token ids; where the model reads images, they come in `messages` of /v1/embeddings"
 )
 _IMAGE_KEYS = ("image", "image_url", "content")
-"""Of image inputs in the APIs of Jina, vLLM and Cohere."""
+"""Keys of image inputs in the APIs of Jina, vLLM and Cohere."""
 
 
 def _explain_image_input(value: Any) -> str:

@@ -96,13 +96,13 @@ IGNORED_PARAMS_HEADER = "X-Ignored-Params"
 ADAPTED_HEADER = "X-Quire-Adapted"
 """How a conversation was adapted to its chat template."""
 MAX_ADAPTATIONS = 10
-"""In X-Quire-Adapted."""
+"""Limit for X-Quire-Adapted."""
 MAX_IGNORED_NAMES = 20
-"""In X-Ignored-Params."""
+"""Limit for X-Ignored-Params."""
 MAX_IGNORED_NAME_LENGTH = 64
 """Characters of each name in X-Ignored-Params."""
 MAX_SESSION_TTL = 86_400.0
-"""In seconds."""
+"""Seconds."""
 SAFE_ID_PATTERN = r"[A-Za-z0-9._:/+=@-]{1,128}"
 """Safe in logs and headers."""
 
@@ -165,7 +165,7 @@ class RepetitionDetection(RequestBody):
     model_config = ConfigDict(extra="forbid")
 
     max_pattern_size: int = Field(0, ge=0, le=1024)
-    """In tokens; 0: off."""
+    """Tokens; 0 disables detection."""
     min_pattern_size: int = Field(0, ge=0)
     min_count: int = Field(0, ge=0, lt=2**31)
 
@@ -273,7 +273,7 @@ class GenerationBody(SamplingBody):
     length_penalty: float = Field(1.0, ge=-10.0, le=10.0)
     """Log probabilities are divided by length to this power."""
     receipt: bool = False
-    """For `quire replay`; like the header X-Receipt: 1."""
+    """Requests a receipt for `quire replay`, like the header X-Receipt: 1."""
     session_id: str = Field("", max_length=MAX_SESSION_ID_LENGTH)
     """The conversation; its KV is kept for the next turn."""
     session_ttl: float | None = Field(None, gt=0, le=MAX_SESSION_TTL)
@@ -296,7 +296,7 @@ class GenerationBody(SamplingBody):
 
     @property
     def transferred_prompt_ids(self) -> list[int]:
-        """Of another server; empty: none."""
+        """Returns the prompt ids of another server; empty if there are none."""
         return [] if self.kv_transfer_params is None else self.kv_transfer_params.prompt_token_ids
 
     @property

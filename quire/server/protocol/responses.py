@@ -159,7 +159,7 @@ class ResponsesRequest(TranslatableBody):
     previous_response_id: str | None = None
     conversation: str | ConversationId | None = None
     safety_identifier: Annotated[str, StringConstraints(max_length=MAX_IDENTIFIER_LENGTH)] | None = None
-    """Only repeated in the answer."""
+    """Has no effect except that the answer repeats it."""
     prompt_cache_key: Annotated[str, StringConstraints(max_length=MAX_IDENTIFIER_LENGTH)] | None = None
     prompt: Any = None
     """Not supported."""

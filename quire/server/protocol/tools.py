@@ -125,7 +125,7 @@ class AllowedNames(BaseModel):
 
 
 class AllowedTools(BaseModel):
-    """Only these may be called; the model sees no others."""
+    """Only these tools may be called; the model sees no others."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -176,7 +176,7 @@ class CustomToolCall(ExtraFieldsModel):
     custom: CustomInput
 
     def to_function_call(self) -> dict[str, Any]:
-        """As the model wrote it: a function with the input as argument."""
+        """Returns the call as the model wrote it: a function call with the input as its argument."""
         arguments = json.dumps({CUSTOM_INPUT_ARGUMENT: self.custom.input}, ensure_ascii=False)
         called = {"type": "function", "function": {"name": self.custom.name, "arguments": arguments}}
         return called if self.id is None else {"id": self.id, **called}

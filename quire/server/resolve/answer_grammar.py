@@ -13,7 +13,7 @@ from quire.server.served_model import ServedModel
 OPEN_SCHEMA_HEADER = "X-Schema-Open"
 """Response header: schemas with objects that were left open, because it cannot be decided which schemas they merge."""
 WEAKENED_SCHEMA_HEADER = "X-Schema-Weakened"
-"""Tools whose calls follow only a part of their schema, because no grammar enforces all of it."""
+"""Lists tools with calls that follow only a part of their schema, because no grammar can enforce all of it."""
 _MAX_HEADER_LOCATIONS = 20
 
 

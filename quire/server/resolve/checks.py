@@ -15,7 +15,7 @@ MAX_PROMPT_LOGPROBS = 100_000
 
 
 class NeedsWorker(Exception):
-    """Only a worker process may do this, because it can be killed."""
+    """Raised if only a worker process may do this, because a worker can be killed."""
 
 
 def check_logprobs(name: str, value: int | None, max_logprobs: int, vocab_size: int) -> None:
@@ -75,7 +75,7 @@ def check_no_surrogates(text: str, param: str) -> None:
 
 
 def check_json_no_surrogates(value: Any, param: str) -> None:
-    """For values that answers repeat."""
+    """Checks values that answers repeat."""
     check_no_surrogates(json.dumps(value, ensure_ascii=False), param)
 
 

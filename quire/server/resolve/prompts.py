@@ -96,7 +96,7 @@ def check_num_inputs(count: int, param: str, what: str = "inputs") -> None:
 
 
 def add_echo_texts(prompts: Sequence[Prompt], body: CompletionRequest, tokenizer: Tokenizer) -> list[Prompt]:
-    """For `echo`: texts as given, token ids with special tokens."""
+    """Adds the texts for `echo`: texts as given, and token ids decoded with special tokens."""
     echo_prompts = []
     for each in prompts:
         text, offsets = each.text, list[int]()
@@ -188,7 +188,9 @@ def build_multimodal_chat_prompt(
 
 
 def build_dual_encoder_prompt(body: ChatRequest, model: ServedModel) -> Prompt:
-    """For models whose images have their own vectors: exactly one text or image. Raises InvalidRequest."""
+    """Builds a prompt for models that give images their own vectors. It accepts exactly one text or image. Raises
+    InvalidRequest.
+    """
     parts = [part for each in body.messages for part in _message_texts(each)]
     if len(parts) != 1:
         wrong = f"this model makes a vector of one text or of one image, and these are {len(parts)}"

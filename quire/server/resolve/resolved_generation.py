@@ -30,9 +30,9 @@ class AnswerForm:
     writer: WriterFactory
     id_prefix: str
     field_names: Mapping[str, str] = field(default_factory=dict)
-    """The API's names, by those of a chat or completion."""
+    """The API's field names by their names in a chat or completion."""
     allows_receipt: bool = True
-    """False if nobody reads generated text."""
+    """False if the generated text is not read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,8 +44,9 @@ sleep_router = APIRouter(route_class=EngineOptionalRoute)
     responses={200: {"content": {"text/event-stream": {}}, "description": "Server-sent events, until you leave."}},
 )
 async def engine_events(request: Request) -> Response:
-    """The engine live: `hello` with constants and the last five minutes, then `state` every half second. It costs
-    nothing while nobody watches. Fields: server/observe/live_view.py and EngineView (engine/core/stats.py).
+    """Streams the engine's state: `hello` with constants and the last five minutes, then `state` every half second. It
+    has no cost without a reader. Fields are described in server/observe/live_view.py and EngineView
+    (engine/core/stats.py).
     """
     runtime = get_runtime(request)
     watcher = LiveViewStream(runtime.live_view)
@@ -155,7 +156,9 @@ async def update_weights(request: Request) -> Response:
 
 @router.post("/init_weights_group", response_model=None, openapi_extra=BodySchema(WeightsGroupRequest))
 async def init_weights_group(request: Request) -> Response:
-    """Join a torch.distributed group whose rank 0 will send weights. Answered when all members have joined."""
+    """Join a torch.distributed group in which rank 0 will send weights. The request is answered when all members have
+    joined.
+    """
     body = await resolve_body(request, _parse_weights_group)
     group = Group(body.master_address, body.master_port, **body.model_dump(exclude={"master_address", "master_port"}))
     await get_runtime(request).weights_group.join(group)

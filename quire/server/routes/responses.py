@@ -88,7 +88,7 @@ async def _existing_response(request: Request, resolved: GenerationRequest, dura
 
 @router.post("/v1/responses/compact", include_in_schema=False)
 async def refuse_compaction() -> None:
-    """Only a model trained for it can compact a conversation."""
+    """Compacting a conversation requires a model trained for it."""
     raise RequestNotFound("Conversations are not compacted here: send fewer items")
 
 

@@ -1,4 +1,4 @@
-"""The API description uses Swagger UI 5.35, whose files are in the package."""
+"""Web pages. The API description uses Swagger UI 5.35, which is included in the package."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class ModelRuntime:
     """None if none are served."""
     receipt_writer: ReceiptWriter
     fetch_semaphore: FairSemaphore = field(default_factory=_make_fetch_semaphore)
-    """For requests that fetch images."""
+    """Limits requests that fetch images."""
     logprob_budget: LogprobBudget = field(default_factory=LogprobBudget)
 
     @property

@@ -25,7 +25,7 @@ from quire.server.store.response_store import Store
 class ModelDispatcher(Protocol):
     @property
     def loaded_runtimes(self) -> Sequence[ModelRuntime]:
-        """Those that can answer."""
+        """Returns the runtimes that can answer."""
 
     async def dispatch_request(
         self, handler: ASGIApp, scope: Scope, receive: Receive, send: Send, *, needs_awake: bool, names_model: bool

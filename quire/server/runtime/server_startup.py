@@ -24,7 +24,7 @@ from quire.server.runtime.server_context import ModelDispatcher, ServerContext
 from quire.server.store.data_dir import DataDir
 
 BODY_BUDGET_BYTES = 48 << 20
-"""For all requests that are being received and resolved."""
+"""Limit for all requests that are being received and resolved."""
 OpenModels = Callable[[], AbstractAsyncContextManager[ModelDispatcher]]
 OpenStoredData = Callable[[ServerConfig, PeerLink | None], DataDir | None]
 
@@ -37,7 +37,7 @@ class ServerStartup:
     open_models: OpenModels
     open_stored_data: OpenStoredData
     link: PeerLink | None
-    """To the owner of shared data."""
+    """Link to the owner of shared data."""
     span_exporter: RequestSpanExporter | None
 
     @asynccontextmanager

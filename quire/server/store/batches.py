@@ -217,7 +217,7 @@ class Batches:
             return [BatchLine(*row) for row in connection.execute(query, (id, after, limit))]
 
     def put_result(self, id: str, result: LineResult) -> None:
-        """Only a line's first result counts."""
+        """Only the first result of a line counts."""
         with self._database.write_transaction() as connection:
             where = "batch = ? and place = ? and failed is null"
             row = (result.failed, result.line, id, result.position)

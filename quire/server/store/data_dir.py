@@ -77,7 +77,7 @@ class Processes:
         return DataDirStatus(leads, sizes, summed, self._database.probe_write_error())
 
     def rejoin_process(self, process: str, status: ProcessStatus) -> None:
-        """For a process that was connected to an earlier owner of the data."""
+        """Adds a process that was connected to an earlier owner of the data."""
         self._calls.register_answering_process(process, status.calls)
         with self._mutex:
             self._live_processes = (
@@ -110,7 +110,7 @@ class DataDir:
     calls: Calls
     processes: Processes
     owner_executor: OwnerExecutor
-    """For this process's puts and deletes of objects."""
+    """Runs this process's puts and deletes of objects."""
     close: Callable[[], None]
 
 

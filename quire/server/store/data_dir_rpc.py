@@ -71,7 +71,9 @@ RPC_METHODS: dict[str, Callable[..., Any]] = {
     "Processes.left": Processes.list_abandoned_responses,
     "Processes.sweep": Processes.delete_due_data,
 }
-"""By wire name, which survives renames: Ray replaces replicas one by one, so old ones call new ones."""
+"""Methods by wire name. Wire names survive renames, because Ray replaces replicas one by one and old replicas call new
+ones.
+"""
 _SLOW_METHODS = (b"Store.put", b"Store.append", b"Store.delete")
 _NAME_PREFIX_BYTES = 32
 """The method name is within these first bytes."""
@@ -82,7 +84,7 @@ class _RPCRequest(msgspec.Struct, frozen=True, array_like=True):
     method: str
     """Wire name."""
     arguments: msgspec.Raw
-    """In parameter order."""
+    """Arguments in the order of the parameters."""
 
 
 class _Done(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -166,7 +166,7 @@ class Files:
     def page(
         self, owner: str, limit: int, *, newest_first: bool, after: str | None, purpose: str | None
     ) -> tuple[Sequence[StoredFile], bool] | None:
-        """With True if more follow; None if `after` is unknown."""
+        """Returns the files, and True if more follow, or None if `after` is unknown."""
         now = clock.time()
 
         def is_unexpired(row: tuple[str, int, int | None, int, str, str]) -> bool:

@@ -36,7 +36,7 @@ CLAIM_SECONDS = 30.0
 
 
 class PinnedReplayFields(msgspec.Struct, frozen=True):
-    """What an answer depends on apart from its request."""
+    """Fields other than the request that an answer depends on."""
 
     id: str
     """The server's id."""
@@ -105,7 +105,7 @@ class Calls:
         self._sweep_position: tuple[float, str, str] | None = None
         """(expiry, owner, id); None: from the start."""
         self._answering_processes: dict[tuple[str, str], str] = {}
-        """By (owner, id)."""
+        """Processes by (owner, id) of the call."""
         eviction = partial(_CallEviction, self._sizes, self._delete_call, self._answering_processes)
         self.quota = StorageQuota(database, max_bytes, self._sizes, None, eviction)
         self._claims: dict[tuple[str, str], _AttemptClaim] = {}

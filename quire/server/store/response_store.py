@@ -79,8 +79,10 @@ class ObjectToStore:
 
 
 class Store:
-    """Thread-safe and atomic to readers. Large objects take several transactions. Above `max_bytes` the largest owner's
-    oldest objects are evicted, unfinished responses last: nobody has them yet.
+    """Thread-safe, and atomic for readers, although large objects take several transactions.
+
+    If the store exceeds `max_bytes`, the largest owner's oldest objects are evicted. Unfinished responses are evicted
+    last, because no client has them yet.
     """
 
     def __init__(self, database: Database, garbage: Garbage, max_bytes: int) -> None:
@@ -207,7 +209,7 @@ class Store:
             return self.delete_returning_created(database, owner, id) is not None
 
     def unfinished_responses(self) -> list[tuple[str, str]]:
-        """(owner, id), including those of ended processes."""
+        """Returns (owner, id) pairs, including responses of processes that ended."""
         with self._database.read_connection() as database:
             return database.execute("select owner, id from objects where unfinished = 1").fetchall()
 

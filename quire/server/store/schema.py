@@ -74,19 +74,20 @@ insert into line_counts
 create index lines_by_number on lines (batch, failed, number) where failed is not null;
 create table upgrade (at real not null);
 """
-"""- `created`: Unix seconds. 0 if an earlier version stored the object: then `upgrade` counts.
-- `items_key`: `parent` of the items; null: the object's id. Replacements get a new one, so that old items can go later.
-- `garbage`: rows to purge: `items` with the key `name`, or `lines` of the batch `name`. Unfinished items are listed,
-  to be deleted after a crash.
-- `bodies`: of calls (earlier versions: in `calls`, whose rows each progress update rewrites).
-- `line_counts`: lines with results, of open batches.
-- `upgrade`: when this version first opened an older file.
+"""- `created`: Unix seconds. 0 if an earlier version stored the object; then `upgrade` counts.
+- `items_key`: the items' `parent`; null means the object's id. Replacements get a new key, so that old items can be
+  deleted later.
+- `garbage`: rows to purge: `items` with the key `name`, or `lines` of the batch `name`. Unfinished items are listed
+  too, so that they are deleted after a crash.
+- `bodies`: bodies of calls. Earlier versions had them in `calls`, but each progress update rewrites the rows there.
+- `line_counts`: number of lines with results, for open batches.
+- `upgrade`: time when this version first opened an older file.
 """
 
 
 def prepare_database(database: sqlite3.Connection, row_overhead_bytes: int) -> bool:
-    """True if an earlier version wrote the file. Raises sqlite3.Error for other files, ValueError for those of later
-    versions.
+    """Returns True if an earlier version wrote the file. Raises ValueError for files of later versions, and
+    sqlite3.Error for other files.
     """
     database.execute("pragma journal_mode = wal")
     database.execute("pragma synchronous = normal")

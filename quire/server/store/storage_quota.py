@@ -26,7 +26,7 @@ class StorageQuota:
         garbage: Garbage | None,
         new_eviction: Callable[[], EvictStep],
     ) -> None:
-        """`sizes` exclude those of `garbage`."""
+        """`sizes` does not include the bytes of `garbage`."""
         self._database = database
         self._max_bytes = max_bytes
         self._sizes = sizes

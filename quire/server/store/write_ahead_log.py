@@ -33,7 +33,7 @@ _HEADER_BYTES = _BOOT_ID_BYTES + 2 * 8
 _RECORD_HEADER = struct.Struct("<II")
 """Length, checksum."""
 _LEGACY_TOKEN_RECORD = struct.Struct("<6I")
-"""Of earlier versions: 0 as length, checksum, and the fields of _LegacyTokenRecord."""
+"""Format of earlier versions: 0 as length, checksum, and the fields of _LegacyTokenRecord."""
 _LEGACY_TOKEN_CHECKSUM = 0x9E3779B9
 """XORed into the checksum, so that zeros do not pass."""
 _NUMBER_TYPECODE = "I"
@@ -53,7 +53,7 @@ class TokensRecord(msgspec.Struct, frozen=True, tag="g", array_like=True):
     number: int
     choice: int
     position: int
-    """Of the first token."""
+    """Position of the first token."""
     token_ids: Sequence[int]
     finish: ChoiceFinish | None
 

@@ -111,7 +111,7 @@ class GrammarChecker:
         return resolved.unchecked_grammar
 
     async def _nearest_compilable_levels_by_tool(self, answer: AnswerGrammar, tenant: Tenant) -> dict[str, int]:
-        """By tool that is not strict: the nearest level at which its schema compiles on its own."""
+        """For each tool that is not strict, returns the nearest level at which its schema compiles on its own."""
         levels: dict[str, int] = {}
         for number, name in enumerate(answer.tools.non_strict_tool_names):
             levels[name] = WEAKEST_LEVEL if number >= _MAX_CHECKED_PARTS else 0

@@ -44,7 +44,7 @@ class WorkerSlotClaim:
 
     @property
     def tenant_and_class_keys(self) -> tuple[str, tuple[str, int]]:
-        """Keys of those that take turns: the tenant, and this kind of its jobs."""
+        """Keys for taking turns: the tenant, and this kind of its jobs."""
         return self.tenant.name, (self.tenant.name, self.duration_class)
 
     @property
@@ -62,7 +62,7 @@ class JobQueue:
         self._seconds_by_tenant: dict[str, float] = {}
         """Worker seconds by tenant, divided by its weight; only tenants with a job here."""
         self._seconds_by_class: dict[tuple[str, int], float] = {}
-        """The same by kind of each tenant's jobs."""
+        """The same seconds for each kind of a tenant's jobs."""
         self._num_jobs: Counter[str | tuple[str, int]] = Counter()
         """Jobs here, by tenant and by kind."""
 

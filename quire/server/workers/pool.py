@@ -73,7 +73,7 @@ class WorkerPool:
         self._unclaimed_forks: list[asyncio.Task[_WorkerProcess]] = []
         """Workers on their way without a caller. The next callers take them, so few are ever requested at once."""
         self._shutdown_error: Exception | None = None
-        """The error of jobs whose workers are killed because the server ends."""
+        """Error for jobs that end because the server's end kills their workers."""
         self._start_task: asyncio.Task[None] | None = None
         """Starts the process that forks. It continues when a caller stops waiting."""
         self._fork_server: Child | None = None

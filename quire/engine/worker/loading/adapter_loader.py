@@ -45,7 +45,7 @@ class ModelAdapterLoader:
         self._max_rank = max_rank
         self._max_cached = max_cached
         self._packed_by_digest: OrderedDict[str, PackedAdapter] = OrderedDict()
-        """By digest, least recently used first."""
+        """Packed adapters by digest, the least recently used first."""
         self._thread = ThreadPoolExecutor(1, "adapters")
         self._finished_loads: deque[tuple[int, Adapter, PackedAdapter | str]] = deque()
         """(slot, adapter, result or error message)."""

@@ -64,7 +64,7 @@ class GGUFDeltaNetConverter:
         yield name, rows.unsqueeze(1) if tensor_name == "conv1d.weight" else rows
 
     def input_order(self, linear: str) -> Tensor | None:
-        """For a quantized linear: [in]; None: unchanged."""
+        """Returns the order of a quantized linear's inputs, [in], or None if it is unchanged."""
         net = self._net
         if (
             net is None

@@ -34,7 +34,7 @@ def _is_draft_layer(stored: str, config: ModelConfig) -> bool:
 
 
 def linear_tensor_types(header: GGUFHeader, config: ModelConfig) -> Mapping[str, GGMLType]:
-    """By checkpoint name."""
+    """Returns the type of each linear's tensor by checkpoint name."""
     return {
         name.removesuffix(".weight"): tensor.type
         for stored, tensor in header.tensors.items()

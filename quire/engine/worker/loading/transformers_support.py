@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from quire.engine.models.transformers_backend.decoder import TransformersDecoder
 
 _TRIAL_LENGTHS = (5, 21, 40, 13)
-"""In tokens."""
+"""Prompt lengths in tokens."""
 _MAX_DEVIATION = {torch.float32: 0.05}
-"""In standard deviations of logits; more is no rounding."""
+"""Largest difference that rounding explains, in standard deviations of the logits."""
 _DEFAULT_MAX_DEVIATION = 0.5
 
 

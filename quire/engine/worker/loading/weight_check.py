@@ -52,7 +52,7 @@ class ExpectedWeights:
         return ExpectedWeights(self.parameter_table | table, self.extra_folders)
 
     def detach_from_model(self) -> ExpectedWeights:
-        """A copy whose loaders discard tensors, so that it does not refer to the model."""
+        """Returns a copy that does not refer to the model: its loaders discard tensors."""
         table = {
             name: LoadableParameter(each.shape, each.dtype, _discard_tensor)
             for name, each in self.parameter_table.items()

@@ -17,12 +17,12 @@ from quire.engine.layers.parameters import ParameterTable
 
 TensorStream = Iterator[tuple[str, Tensor]]
 NamedTensors = Iterable[tuple[str, Tensor]]
-"""By checkpoint name."""
+"""Pairs of checkpoint name and tensor."""
 _HEAD_NAME, _EMBEDDING_NAME = "lm_head.weight", "model.embed_tokens.weight"
 _REMAP_BYTES = 32 << 20
 _MAX_NAME_CHARACTERS = 100
 _MAX_NAMES = 8
-"""In an error; the rest are counted."""
+"""Most names listed in an error; the rest are counted."""
 
 
 def load_weights(
@@ -102,7 +102,7 @@ def _is_castable_float(dtype: torch.dtype) -> bool:
 
 
 def checkpoint_stream(path: Path, name_of: Callable[[str], str | None] = text_tensor_name) -> TensorStream:
-    """Skips tensors without a name by `name_of`: by default those of images and heads."""
+    """Skips tensors for which `name_of` returns None: by default the tensors of images and heads."""
     for shard in require_shards(find_weight_files(path)):
         for stored, tensor in iter_file_tensors(shard, lambda stored: name_of(stored) is not None):
             yield name_of(stored) or stored, tensor

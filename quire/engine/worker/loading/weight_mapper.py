@@ -28,7 +28,7 @@ _HEAD_NORMS = {f"self_attn.{name}_norm" for name in "qk"}
 @dataclass(frozen=True, slots=True)
 class _OutputSlice:
     index: Tensor
-    """In the linear's order."""
+    """Outputs in the linear's order."""
     num_outputs: int
     """The stored module's."""
 

@@ -124,7 +124,7 @@ class _InFlightStep:
 
 
 class StageRunner(ModelRunner):
-    """For every stage but the last; sends its output to the next stage."""
+    """Runs any stage but the last, and sends its output to the next stage."""
 
     def __init__(self, group: DistributedCollective, *parts: Any) -> None:
         super().__init__(*parts)

@@ -23,14 +23,14 @@ class RankStart(msgspec.Struct, frozen=True):
     descriptors: list[int]
     """Shared memory."""
     cores: list[int]
-    """To pin to; empty: all."""
+    """Cores to pin the process to; if empty, it may use all."""
     store: tuple[str, int] | None = None
     """TCPStore address; None with shared memory."""
 
 
 class LoadedPart(msgspec.Struct, frozen=True):
     weight_bytes: int
-    """As read; for pipeline stages, as held."""
+    """Bytes of weights as read, or for pipeline stages as held in memory."""
     weight_shapes: dict[str, tuple[tuple[int, ...], str]] = {}
     """Shape and dtype, for pipeline stages."""
     weight_digest: str = ""
@@ -38,7 +38,7 @@ class LoadedPart(msgspec.Struct, frozen=True):
 
 
 class SampledTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One entry per row of a step; `positions` are those of the sampled tokens."""
+    """One entry per row of a step; `positions` are the positions of the sampled tokens."""
 
     slots: list[int]
     positions: list[int]
@@ -48,7 +48,7 @@ class SampledTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class StepCommand(msgspec.Struct, frozen=True, tag=True, array_like=True):
     scheduler_output: SchedulerOutput
     sampled_tokens: list[SampledTokens] = []
-    """For pipeline stages, which have no collective: since the last command."""
+    """Tokens sampled since the last command, for pipeline stages, which have no collective."""
 
 
 class RankExit(msgspec.Struct, frozen=True, tag=True, array_like=True):

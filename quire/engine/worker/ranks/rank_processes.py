@@ -47,9 +47,9 @@ STOP_SECONDS = 5.0
 _POLL_SECONDS = 0.5
 _VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _CUMEM_VARIABLE = "NCCL_CUMEM_ENABLE"
-"""With 1, NCCL takes memory for calls in graphs, gigabytes with some drivers
-(https://github.com/NVIDIA/nccl/issues/1234), which nobody reserved. With 0, there are no NVLink switch sums (NVLS), so
-it is set for graphs only.
+"""With 1, NCCL takes memory for calls in graphs that was not reserved: gigabytes with some drivers
+(https://github.com/NVIDIA/nccl/issues/1234). With 0, it cannot sum in NVLink switches (NVLS), so Quire sets 0 only when
+it captures graphs.
 """
 FOLLOWER_PROGRAM = module("quire.engine.worker.ranks.follower")
 
@@ -58,7 +58,7 @@ R = TypeVar("R")
 
 
 class RankProcess(RunningProcess, Protocol):
-    """What Child is, and a rank on another machine too."""
+    """Interface that Child and a rank on another machine share."""
 
     pid: int
 
@@ -94,7 +94,7 @@ class MultiProcessRanks(RankGroup):
     process_noun: str
     can_share_memory = True
     stop_seconds = STOP_SECONDS
-    """How long to wait for a process whose pipe broke."""
+    """How long to wait for a process to end after its pipe broke."""
 
     def __init__(self, config: EngineConfig, chosen: DevicePlan, on_end: Callable[[int], None] | None = None) -> None:
         """`config`: with local paths. A thread calls `on_end` with the return code (as in subprocess) of a process that
@@ -232,8 +232,10 @@ class MultiProcessRanks(RankGroup):
     def call_followers(
         self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Callable[[float | None], list[R]]:
-        """The returned function waits so many seconds (None: forever) for results, and raises their errors, or
-        EngineError if one is missing. Call it before the next call.
+        """Call the method on all followers, and return a function that reads the results.
+
+        The function waits up to the given number of seconds (None: forever). It raises the followers' errors, or
+        EngineError if a result is missing. Call it before the next call.
         """
         self.send_to_followers(make_call(method, next(self._call_ids), *args, **kwargs))
 
@@ -377,7 +379,7 @@ def _watch_and_kill_stopped_ranks(
 
 
 def _end_ranks(processes: Sequence[RankProcess], closing: threading.Event, cores: Set[int]) -> None:
-    """`cores`: those that this thread had before it was bound to fewer, if it was."""
+    """`cores` are the cores that this thread could use before it may have been bound to fewer."""
     closing.set()
     stay_on(cores)
     end_processes(processes, STOP_SECONDS)  # together: those that wait in NCCL for each other never end

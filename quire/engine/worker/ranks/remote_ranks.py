@@ -47,7 +47,7 @@ class JoinRequest(msgspec.Struct, frozen=True):
     """Instruction set and PyTorch version, which affect rounding."""
     nodes: int
     ranks: int
-    """On all machines."""
+    """Number of ranks on all machines together."""
     node: int
     place: int
     """Index on its machine."""
@@ -73,7 +73,7 @@ class RankAssignment(msgspec.Struct, frozen=True):
     settings: dict[str, Any]
     """Settings that this machine knows better than machine 0."""
     cores: list[int]
-    """To pin to; empty: all."""
+    """Cores to pin the process to; if empty, it may use all."""
     niceness: int
     address: str
     adapter_folder: str
@@ -97,7 +97,7 @@ def order_queue_name(rank: int) -> str:
 
 
 def answer_queue_name(rank: int) -> str:
-    """Also carries heartbeats."""
+    """The queue also carries heartbeats."""
     return f"answers/{rank}"
 
 
@@ -125,8 +125,9 @@ class RemoteRank:
         return self._return_code if self.has_ended else None
 
     def wait(self) -> int:
-        """Until it has ended, or its machine is silent. Returns the rank's return code, or SIGKILL's where nobody says
-        it."""
+        """Wait until the rank has ended or its machine is silent. Returns the rank's return code, or SIGKILL's if none
+        was reported.
+        """
         self._has_ended.wait()
         return self._return_code
 

@@ -63,8 +63,8 @@ def needs_ordered_sums(config: EngineConfig, device: torch.device) -> bool:
 def check_connection(
     group: Collective, device: torch.device, setting: str = "tensor_parallel_size", seconds: float = 60.0
 ) -> None:
-    """All-reduce a few megabytes. Raises ConfigError if it fails, takes longer than `seconds`, or is wrong, as with
-    GPUs behind some IOMMUs.
+    """All-reduce a few megabytes. Raises ConfigError if this fails, takes longer than `seconds`, or gives a wrong sum,
+    which happens with GPUs behind some IOMMUs.
     """
     try:
         wrong = _find_all_reduce_error(group, device, seconds)

@@ -42,7 +42,7 @@ def choose_sampler(
 
 
 def sample_on_host(logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask | None = None) -> Tensor:
-    """For devices without float64, which sampling needs."""
+    """Samples for devices without float64, which sampling needs."""
     host_rows = [
         row
         if row.rules.keeps_logits_unchanged

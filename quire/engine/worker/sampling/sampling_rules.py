@@ -29,7 +29,7 @@ class RequestSamplingRules:
     biases: dict[int, float]
     """-inf for single-token bad words."""
     biases_before_min_tokens: dict[int, float]
-    """Also -inf for tokens that end the answer."""
+    """Biases that also include -inf for tokens that end the answer."""
     bad_words: tuple[tuple[int, ...], ...]
     """Two or more tokens; the last may not follow the others."""
     penalties: tuple[float, float, float] | None
@@ -134,8 +134,8 @@ class LogitsProcessor(Protocol):
         """All rows have penalties."""
 
     def apply_bitmask(self, logits: Tensor, mask: GrammarBitmask, unmodified: Tensor | None) -> None:
-        """If a request's bans (min_tokens, allowed_token_ids, bad words) leave nothing that the grammar allows, the
-        grammar wins: the row uses its `unmodified` logits [R, vocab] (None if nothing is banned).
+        """The grammar wins if a request's bans (min_tokens, allowed_token_ids, bad words) leave no token that it
+        allows: the row then uses its `unmodified` logits [R, vocab] (None if nothing is banned).
         """
 
 

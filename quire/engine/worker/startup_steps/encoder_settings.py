@@ -56,7 +56,7 @@ def encoder_context_length(
 def choose_encoder_backend(
     config: EngineConfig, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> tuple[Backend, str]:
-    """On GPUs only plain PyTorch supports bidirectional attention so far."""
+    """On GPUs, only plain PyTorch supports bidirectional attention so far."""
     wanted = config.attention_backend
     if device.type != "cpu":
         if wanted not in ("auto", "reference"):

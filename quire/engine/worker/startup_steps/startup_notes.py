@@ -82,7 +82,7 @@ def startup_notes(
 
 
 def idle_gpus_note(visible: int, used: int, can_use: Callable[[int], bool]) -> str | None:
-    """`can_use`: True if so many can shard the model."""
+    """`can_use(n)` returns True if n GPUs can shard the model."""
     if visible <= used:
         return None
     most = max((count for count in range(used + 1, visible + 1) if can_use(count)), default=None)

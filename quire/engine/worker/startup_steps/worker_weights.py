@@ -26,7 +26,7 @@ class WorkerWeights:
     tower: LoadedTower
     drafter: LoadedDrafter | None
     weight_bytes: int
-    """In all stages, as held."""
+    """Bytes of weights that all stages hold in memory."""
     is_batch_invariant: bool
     transformers_notes: list[str]
 

@@ -1,5 +1,7 @@
-"""Experts in a mapped file: the OS reads what is multiplied and drops it when memory is short, except the most used
-ones, copied to pinned slots. Bits are those of weights in memory.
+"""Experts in a mapped file.
+
+The OS reads the weights that are multiplied, and drops them when memory is short. The most used experts are copied to
+pinned slots, which the OS does not drop. Results have the same bits as with weights in memory.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class _FileExtent(NamedTuple):
     address: int
     """Page-aligned."""
     offset: int
-    """In the file."""
+    """Offset in the file."""
     size: int
     """Bytes."""
 
@@ -120,7 +122,7 @@ class MappedWeightArena(native_library.WeightArena):
         _LIBC.madvise(piece.address, piece.size, mmap.MADV_WILLNEED)
 
     def drop_pages(self, weights: Tensor) -> None:
-        """For weights that are no longer read here."""
+        """Drops pages of weights that are no longer read here."""
         piece = self.file_extent(weights)
         _LIBC.madvise(piece.address, piece.size, mmap.MADV_DONTNEED)
         os.posix_fadvise(self._file.fileno(), piece.offset, piece.size, os.POSIX_FADV_DONTNEED)
@@ -189,7 +191,7 @@ class MappedDiskExperts(DiskExperts):
         )
 
     def drop_cached_pages(self) -> None:
-        """For measurements, as if the OS had no memory for them."""
+        """Lets measurements run as if the OS had no memory for these pages."""
         self._arena.flush_and_drop_pages()
 
     def set_prefetching(self, is_on: bool) -> None:

@@ -31,9 +31,9 @@ _DENSE_STEP = 64
 _MAX_SMALL_TILE_ROWS, _MIN_LARGE_TILE_ROWS = 16, 64
 """Average rows per expert: up to the first tiles are small, above the second large."""
 _LARGE_TILES, _LARGE_TILE_BYTES = MatmulTiles(128, 256, 8, 4), 192 * 1024
-"""For 16-bit weights, with their shared memory."""
+"""Tiles for 16-bit weights, and the shared memory they need."""
 _MAX_WIDE_STEP, _WIDE_TILE_BYTES = 128, 120 * 1024
-"""For quantized weights: inputs per step of large tiles, and their shared memory."""
+"""For large tiles of quantized weights: most inputs per step, and the shared memory they need."""
 
 
 @dataclass(frozen=True, slots=True)

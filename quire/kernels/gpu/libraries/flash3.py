@@ -27,7 +27,9 @@ class Flash3Backend(FlashLibraryBackend):
     def attend_batch_part(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        """The host chooses splits by the block table's width; a CUDA graph has those of its longest context."""
+        """The host chooses the number of splits by the block table's width. A CUDA graph keeps the number for its
+        longest context.
+        """
         window = softmax.window_if_limiting(metadata.max_context_len)
         one_each = metadata.max_query_len == 1
         ragged = {} if one_each else {"cu_seqlens_q": metadata.query_start, "max_seqlen_q": metadata.max_query_len}

@@ -91,7 +91,7 @@ _BYTE_DECODE_ASM = tl.constexpr(
 
 @triton.constexpr_function
 def nibble_decode_asm(floats: bool, wide: bool, part: int) -> str:
-    """For kernels, which can read only precomputed text."""
+    """Returns precomputed text, the only kind that kernels can read."""
     return _NIBBLE_DECODE_ASM.value[8 * floats + 4 * wide + part]
 
 

@@ -80,7 +80,7 @@ class TritonQuantizedLinear(RoundedInputLinear):
 
     @property
     def offloadable_tensors(self) -> list[Tensor]:
-        """Only the large ones."""
+        """Returns only the large tensors."""
         large = [tensor for each in self.parts for tensor in (each.codes, each.scales, each.offsets)]
         return [each for each in large if each is not None]
 

@@ -28,9 +28,9 @@ _INT8_TILES = AttentionTiles(128, 128, 8, 3)
 _INT8_STEP = 128
 _TILES_TOGETHER = 8
 _DIM_MULTIPLE = 16
-"""For _scaled_mm; _int_mm needs half."""
+"""Required by _scaled_mm; _int_mm requires half of it."""
 _ROW_MULTIPLE = 4
-"""For _scaled_mm with scales per 128 inputs (cuBLASLt on an H100)."""
+"""Required by _scaled_mm with scales per 128 inputs (cuBLASLt on an H100)."""
 _MAX_ERROR = 0.01
 """Relative to the same codes in float64; the result's dtype has 8 bits."""
 _TRIAL_SHAPES = ((17, 512, 192), (300, 1024, 128))

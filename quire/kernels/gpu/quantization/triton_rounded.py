@@ -24,8 +24,8 @@ def _quantize_values(numbers, scales, KIND: tl.constexpr):
 
 @triton.jit
 def _interleaved_column(column, PAIRED: tl.constexpr):
-    """If PAIRED is not 0, the first of two steps of PAIRED columns is the low byte of 16-bit words, the second the high
-    byte.
+    """If PAIRED is not 0, each two steps of PAIRED columns share 16-bit words: the first step is in the low bytes, the
+    second in the high bytes.
     """
     if PAIRED:
         return column // (2 * PAIRED) * (2 * PAIRED) + column % PAIRED * 2 + column // PAIRED % 2

@@ -44,13 +44,13 @@ class PackedWeight:
     """Inputs per product."""
     out_features: int
     input_order: Tensor | None = None
-    """As in GroupedWeight."""
+    """Same as in GroupedWeight."""
     rounds_activations: bool = False
-    """To 8 bits."""
+    """True if activations are rounded to 8 bits."""
     block_scales: Tensor | None = None
     """[ceil(outs / 128), ceil(in / 128)] float32, in addition to `scales`."""
     interleaved_outputs: int = 1
-    """Outputs whose steps alternate in one line."""
+    """Number of outputs that share a line, in which their steps alternate."""
 
     @property
     def nbytes(self) -> int:

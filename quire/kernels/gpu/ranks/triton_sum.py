@@ -1,12 +1,14 @@
-"""Sum over ranks in one kernel: each rank writes its numbers to its own memory, which all can read, signals the others,
-waits for their signals, and adds all numbers in float32 and rank order.
+"""Sum over ranks in one kernel.
 
-A program waits only for the same program of other ranks, whose signal is a count of sums. Two places alternate: a rank
-reuses one once all have signaled the next sum, which they start after reading this one. A release of system scope after
-a barrier makes stores visible; readers poll with acquires.
+Each rank writes its numbers to its own memory, which all ranks can read, signals the others, waits for their signals,
+and adds all numbers in float32 and rank order.
 
-Polls are counted, and a stop flag in host memory is polled, so nothing waits forever. After one gives up, its rank
-never signals again, so that no rank adds invalid numbers.
+A program waits only for the same program on other ranks. Its signal is a count of sums. Two buffers alternate: a rank
+reuses a buffer once all ranks have signaled the next sum, which they start only after reading this one. A release of
+system scope after a barrier makes stores visible; readers poll with acquires.
+
+Nothing waits forever: polls are counted, and programs also poll a stop flag in host memory. After a program gives up,
+its rank never signals again, so that no rank adds invalid numbers.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class BenchFailure:
 
 @dataclass(frozen=True, slots=True)
 class LatencyDistribution:
-    """In milliseconds."""
+    """Latencies in milliseconds."""
 
     mean: float
     p50: float
@@ -75,7 +75,7 @@ def latency_distribution(seconds: Iterable[float]) -> LatencyDistribution | None
 
 
 def latency_samples(answers: Sequence[BenchAnswer]) -> dict[str, list[float]]:
-    """In seconds."""
+    """Returns latencies in seconds."""
     return {
         "ttft_ms": [answer.chunk_times[0] for answer in answers],
         "itl_ms": [gap for answer in answers for gap in answer.gaps],

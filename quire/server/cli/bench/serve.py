@@ -85,7 +85,7 @@ class ChunkUsage(msgspec.Struct):
 
 
 class StreamChunk(msgspec.Struct):
-    """Only the fields that are read; the decoder skips others."""
+    """Contains only the fields that are read; the decoder skips all others."""
 
     choices: list[ChunkChoice] = []
     usage: ChunkUsage | None = None

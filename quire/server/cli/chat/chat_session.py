@@ -26,7 +26,7 @@ class ChatSession:
     """data: URLs for the next message."""
     was_truncated: bool = False
     usage: dict[str, Any] = field(default_factory=dict)
-    """Of the last answer; empty if its stream reports none."""
+    """Usage of the last answer; empty if its stream reports none."""
 
     def stream_answer(self, text: str) -> Generator[str, None, None]:
         """Interrupted answers are kept as far as they came. If the server refuses, raises QuireError and drops `text`

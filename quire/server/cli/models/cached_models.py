@@ -20,7 +20,7 @@ log = logging.getLogger("quire.server.cli.models.cache")
 CACHE_KEYWORD = Path("cache")
 """Value of --models if no such file exists."""
 _MEMORY_SHARE = 0.9
-"""Of the memory free at the start."""
+"""Share of the memory that is free at the start."""
 
 
 def build_cached_models_config(flags: Mapping[str, Any]) -> ModelsConfig:

@@ -24,7 +24,7 @@ class DownloadedModel:
     repo: str
     is_gguf: bool
     files: Mapping[str, CachedFileInfo]
-    """By path in the repository."""
+    """Files by path in the repository."""
     path: Path
     ref: str
     """Branch, tag or commit."""

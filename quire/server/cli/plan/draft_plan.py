@@ -97,7 +97,7 @@ def plan_draft(
 def _count_draft_parameters(
     speculative_config: SpeculativeConfig, raw: Mapping[str, Any], sizes: ModelSizes, served: Mapping[str, Any]
 ) -> int:
-    """Of a draft model, or of a head without the served model's embedding."""
+    """Counts the parameters of a draft model, or of a head without the served model's embedding."""
     if speculative_config.method == "draft_model":
         return sizes.num_parameters
     target_layers = read_model_sizes(served).num_layers

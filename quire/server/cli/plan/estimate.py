@@ -47,7 +47,7 @@ class Estimate:
     weight_source: str
     kv_token_bytes: int
     block_size: int
-    """In tokens."""
+    """Tokens per block."""
     block_bytes: int
     """All layers, with what their groups leave unused."""
     block_needs: KVBlockNeeds
@@ -86,7 +86,7 @@ class Estimate:
 
     @property
     def extra_weight_names(self) -> list[str]:
-        """What `device_weight_bytes` includes besides the model's own weights."""
+        """Names what `device_weight_bytes` includes in addition to the model's own weights."""
         return [name for name, size in (("adapters", self.adapter_bytes), ("drafts", self.draft_bytes)) if size]
 
     @property

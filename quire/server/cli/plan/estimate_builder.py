@@ -51,7 +51,7 @@ class _WeightPlan:
     model_bytes: int
     """The whole model."""
     device_bytes: int
-    """With adapters, drafts and the vision tower."""
+    """Includes adapters, drafts and the vision tower."""
     adapter_bytes: int
     draft_bytes: int
     experts: ExpertsPlan
@@ -61,9 +61,9 @@ class _WeightPlan:
 @dataclass(frozen=True, slots=True)
 class _KVBytesPerToken:
     model: int
-    """On all devices together."""
+    """Bytes on all devices together."""
     draft: int
-    """On one device."""
+    """Bytes on one device."""
     draft_share: int
     """Per device, if the devices of a memory share it."""
     split: int
@@ -77,7 +77,7 @@ class _KVBytesPerToken:
 @dataclass(frozen=True, slots=True)
 class _BlockPlan:
     size: int
-    """In tokens."""
+    """Tokens per block."""
     num_bytes: int
     """All layers, with what their groups leave unused."""
     needs: KVBlockNeeds

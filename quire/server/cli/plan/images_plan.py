@@ -38,7 +38,7 @@ class ImagesPlan:
     tiles: int
     """Inputs of the vision tower."""
     tokens: int
-    """With those around and between features."""
+    """Includes the tokens around and between features."""
     feature_bytes: int
     pixel_bytes: int
     """Kept by server and engine while a request is open."""

@@ -27,7 +27,7 @@ FLASH_BLOCK_SIZES = {
     "flash": FLASH_BLOCK_SIZE,
     "torch_varlen": FLASH_BLOCK_SIZE,
 }
-"""By requested backend."""
+"""Block sizes by requested backend."""
 MAX_FLASH_HEAD_DIM = 256
 """flash-attn's limit. It also needs 16-bit numbers and a GPU with bfloat16."""
 ENGINE_HOST_BYTES = 200 * 2**20
@@ -55,7 +55,7 @@ class Machine:
     stages: int = 1
     """`count` with pipeline parallelism, otherwise 1."""
     replicas: int = 1
-    """Of `count` devices each, all on one CPU machine."""
+    """Number of replicas on one CPU machine, each with `count` devices."""
     nodes: int = 1
     """Machines over which the devices are spread."""
 

@@ -28,7 +28,7 @@ class StreamedLayersPlan:
     num_streamed: int = 0
     from_disk: bool = False
     offloaded_bytes: int = 0
-    """On disk or in host memory."""
+    """Bytes on disk or in host memory."""
     read_bytes: int = 0
     """Per step."""
     saved_bytes: int = 0
@@ -38,7 +38,7 @@ class StreamedLayersPlan:
 
     @property
     def max_steps_per_second(self) -> float:
-        """For a disk, per GB/s."""
+        """Returns the limit that reading sets. For a disk, it is per GB/s."""
         return (
             (_DISK_BYTES_PER_SECOND if self.from_disk else _BUS_BYTES_PER_SECOND) / self.read_bytes
             if self.read_bytes

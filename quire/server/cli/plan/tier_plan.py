@@ -11,7 +11,7 @@ class KVTierSize:
     name: str
     num_bytes: int
     num_tokens: int
-    """In whole blocks."""
+    """Counts whole blocks only."""
 
 
 def host_tier_bytes(config: EngineConfig) -> int:

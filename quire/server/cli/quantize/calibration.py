@@ -19,7 +19,7 @@ MAX_SAMPLE_TOKENS = 512
 MAX_TOTAL_TOKENS = 16_384
 """More changes little: only each input's maximum counts, and large inputs are large everywhere."""
 _MAX_CHARACTERS = 16 * MAX_TOTAL_TOKENS
-"""Of a text; enough for MAX_TOTAL_TOKENS."""
+"""Longest text; enough for MAX_TOTAL_TOKENS."""
 
 
 class _SampleLine(msgspec.Struct):

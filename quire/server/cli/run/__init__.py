@@ -43,7 +43,7 @@ from quire.server.cli.settings_flags import add_settings_flags, parse_settings
 from quire.server.config import ServerConfig
 
 MAX_SHOWN_CHARACTERS = 160
-"""Of a failure's message in the final report."""
+"""Most characters of a failure's message that the final report shows."""
 MAX_SHOWN_NAMES = 8
 MAX_ATTEMPTS = 5
 """After 429 or 503."""

@@ -22,10 +22,10 @@ class CallFormTexts:
     begin: str
     """Before the first call."""
     head: str
-    """From the start of each call to its arguments."""
+    """Text from the start of each call to its arguments."""
     arguments: ArgumentsForm
     tail: str
-    """From the arguments to the end of each call."""
+    """Text from the arguments to the end of each call."""
     between: str
     end: str
     """After the last call."""

@@ -49,5 +49,5 @@ def _anchor_alternative(alternative: str) -> str:
 
 
 def _escape_for_lark(expression: str) -> str:
-    """For an expression between slashes."""
+    """Escapes an expression that will be between slashes."""
     return LARK_SPECIAL.sub(lambda match: {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(match[0], match[0]), expression)

@@ -44,7 +44,9 @@ class TaggedArguments(ArgumentsForm):
     has_html_entities: bool = False
     element_prefix: str = ""
     item_name: str = ""
-    """If lists and objects are elements: text before element names, and the name of list elements."""
+    """Used if lists and objects are written as elements: `element_prefix` comes before element names, and `item_name`
+    is the name of list elements.
+    """
 
     @property
     def example(self) -> str:

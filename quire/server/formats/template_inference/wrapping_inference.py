@@ -59,7 +59,7 @@ def infer_wrapping(lead: str, one: str, two: str | None, end_without_calls: str)
 
 
 def insert_index_slots(start: str, middle: str) -> tuple[str, str, int]:
-    """Also return the first call's number."""
+    """Also returns the first call's number."""
     left, right = split_into_atoms(start), split_into_atoms(middle)
     first = 0
     for place in range(1, min(len(left), len(right)) + 1):

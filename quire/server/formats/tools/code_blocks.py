@@ -1,5 +1,7 @@
-"""Calls in code blocks, which small models write against instructions: Qwen2.5-Coder 1.5B, whose template shows
-<tool_call>, writes ```json {"name": ..., "arguments": {...}} ```.
+"""Calls in code blocks, which small models write although they are told otherwise.
+
+Example: the template of Qwen2.5-Coder 1.5B shows <tool_call>, but the model writes
+```json {"name": ..., "arguments": {...}} ```.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class AnswerWriter(ABC):
         self._fingerprint = request.system_fingerprint(fingerprint)
 
     MEDIA_TYPE: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
-    """Of a stream."""
+    """Media type of streams."""
     _usage: Usage | None = None
     weights_version: str = ""
     """Weights of the last token; set before each step and the end."""
@@ -37,7 +37,7 @@ class AnswerWriter(ABC):
 
     @property
     def receipt_field(self) -> dict[str, bytes]:
-        """For `encode_with_raw_fields`."""
+        """Returns a field for `encode_with_raw_fields`."""
         return {} if self.receipt is None else {"receipt": self.receipt}
 
     def set_usage(self, usage: Usage) -> None:

@@ -116,7 +116,7 @@ def ollama_embeddings_body(request: VectorRequest, weights_version: str, vectors
 
 
 def normalize_vector(vector: np.ndarray) -> list[float]:
-    """To length 1, as Ollama does."""
+    """Scales the vector to length 1, like Ollama."""
     length = float(np.linalg.norm(vector))
     normalized: list[float] = (vector / length if length else vector).tolist()
     return normalized

@@ -40,7 +40,7 @@ class ResponsesWriter(OutputPartWriter):
         """Sequence number of the first final event."""
         self._custom_input = CustomInputDecoder()
         self._num_logprobs_sent = 0
-        """In the open message."""
+        """Number of log probabilities sent in the open message."""
         self.output_items: list[StoredItem] = []
         self.final_response: bytes | None = None
         """None until the response has ended."""

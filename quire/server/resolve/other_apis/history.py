@@ -1,4 +1,4 @@
-"""From earlier responses or a conversation."""
+"""Items from earlier responses or from a conversation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MAX_ITEMS = 10_000
 MAX_ADDED_ITEMS = 1_000
 """Limit per request, because items are added to a conversation in one transaction."""
 CONVERSATION_BOUNDS = ConversationLimits(MAX_ITEMS, 16 << 20)
-"""As many bytes as a body by default, because a response reads the whole conversation."""
+"""A conversation may have as many bytes as a body by default, because a response reads all of it."""
 MAX_HISTORY_BYTES = 16 << 20
 """Limit of earlier responses."""
 MAX_INPUT_BYTES = 4 << 20

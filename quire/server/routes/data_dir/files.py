@@ -33,11 +33,11 @@ from quire.server.store.files import STORAGE_FULL_MESSAGE, StoredFile, new_file,
 
 router = APIRouter(route_class=ModelIndependentRoute)
 Purpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
-"""Only batches read files."""
+"""Files are read by batches only."""
 BATCH_PURPOSE = "batch"
 FileLimit = Annotated[int, Query(ge=1, le=10_000)]
 MAX_FILE_BYTES = 512 << 20
-"""As at OpenAI."""
+"""Same limit as OpenAI's."""
 _MAX_UPLOAD_SECONDS = 3600.0
 _AHEAD_BYTES = 4 << 20
 """Reserved per step if the length is not announced."""

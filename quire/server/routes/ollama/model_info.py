@@ -31,7 +31,7 @@ async def tags(request: Request) -> dict[str, Any]:
 
 @router.get("/api/ps")
 async def running(request: Request) -> dict[str, Any]:
-    """As /api/tags: all are loaded."""
+    """Lists the same models as /api/tags, because all are loaded."""
     return {"models": ps_entries(get_runtime(request))}
 
 

@@ -69,6 +69,6 @@ class StartedDrafter:
     step_costs: list[tuple[int, float]]
     """(sequences, seconds) per draft token."""
     head_runner: DraftHeadRunner | None = None
-    """For draft heads."""
+    """Runs the draft heads, if any."""
     model_runner: DraftModelRunner | None = None
-    """For a draft model."""
+    """Runs the draft model, if there is one."""

@@ -24,7 +24,7 @@ class LoadedModel:
     read_bytes: int
     """Bytes of the weights as read, before online quantization."""
     kv_groups: KVCacheGroups
-    """Of all stages."""
+    """KV cache groups of all pipeline stages."""
 
 
 @dataclass(frozen=True, slots=True)
