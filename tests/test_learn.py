@@ -15,7 +15,7 @@ from tests.tree import ROOT
 
 PAGE = "docs/learn.md"
 TINY = "examples/inside/tiny.py"
-MAX_WORDS = 3500
+MAX_WORDS = 3600
 MAX_SNIPPET_LINES = 20
 
 

@@ -190,8 +190,8 @@ def fit_context_and_blocks(
     max_num_seqs: int,
     max_model_len: int | None = None,
 ) -> tuple[int, int, int]:
-    """Return the context in tokens, groups' blocks per context, and blocks of every group, at most for max_num_seqs
-    full contexts. A given max_model_len may not fit; callers check.
+    """Return the context in tokens, the blocks that one context takes in all groups together, and the blocks of each
+    group: no more than max_num_seqs full contexts need. A given max_model_len may not fit; callers check.
     """
     groups = len(block_needs.windows)
     length = max_model_len or block_needs.max_context_tokens(available_blocks * groups, max_position)

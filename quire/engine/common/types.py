@@ -92,7 +92,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
     @property
     def encoder_inputs(self) -> tuple[tuple[MediaSpan, ...], tuple[Image, ...], str]:
-        """The salt separates them in the encoder cache."""
+        """Spans, images and the cache salt. Requests with different salts share no entries of the encoder cache."""
         return self.spans, self.images, self.cache_salt
 
     @property

@@ -17,7 +17,7 @@ from quire.engine.common.errors import EngineError
 _PREFIX = "quire-"
 _LOCK = "quire-owner.lock"
 _SOCKETS = ("engine.sock", "http.sock", "hub.sock")
-"""All names of sockets. Nothing else is ever removed, so a person's folder with such a name stays as it is."""
+"""Socket names. Only these and the lock file are ever removed: a person's own quire-* folder keeps its files."""
 _MOST_BYTES = 107
 """Longest path of a Unix socket on Linux; elsewhere 103."""
 

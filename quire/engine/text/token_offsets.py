@@ -35,8 +35,8 @@ def find_token_offsets(tokenizer: Tokenizer, text: str, *, add_special_tokens: b
 
 
 def _token_starts_from_library(backend: tokenizers.Tokenizer, text: str) -> list[int]:
-    """Starts in the original text. Leaves out the post-processor, which adds special tokens and may exclude a word's
-    space.
+    """Return where each token starts in the original text. The post-processor is left out, because it adds special
+    tokens and may exclude a word's space.
     """
     bare = tokenizers.Tokenizer(backend.model)
     if backend.normalizer is not None:

@@ -11,7 +11,7 @@ class ExclusiveFlags(dict[str, Any]):
 
 
 class FlagGroup(dict[str, Any]):
-    """Shown by --help under its key in the table."""
+    """Flags that --help lists together. The group's key in the flag table is the title."""
 
 
 def build_parser(

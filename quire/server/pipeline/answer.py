@@ -24,7 +24,7 @@ Resolution = ResolvedGeneration | VectorRequest | JsonReply
 
 
 async def answer(request: Request, resolve: Resolver[Resolution]) -> Response:
-    """Raises what the stations raise; server/routes/error_handlers.py formats it."""
+    """Raises what the pipeline's stations raise; server/routes/error_handlers.py turns it into an error response."""
     durable = open_durable_request(request)
     resolution = await resolve_body(request, resolve, durable.keep_body if durable.keeps_body else None)
     if isinstance(resolution, JsonReply):

@@ -68,9 +68,9 @@ def test_a_talk_about_several_images_is_as_transformers_has_it(name: str, tmp_pa
     found = [*answer.prompt_logprobs[1:], *answer.outputs[0].logprobs]
     for place, (row, token) in enumerate(zip(found, [*ids[1:], *tokens], strict=True)):
         assert row is not None
-        # Recurrences magnify what float32 rounds, in transformers too.
+        # Recurrences magnify float32's rounding, in transformers too; the sums' order differs between processors.
         apart = {"qwen3_5_moe": 5e-4, "qwen3_5": 2e-4}.get(name, 1e-4)
-        assert row[token].logprob == pytest.approx(logprobs[place, token].item(), abs=apart), place
+        assert row[token].logprob == pytest.approx(logprobs[place, token].item(), abs=apart, rel=2e-5), place
     assert logprobs[len(ids) - 1 : -1].argmax(-1).tolist() == tokens
 
 

@@ -82,7 +82,9 @@ def test_alone_together_chunked_cached_and_preempted_are_the_same(
 
     together = engine(path, **settings)
     wanted = answers(together)
-    assert together.executor._model._recorded_layers[1] is not None
+    # Without kernels of ours for this type of weights nothing is recorded: float32 on a processor without AVX-512.
+    is_native = "quantization" in settings or CpuBackend().prefers_native_linear(getattr(torch, settings["dtype"]))
+    assert (together.executor._model._recorded_layers[1] is not None) == is_native
     again = run(together, asked)
     assert any(each.cached_tokens for each in again.values())
     assert {name: told(each) for name, each in again.items()} == wanted

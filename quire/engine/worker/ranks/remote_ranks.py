@@ -132,7 +132,7 @@ class RemoteRank:
         return self._return_code
 
     def kill(self) -> None:
-        """Its machine ends it when the store is gone."""
+        """Report the rank as killed and tell it to end. If it does not, its machine ends it once the store is gone."""
         with suppress(RuntimeError):  # this first: once told to end, it may say code 0 at any moment
             self._store.queue_push(answer_queue_name(self._rank), encode(RankExit(self._return_code)))
         self.end()

@@ -30,7 +30,7 @@ _MIN_SPLIT, _MAX_SPLITS = 64, 128
 memory.
 """
 _REDUCE_SHAPES = ((32, 512, 8), (_MAX_SPLITS, 64, 4))
-"""(maximum of splits, numbers of a row per program, warps)."""
+"""(largest number of splits, elements of a row per program, warps). The first shape that fits is used."""
 _FIXED_REDUCE_BLOCK = 128
 """Numbers of a row per program if splits follow each other."""
 
