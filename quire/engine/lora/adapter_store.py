@@ -55,8 +55,7 @@ class AdapterStore:
                 temporary / WEIGHTS_FILE, find_base_weights_in_adapter(temporary, self._modules), self._weights
             )
             target = self._root / digest.hexdigest()
-            if not target.is_dir():
-                os.rename(temporary, target)
+            _rename_unless_stored(temporary, target)
         except OSError as error:
             raise AdapterError(f"it cannot be copied: {error.strerror}") from error
         finally:
@@ -100,6 +99,17 @@ class AdapterStore:
                 digest.update(piece)
                 copy.write(piece)
         digest.update(size.to_bytes(8, "little"))
+
+
+def _rename_unless_stored(temporary: Path, target: Path) -> None:
+    """Another thread may have stored the same adapter; a folder that is not empty cannot be replaced."""
+    if target.is_dir():
+        return
+    try:
+        os.rename(temporary, target)
+    except OSError:
+        if not target.is_dir():
+            raise
 
 
 def _resolve_folder(path: str, allowed_folders: tuple[Path, ...]) -> Path:

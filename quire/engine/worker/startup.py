@@ -33,7 +33,7 @@ def start_worker(
     kernel_cache_note = prepare_kernel_cache() if device.type == "cuda" else None
     configure_cpu(config)
     if is_encoder(model_config):
-        return start_encoder(config, path, model_config, device, progress, tensors)
+        return start_encoder(config, path, model_config, device, progress, tensors, kernel_cache_note)
     device_plan = choose_device_plan(config, model_config)
     ranks = start_ranks(config, path, device_plan, progress, on_rank_end, weights_are_tensors=tensors is not None)
     try:

@@ -55,6 +55,7 @@ class RateLimits:
         tokens_per_minute: int | None,
         clock: Callable[[], float] = lambda: clock.monotonic(),
     ) -> None:
+        self._clock = clock
         self._request_bucket = None if requests_per_minute is None else TokenBucket(requests_per_minute, clock)
         self._token_bucket = None if tokens_per_minute is None else TokenBucket(tokens_per_minute, clock)
 
@@ -62,7 +63,7 @@ class RateLimits:
         limits = [
             None if bucket is None else bucket.per_minute for bucket in (self._request_bucket, self._token_bucket)
         ]
-        return RateLimits(limits[0], limits[1])
+        return RateLimits(*limits, clock=self._clock)
 
     @property
     def has_limits(self) -> bool:

@@ -42,6 +42,7 @@ def start_encoder(
     device: torch.device,
     progress: Callable[[], None],
     tensors: NamedTensors | None,
+    kernel_cache_note: str | None,
 ) -> StartedWorker:
     """See start_worker. Raises ConfigError."""
     check_non_cuda_accelerator_settings(config, device)
@@ -80,7 +81,7 @@ def start_encoder(
         weight_bytes=weight_bytes,
         deterministic=deterministic,
         tasks=tasks,
-        notes=[] if changed is None else [changed],
+        notes=[note for note in (changed, kernel_cache_note) if note is not None],
         no_images=images.text_only_reason,
     )
     return StartedWorker(
