@@ -42,7 +42,7 @@ _LENGTHS = (1, 7, 33, 50, 90)
 _ANSWER = 6
 _TOLERANCE = 5e-5
 """Of a log probability, times the deviation of the logits where that is above 1."""
-_STATE = "it keeps a state that is no keys and values (a recurrence, a convolution)"
+_STATE = "it keeps a state other than keys and values (a recurrence or a convolution)"
 _INTERFACE = "it does not attend through transformers' attention interface"
 
 
@@ -149,7 +149,7 @@ def _short(error: str) -> str:
         return _INTERFACE
     found = re.search(r"changes attention by (\w+)", error)
     if found is not None:
-        return f"its attention takes {found[1]}, which pages do not compute"
+        return f"its attention takes {found[1]}, which paged attention does not compute"
     if "changes its mask" in error:
         return "its attention changes the mask (biases by position, or a mask of its own)"
     if "neither causal nor a window" in error:

@@ -109,7 +109,7 @@ def test_log_probabilities_are_held_to_what_rounding_changes_in_transformers() -
 
 
 def test_the_table_begins_with_what_failed_first(tmp_path: Path) -> None:
-    finding = {"what": "attention by triton", "said": "computes something else", "held": False, "at": 7.5}
+    finding = {"what": "attention by triton", "said": "is wrong", "held": False, "at": 7.5}
     (tmp_path / "kernels.jsonl").write_text(json.dumps(finding) + '\n{"what": "cut of')
     runs = [
         Run("machine", "", "", 1.0),
@@ -118,7 +118,7 @@ def test_the_table_begins_with_what_failed_first(tmp_path: Path) -> None:
     ]
     table = told(runs, tmp_path).splitlines()
     assert table[0] == "FIRST TO FAIL: kernels: exit status 1: sticky"
-    assert table[1] == "DOES NOT HOLD: kernels: attention by triton: computes something else"
+    assert table[1] == "DOES NOT HOLD: kernels: attention by triton: is wrong"
     assert any(line.startswith("  NO   7.5 s  attention by triton") for line in table)
     assert told(runs[:1], tmp_path).startswith("everything holds")
 

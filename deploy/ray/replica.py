@@ -52,7 +52,7 @@ class Replica:
     async def check_health(self) -> None:
         """Serve replaces a replica if this raises: its engine cannot restart."""
         if not self._client.alive:
-            raise EngineError("the engine ended and could not be brought back; see the log")
+            raise EngineError("the engine ended and could not be restarted; see the log")
 
     async def whole(self, call: Call) -> tuple[str, Head, bytes]:
         """This replica's name and its whole answer."""

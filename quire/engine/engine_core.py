@@ -124,7 +124,7 @@ class EngineCore:
         bad ids.
         """
         if not isinstance(self.executor, ModelRunner) or self._config.world_size > 1:
-            raise EngineError("a forward pass is computed by one process alone, this model by several")
+            raise EngineError("a forward pass is computed by a single process, and this model is divided among several")
         forward = ForwardPass(self.executor.model, self.info.block_size)
         return forward.compute_logprobs(token_ids, full_vocabulary=full_vocabulary)
 

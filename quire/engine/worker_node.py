@@ -145,9 +145,7 @@ class WorkerNode:
                 has_printed = True
                 self._print_for_first_rank(local_rank, f"{node_name} waits for machine 0 at {address}: {why}")
             if clock.monotonic() > deadline and not self._has_joined:
-                message = (
-                    f"nobody let this machine join {address} in {self._config.nodes_timeout:g} s (nodes_timeout): {why}"
-                )
+                message = f"no machine 0 at {address} in {self._config.nodes_timeout:g} s (nodes_timeout): {why}"
                 raise ConfigError(f"master_addr: {message}", param="master_addr")
             self.stop_event.wait(_RETRY_SECONDS)
         return None

@@ -63,7 +63,7 @@ def _preferred_backends(device: device) -> tuple[str, ...]:
     return _PREFERRED.get(f"cuda {major}", _GPU_BACKENDS)
 
 
-_NO_CONTEXT_PARALLEL = "does not tell what of attention a part of the keys gives, which ranks that divide tokens merge"
+_NO_CONTEXT_PARALLEL = "does not return the log-sum-exp that ranks with parts of the keys need to merge their results"
 BackendTrial = Callable[[Backend], str | None]
 """Why a backend cannot compute on the device, or None."""
 

@@ -121,7 +121,7 @@ class SocketGroup:
             self._store.set(_store_key(self._rank), f"{host} {port} {key.hex()}")
             while len(peers) < self._count - 1:
                 if self._aborted.is_set() or time.monotonic() > deadline:
-                    raise TimeoutError("not all ranks have come")
+                    raise TimeoutError("not all ranks have connected")
                 self._connect_lower_ranks(peers)
                 self._accept_peer(listener, key, peers)
         for peer in peers.values():

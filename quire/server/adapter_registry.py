@@ -61,7 +61,7 @@ class AdapterRegistry:
             try:
                 self._adapters[name] = self._adapter_store.reopen_stored_adapter(name, digest)
             except (AdapterError, OSError) as error:
-                log.warning("the adapter %s, loaded before, is not served: %s", name, error)
+                log.warning("the adapter %s, loaded earlier, is not served: %s", name, error)
         for text in modules:
             name, path = parse_adapter_option(text)
             try:
@@ -158,7 +158,7 @@ def write_json_file(file: Path | None, content: Mapping[str, Any], description: 
             json.dump(content, out)
         temporary.replace(file)
     except OSError as error:
-        log.error("%s cannot be kept for the next start: %s", description, error)
+        log.error("%s cannot be saved for the next start: %s", description, error)
 
 
 def parse_adapter_option(text: str) -> tuple[str, str]:

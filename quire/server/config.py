@@ -224,7 +224,7 @@ class ServerConfig(EngineConfig):
     @classmethod
     def reject_reserved_kwargs(cls, value: dict[str, Any]) -> dict[str, Any]:
         if taken := sorted(RESERVED_VARIABLES & value.keys()):
-            raise ValueError(f"{taken[0]} is what requests say, not a variable with a default")
+            raise ValueError(f"{taken[0]} is set by requests, and is not a variable with a default")
         return value
 
     @property

@@ -125,7 +125,7 @@ def error_info(error: Exception) -> ErrorInfo:
         return ErrorInfo(status, error.message, kind, error.param, error.code)
     if isinstance(error, sqlite3.OperationalError):
         logger.error("data_dir: %s", error)
-        return ErrorInfo(503, f"Nothing can be kept now: {error}", SERVER_ERROR_TYPE, "data_dir", Overloaded.code)
+        return ErrorInfo(503, f"Nothing can be saved now: {error}", SERVER_ERROR_TYPE, "data_dir", Overloaded.code)
     logger.error("a stream failed", exc_info=error)
     return ErrorInfo(500, UNEXPECTED_MESSAGE, SERVER_ERROR_TYPE, None, "internal_error")
 

@@ -59,7 +59,7 @@ class Peers:
 
     async def ask_peer(self, process: str, topic: str, body: bytes) -> bytes | None:
         """None if it has no answer, or has ended."""
-        assert self._link is not None, "nobody else answers anything"
+        assert self._link is not None, "no other server answers"
         answers = await self._link.ask(topic, body, to=process)
         return answers[0] if answers else None
 

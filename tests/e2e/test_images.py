@@ -242,7 +242,7 @@ def test_several_models_of_which_one_reads_images(path: Path, wanted: dict[int, 
         extra = {"ignore_eos": True, "return_token_ids": True}
         asked: dict[str, Any] = {"messages": messages_of(1), "max_tokens": 9, "extra_body": extra}
         assert len(ids_of(client.chat.completions.create(model="other", **asked))) == 9
-        with pytest.raises(openai.BadRequestError, match="this model reads no images"):
+        with pytest.raises(openai.BadRequestError, match="this model does not accept images"):
             client.chat.completions.create(model="demo", **asked)
         assert ids_of(ask(client, 5, max_tokens=40)) == wanted[5][:40]
     finally:

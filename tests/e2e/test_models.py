@@ -229,7 +229,7 @@ async def test_who_asks_while_a_model_is_unloaded_is_told_to_come_again(server: 
         refused = [each for each in answers if each.status_code == 503]
         assert refused
         assert all("Retry-After" in each.headers for each in refused)
-        assert "could not be brought back" not in server.log.read_text()
+        assert "could not be restarted" not in server.log.read_text()
 
 
 @pytest.mark.slow

@@ -96,7 +96,7 @@ def test_images_are_replayed_by_their_files(tmp_path: Path, capsys: pytest.Captu
 
 def test_what_cannot_be_replayed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nothing = tmp_path / "nothing.json"
-    for content, told in (("", "has no receipt"), ('{"id": 1}', "this is no receipt: it has no `receipt`")):
+    for content, told in (("", "has no receipt"), ('{"id": 1}', "this is not a receipt: it has no `receipt`")):
         nothing.write_text(content)
         assert cli.main(["replay", str(nothing)]) == 1
         assert told in capsys.readouterr().err

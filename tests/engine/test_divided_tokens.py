@@ -143,7 +143,7 @@ def test_a_context_that_one_rank_has_no_room_for(tmp_path: Path) -> None:
         ("qwen3_5", {}, "state of a whole sequence"),
         ("llama", {"model_impl": "transformers"}, "keeps its own keys"),
         ("llama", {"kv_offload_memory": 0.01}, "tensor_parallel_size"),
-        ("llama", {"speculative_config": {"method": "draft_model", "model": "embedded"}}, "pages of its own"),
+        ("llama", {"speculative_config": {"method": "draft_model", "model": "embedded"}}, "its own KV cache"),
     ],
 )
 def test_what_it_does_not_go_with(family: str, settings: dict[str, Any], why: str, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_an_executor_of_ones_own_runs_the_batches(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "wrong"),
-    [("nowhere:Executor", "No module named"), ("json:JSONDecoder", "it is no subclass of .*SingleProcess")],
+    [("nowhere:Executor", "No module named"), ("json:JSONDecoder", "it is not a subclass of .*SingleProcess")],
 )
 def test_what_is_no_executor_ends_the_start(name: str, wrong: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"executor_cls: '{name}' is no executor: .*{wrong}"):

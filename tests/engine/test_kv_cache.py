@@ -105,7 +105,7 @@ def test_the_arithmetic_is_that_of_the_pages(backend: str, kv: str, head: int, t
     made = engine(path, kv, dtype="bfloat16", attention_backend=backend, num_kv_blocks=None, kv_cache_memory=0.001)
     page = 2 * 16 * 2 * head * 3
     assert made.executor._kv_tensors[0].nbytes == made.info.num_blocks * page
-    assert f"{page / 1024:,.0f} KiB a page" in made.info.arithmetic
+    assert f"{page / 1024:,.0f} KiB per block" in made.info.arithmetic
     if kv == "int8":
         assert "x (32 + 2) x 1 B" in made.info.arithmetic
 

@@ -115,7 +115,9 @@ def test_an_adapter_of_what_expands_latents_is_refused(folder: Path, tmp_path: P
     path = model(folder, "youtu")
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     adapter = save_adapter(tmp_path / "a", base, 4, targets=("kv_b_proj",), seed=4)
-    with pytest.raises(AdapterError, match=r"kv_b_proj.*adapters of what expands latents are not served"):
+    with pytest.raises(
+        AdapterError, match=r"kv_b_proj.*adapters of the MLA up-projection \(kv_b_proj\) are not served"
+    ):
         read_adapter_specs(adapter, adaptable_modules(read_model_config(path)), 8)
 
 

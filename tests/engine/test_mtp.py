@@ -237,7 +237,7 @@ def test_a_plan_counts_it(family: str, folder: Path, capsys: pytest.CaptureFixtu
 def test_what_it_does_not_go_with_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
     for name in ("mtp", "deepseek_mtp", "qwen3_next_mtp", "glm4_moe_mtp"):
         assert SpeculativeConfig(method=name).method == "mtp"
-    with pytest.raises(ValueError, match=r"mtp takes none but the served one, which has the layer for it, not x"):
+    with pytest.raises(ValueError, match=r"mtp uses the MTP layer of the served model, not x"):
         EngineConfig(model="y", speculative_config=SpeculativeConfig(method="mtp", model="x"))
     bare = save_tiny_model(tmp_path / "bare", "llama")
     with pytest.raises(ConfigError, match=r"speculative_config: mtp: .* bare has no layer that guesses tokens"):

@@ -205,7 +205,7 @@ def test_strangers_at_the_port_keep_nobody_out(capfd: pytest.CaptureFixture[str]
     assert [each.pid for each in found] == [77]
     for one in idle:
         one.close()
-    assert "something that is no machine wants to join" in capfd.readouterr().err
+    assert "a connection that is not one of the machines tried to join" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,8 @@ def test_a_place_that_is_none_ends_its_request_alone(tmp_path: Path) -> None:
     said = "scheduler_cls: Broken.place "
     assert ended == {
         "first": "length",
-        "long": f"{said}gave nan, which is no number",
-        "short": f"{said}gave 'first', which is no number",
+        "long": f"{said}gave nan, which is not a number",
+        "short": f"{said}gave 'first', which is not a number",
         "middle": f"{said}raised KeyError: 7",
     }
 
@@ -83,7 +83,7 @@ def test_a_place_that_is_none_ends_its_request_alone(tmp_path: Path) -> None:
     [
         ("no_such_module:Own", "ModuleNotFoundError"),
         ("shortest_first:Nobody", "AttributeError"),
-        ("pathlib:Path", "no subclass of"),
+        ("pathlib:Path", "not a subclass of"),
     ],
 )
 def test_what_is_no_scheduler_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, wrong: str) -> None:
@@ -105,5 +105,5 @@ def test_without_sliding_windows_the_context_ends_with_the_narrowest(tmp_path: P
 def test_pages_have_the_size_that_was_asked_for_or_the_start_ends(tmp_path: Path) -> None:
     config = EngineConfig(model=str(save_tiny_model(tmp_path, "llama")), num_kv_blocks=60)
     assert EngineCore(config.model_copy(update={"block_size": 16})).info.block_size == 16
-    with pytest.raises(ConfigError, match=r"its pages have 16 tokens, not 32 \(block_size\); reference: its pages"):
+    with pytest.raises(ConfigError, match=r"its blocks have 16 tokens, not 32 \(block_size\); reference: its pages"):
         EngineCore(config.model_copy(update={"block_size": 32}))

@@ -339,11 +339,11 @@ def test_other_refusals(tmp_path: Path) -> None:
         ConfigError, match="tensor_parallel_size: the model's experts' width 50 cannot be divided among 4"
     ):
         engine(experts, 4)
-    with pytest.raises(ConfigError, match="kv_offload_memory: pages of several ranks") as found:
+    with pytest.raises(ConfigError, match="kv_offload_memory: blocks of several ranks") as found:
         engine(odd, 2, kv_offload_memory=1)
     assert found.value.param == "kv_offload_memory"
     encoder = save_tiny_encoder(tmp_path / "encoder", "bert")
-    with pytest.raises(ConfigError, match="tensor_parallel_size: encoders are not divided"):
+    with pytest.raises(ConfigError, match="tensor_parallel_size: encoders run in one process"):
         engine(encoder, 2)
 
 
@@ -358,7 +358,7 @@ def test_a_rank_without_memory_for_its_pages_says_so(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(device_memory, "allocate_kv_blocks", allocated)
     path = save_tiny_model(tmp_path, "llama")
-    wanted = r"kv_cache_memory: out of memory for 20 pages of KV cache\. Lower it, or --max-model-len \(rank 1 of 2\)"
+    wanted = r"kv_cache_memory: out of memory for 20 blocks of KV cache\. Lower it, or --max-model-len \(rank 1 of 2\)"
     with pytest.raises(ConfigError, match=wanted):
         engine(path, 2, num_kv_blocks=20)
 

@@ -433,15 +433,15 @@ class Wrong(DistributedCollective):
 
 def test_sums_that_come_wrong_end_the_start(cuda: torch.device) -> None:
     check_connection(Wrong(None), cuda)
-    with pytest.raises(ConfigError, match=r"reach each other: a sum came wrong; NCCL_P2P_DISABLE=1"):
+    with pytest.raises(ConfigError, match=r"reach each other: an all-reduce gave a wrong result; NCCL_P2P_DISABLE=1"):
         check_connection(Wrong(999_999), cuda)
-    with pytest.raises(ConfigError, match=r"reach each other: a sum came wrong$"):
+    with pytest.raises(ConfigError, match=r"reach each other: an all-reduce gave a wrong result$"):
         check_connection(Wrong(999_999), torch.device("cpu"))
 
 
 def test_sums_that_do_not_come_end_the_start(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Event, "done", False)
-    with pytest.raises(ConfigError, match=r"a sum did not come in 0\.05 s; NCCL_P2P_DISABLE=1"):
+    with pytest.raises(ConfigError, match=r"an all-reduce did not finish in 0\.05 s; NCCL_P2P_DISABLE=1"):
         check_connection(Wrong(None), cuda, seconds=0.05)
 
 

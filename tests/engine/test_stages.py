@@ -320,10 +320,10 @@ def test_refusals(tmp_path: Path) -> None:
         assert found.value.param == "pipeline_parallel_size"
     with pytest.raises(ConfigError, match="pipeline_parallel_size: weights given as tensors"):
         EngineCore(EngineConfig(model=str(path), pipeline_parallel_size=2, **BASE), tensors=iter([]))
-    with pytest.raises(ConfigError, match=r"kv_offload_memory: pages of several ranks \(pipeline_parallel_size\)"):
+    with pytest.raises(ConfigError, match=r"kv_offload_memory: blocks of several ranks \(pipeline_parallel_size\)"):
         engine(path, 2, kv_offload_memory=1)
     encoder = save_tiny_encoder(tmp_path / "encoder", "bert")
-    with pytest.raises(ConfigError, match="pipeline_parallel_size: encoders are not divided"):
+    with pytest.raises(ConfigError, match="pipeline_parallel_size: encoders run in one process"):
         engine(encoder, 2)
 
 
@@ -331,7 +331,7 @@ def test_a_weight_that_no_stage_has_ends_the_start(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama", num_hidden_layers=3)
     config = (path / "config.json").read_text()
     (path / "config.json").write_text(config.replace('"num_hidden_layers": 3', '"num_hidden_layers": 2'))
-    with pytest.raises(ConfigError, match=r"the weights hold what the model does not have: model.layers.2"):
+    with pytest.raises(ConfigError, match=r"the weights have tensors that the model lacks: model.layers.2"):
         engine(path, 2)
 
 

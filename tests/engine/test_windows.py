@@ -190,6 +190,6 @@ def test_the_plan_is_what_the_engine_allocates(tmp_path: Path) -> None:
     assert sum(each.nbytes for each in made.executor._kv_tensors) == made.info.kv_bytes
     assert made.engine_stats.total_blocks == 3 * made.info.num_blocks
     assert predict_kv_tokens(config, Machine("test", memory=4 * GIB, gpu=False)) == made.info.num_blocks * 16
-    assert "windows (3 page tables: 2 of 24 tokens, 1 of all tokens) save" in made.info.arithmetic
+    assert "windows (3 block tables: 2 of 24 tokens, 1 of all tokens) save" in made.info.arithmetic
     longest = KVBlockNeeds((24, 24, None), 16, 32)
     assert made.info.context_pages == longest.max_blocks(made.info.max_model_len)

@@ -71,7 +71,7 @@ def test_the_queue_of_prompt_tokens_has_shares() -> None:
 
     for _ in range(5):
         admit("a", 100)
-    with pytest.raises(Overloaded, match="prompt tokens wait"):
+    with pytest.raises(Overloaded, match="prompt tokens are waiting"):
         admit("a", 100)
     admit("b", 200)
     admit("c", 100)

@@ -58,7 +58,7 @@ def test_what_would_leave_tokens_out_is_no_receipt(receipt: Any) -> None:
         {"logprobs": choice["logprobs"][:2]},
         {"logprobs": [*choice["logprobs"], 0.0]},
     ):
-        with pytest.raises(InvalidRequest, match="this is no receipt"):
+        with pytest.raises(InvalidRequest, match="this is not a receipt"):
             parse_receipt_json(json.dumps(with_choice(receipt, **fields)).encode())
 
 

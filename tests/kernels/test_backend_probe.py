@@ -95,7 +95,7 @@ class Misscaled(ReferenceBackend):
 
 
 class MixedUp(ReferenceBackend):
-    """It computes a decode beside a part of a prompt as if it were the part's first token."""
+    """It computes a decode batched with a chunk of a prompt as if it were the part's first token."""
 
     def paged_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: Any, softmax: Any) -> Tensor:
         out = super().paged_attention(q, k_cache, v_cache, metadata, softmax)
@@ -108,14 +108,11 @@ class MixedUp(ReferenceBackend):
 @pytest.mark.parametrize("shape", [(8, 2, 64), (7, 1, 128), (9, 3, 96)], ids=str)
 @pytest.mark.parametrize(
     ("wrong", "kind"),
-    [(Misscaled, "a prompt"), (MixedUp, "a decode beside a part of a prompt")],
+    [(Misscaled, "a prompt"), (MixedUp, "a decode batched with a chunk of a prompt")],
     ids=["scale", "mixed"],
 )
 def test_a_small_mistake_is_noticed(wrong: type[ReferenceBackend], kind: str, shape: tuple[int, int, int]) -> None:
-    assert (
-        PagedAttentionProbe(CPU, torch.bfloat16, *shape)(wrong())
-        == f"computes something else than the reference for {kind}"
-    )
+    assert PagedAttentionProbe(CPU, torch.bfloat16, *shape)(wrong()) == f"differs from the reference for {kind}"
 
 
 def test_pytorchs_kernels_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,10 +125,10 @@ def test_pytorchs_kernels_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (refuse, None, "was not built for this GPU (CUDA error: no kernel image is available"),
         (None, refuse, "was not built for this GPU (CUDA error: no kernel image is available"),
-        (unwritten, None, "computes something else than the reference for a prompt"),
-        (torch.zeros_like, None, "computes something else than the reference for a prompt"),
-        (None, unwritten, "computes something else than the reference for a decode"),
-        (None, lambda out: out.roll(1, 2), "computes something else than the reference for a decode"),
+        (unwritten, None, "differs from the reference for a prompt"),
+        (torch.zeros_like, None, "differs from the reference for a prompt"),
+        (None, unwritten, "differs from the reference for a decode"),
+        (None, lambda out: out.roll(1, 2), "differs from the reference for a decode"),
     ],
 )
 def test_what_fails(prompt: Any, decode: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +167,7 @@ def test_parts_of_prompts_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     said = probe(made(monkeypatch, Faulty(prompt=wait)))
     assert said is not None
     assert said.startswith("a CUDA graph cannot hold its parts of prompts; --enforce-eager does without (")
-    otherwise = "computes something else than the reference in a CUDA graph; --enforce-eager does without"
+    otherwise = "differs from the reference in a CUDA graph; --enforce-eager does without"
     assert probe(made(monkeypatch, Faulty(prompt=lambda out: out.roll(1, 0)))) == otherwise
     assert replace(probe, capture=forgetful)(made(monkeypatch, FakeFlashAttn())) == otherwise
 

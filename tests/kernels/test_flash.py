@@ -277,7 +277,7 @@ def test_flash_attn_4_alone_is_not_taken_for_flash_attn_2(monkeypatch: pytest.Mo
     install_flash(monkeypatch, ModuleType("flash_attn"))
     backend, why = select_backend(gpu(monkeypatch, (8, 0)), torch.bfloat16, 64)
     assert backend.name != "flash"
-    assert "what is installed as flash_attn is not flash-attn 2" in why
+    assert "the installed package flash_attn is not flash-attn 2" in why
 
 
 def test_the_extra_and_the_advice_ask_for_the_same_flash_attn() -> None:

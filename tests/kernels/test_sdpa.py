@@ -56,7 +56,7 @@ def test_what_looks_ahead(
 def test_libraries_without_chunks_say_so() -> None:
     asked = {"sinks": False, "latents": False, "chunks": True}
     assert SdpaBackend().unsupported_attention_reason(**asked) is None
-    assert "within chunks" in str(
+    assert "chunked attention" in str(
         flash2.Flash2Backend.unsupported_attention_reason(flash2.Flash2Backend.__new__(flash2.Flash2Backend), **asked)
     )
 

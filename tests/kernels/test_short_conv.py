@@ -175,9 +175,9 @@ def test_however_it_is_cut_the_bits_are_the_same(cpu: CpuBackend, width: int, dt
 def test_what_lies_outside_is_refused(cpu: CpuBackend) -> None:
     conv = made(64, 3, bias=False, generator=torch.Generator().manual_seed(1))
     kept, prompt = Kept(cpu, conv, torch.float32), torch.randn((20, 192))
-    with pytest.raises(IndexError, match="slot names"):
+    with pytest.raises(IndexError, match="slot points"):
         kept.step([(prompt, 0, [3, PAGES], 0)])
-    with pytest.raises(IndexError, match="slot names"):
+    with pytest.raises(IndexError, match="slot points"):
         kept.step([(prompt, 0, [3, 4], SLOTS)])
     with pytest.raises(TypeError, match="cannot serve"):
         Kept(cpu, conv, torch.bfloat16).step([(prompt, 0, [3, 4], 0)])

@@ -92,7 +92,7 @@ def test_what_runs_is_listed_and_its_pages_are_on_the_map(page: Browser, patient
         assert used != empty
         assert used[3] == empty[3] == 255
         page.one("#pages").send_keys(Keys.ARROW_RIGHT, Keys.ARROW_DOWN, Keys.ARROW_UP)
-        page.until(lambda: page.text("#page-readout").startswith("Page 0: "))
+        page.until(lambda: page.text("#page-readout").startswith("Block 0: "))
         # Whose page 0 is, the server says in its own words, too.
         readout = page.text("#page-readout")
         assert any(f"held by {owner}" in readout for owner in ids) or "cached" in readout

@@ -34,7 +34,7 @@ def test_turns_stand_beside_each_other_with_what_was_missed_and_why(browser: Bro
     ]
     text = browser.text("#explain-body")
     assert f"rewritten {turns[2]['missed_tokens']:,}" in text
-    assert "behind text that was rewritten since" in text
+    assert "text before them was rewritten since" in text
     assert "Monday" in text
     assert "Sunday" in text
     browser.click("#explain-dialog [data-close]")

@@ -126,9 +126,9 @@ class DecoderSpec:
     def pipeline_parallel_error(self) -> str | None:
         """None if layers can be divided among processes."""
         if self.per_layer_inputs is not None:
-            return "the model's layers read embeddings of their own, which the first process alone would have"
+            return "the model's layers read embeddings of their own, which only the first process would have"
         if self.reads_embeddings:
-            return "the model's layers read the tokens' embeddings, which the first process alone would have"
+            return "the model's layers read the token embeddings, which only the first process would have"
         if any(isinstance(each, SharedState) for each in self.kv_cache_specs):
             return "some of the model's layers read keys and values of others, which must be in the same process"
         return None

@@ -55,7 +55,7 @@ def is_encoder(config: ModelConfig) -> bool:
 def build_encoder_spec(config: ModelConfig) -> EncoderSpec:
     """Raises ModelError for unsupported models."""
     family = find_encoder_family(config.model_type)
-    assert family is not None, f"{config.model_type} is no encoder"
+    assert family is not None, f"{config.model_type} is not an encoder"
     return family.build_spec(config)
 
 

@@ -137,7 +137,7 @@ def _verify_sha256(path: Path, file: HubFile, repo: str) -> None:
         path.resolve().unlink()
         path.unlink(missing_ok=True)
         raise ModelError(
-            f"model: {repo}: {path.name} came with the SHA-256 {digest[:12]}…, where the hub says {file.sha256[:12]}…; "
+            f"model: {repo}: {path.name} came with the SHA-256 {digest[:12]}…, but the hub says {file.sha256[:12]}…; "
             "it is deleted: try again"
         )
 

@@ -93,7 +93,7 @@ def _explain_write_failure(error: OSError, name: HubName) -> str | None:
     if error.errno in _DISK_FULL_ERRNOS:
         return _disk_full_message(name)
     if "Consistency check" in str(error):
-        return f"{name.repo}: the hub sent a file of another size than it said: try again"
+        return f"{name.repo}: the hub sent a file whose size differs from the announced one: try again"
     return None
 
 

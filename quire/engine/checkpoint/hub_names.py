@@ -64,11 +64,11 @@ def parse_hub_name(name: str) -> HubName | None:
     file = "/".join(subpath) or None
     if file is not None and not file.lower().endswith(".gguf"):
         if is_address:
-            raise ModelError(f"model: {name!r}: {file} is no GGUF file; {repo} names the whole model")
+            raise ModelError(f"model: {name!r}: {file} is not a GGUF file; {repo} names the whole model")
         return None
     if file is not None and (tag or ".." in subpath):
         raise ModelError(
-            f"model: {name!r} gives both a file and a tag" if tag else f"model: {name!r} is no file's name"
+            f"model: {name!r} gives both a file and a tag" if tag else f"model: {name!r} is not a file name"
         )
     return HubName(repo, tag or None, file, revision)
 

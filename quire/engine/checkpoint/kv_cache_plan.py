@@ -149,7 +149,7 @@ def count_state_slots(
         memory = min(max(available, 0) // 2, _MAX_DEFAULT_CPU_STATE_BYTES)
     if (count := memory // slot_bytes - 1) < 1:
         raise ConfigError(
-            f"state_memory: what layers keep of one sequence takes {2 * slot_bytes:,} bytes, with a slot beside it; "
+            f"state_memory: the recurrent states of one sequence take {2 * slot_bytes:,} bytes, plus one spare slot; "
             f"{memory:,} are available",
             param="state_memory",
         )
@@ -209,8 +209,8 @@ def describe_window_savings(block_needs: KVBlockNeeds, length: int, blocks_per_c
     num_groups = len(block_needs.windows)
     saved_fraction = 1 - blocks_per_context / (full_blocks * num_groups)
     return (
-        f"; windows ({num_groups} page tables: {group_text}) save {saved_fraction:.0%} of it: "
-        f"{blocks_per_context / num_groups:,.1f} pages, not {full_blocks:,}"
+        f"; windows ({num_groups} block tables: {group_text}) save {saved_fraction:.0%} of it: "
+        f"{blocks_per_context / num_groups:,.1f} blocks, not {full_blocks:,}"
     )
 
 
@@ -287,8 +287,8 @@ def _context_too_long_error(
 def _describe_blocks(block_needs: KVBlockNeeds, block: BlockBytes, blocks: int, length: int) -> str:
     num_contexts = blocks * len(block_needs.windows) // block_needs.max_blocks(length)
     return (
-        f"KV: {block.formula or 'nothing'} = {block.num_bytes / 1024:,.0f} KiB a page; "
-        f"{blocks:,} pages = {blocks * block.num_bytes / GIB:.2f} GiB = {blocks * block_needs.block_size:,} tokens; "
+        f"KV: {block.formula or 'nothing'} = {block.num_bytes / 1024:,.0f} KiB per block; "
+        f"{blocks:,} blocks = {blocks * block.num_bytes / GIB:.2f} GiB = {blocks * block_needs.block_size:,} tokens; "
         f"context {length:,}, {num_contexts} full ones at once"
     )
 

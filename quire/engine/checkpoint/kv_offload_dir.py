@@ -24,12 +24,14 @@ def open_kv_dir(folder: str) -> Path:
         make_private_dir(root)
         dir_stat = root.lstat()
         if not stat.S_ISDIR(dir_stat.st_mode) or dir_stat.st_uid != os.getuid() or dir_stat.st_mode & 0o077:
-            reason = f"{str(root)!r} is not a folder of this user's that nobody else can read (0700)"
+            reason = (
+                f"{str(root)!r} must be a folder that belongs to this user and that nobody else can read (mode 0700)"
+            )
             raise ConfigError(f"kv_offload_dir: {reason}", param="kv_offload_dir")
         (probe := root / f"{PARTIAL_PREFIX}{os.getpid()}").touch(0o600)
         probe.unlink()
     except OSError as error:
-        reason = f"cannot keep pages in {folder!r}: {error.strerror or error}"
+        reason = f"cannot keep KV blocks in {folder!r}: {error.strerror or error}"
         raise ConfigError(f"kv_offload_dir: {reason}", param="kv_offload_dir") from None
     return root
 

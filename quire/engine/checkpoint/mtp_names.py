@@ -99,8 +99,8 @@ def find_mtp_names(path: Path, num_main_layers: int) -> MTPTensorNames:
     if any(name.endswith("eh_proj.weight") and is_mtp_tensor(name, num_main_layers) for name in names):
         return MTPTensorNames(num_main_layers, has_mtp_prefix=False)
     raise ModelError(
-        f"model: {path.name} has no layer that guesses tokens: neither tensors below {MTP_PREFIX} nor eh_proj in a "
-        f"layer behind the model's {num_main_layers}"
+        f"model: {path.name} has no MTP layer: neither tensors below {MTP_PREFIX} nor eh_proj in a layer "
+        f"after the model's {num_main_layers}"
     )
 
 

@@ -71,7 +71,7 @@ class WeightFormatRules:
         kinds = dict.fromkeys(
             f"{each.bits} bits" if each.kind != "float8" else "8-bit floats" for _, each in self.format_groups
         )
-        return f"{self.method}, {' and '.join(kinds) or 'of keys and values alone'}"
+        return f"{self.method}, {' and '.join(kinds) or 'of keys and values only'}"
 
 
 def is_unneeded_scale(name: str) -> bool:
@@ -240,7 +240,7 @@ def _check_pattern(pattern: str) -> None:
     try:
         re.compile(expression)
     except (re.error, RecursionError, OverflowError):
-        raise ModelError(f"{_FIELD_PREFIX}: {pattern[:80]!r} is no regular expression") from None
+        raise ModelError(f"{_FIELD_PREFIX}: {pattern[:80]!r} is not a regular expression") from None
     if is_suspicious_regex(expression.removeprefix(".*").removesuffix("$").removesuffix(".*")):
         raise ModelError(f"{_FIELD_PREFIX}: {pattern[:80]!r} might take too long to match")
 

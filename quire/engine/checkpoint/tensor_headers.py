@@ -218,7 +218,9 @@ def _read_shard_header(shard: Path) -> dict[str, _TensorEntry] | None:
         total = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if total < 8 or length > min(total - 8, _MAX_HEADER_BYTES):
-            raise ModelError(f"model: {shard.name} cannot be read: its header is cut off, or it is no safetensors file")
+            raise ModelError(
+                f"model: {shard.name} cannot be read: its header is cut off, or it is not a safetensors file"
+            )
         header = decode_json(file.read(length), dict[str, msgspec.Raw], shard.name)
     header.pop("__metadata__", None)
     if len(header) > _MAX_TENSORS:

@@ -91,7 +91,7 @@ class EngineClient:
 
     @property
     def alive(self) -> bool:
-        """False once the engine is gone for good."""
+        """False once the engine has ended for good."""
         return self.failure is None
 
     @property
@@ -141,7 +141,7 @@ class EngineClient:
         """Submit requests of one tenant, with new ids, for the API call `call`. Without requests the stream has ended.
         `emitted`: for each request, a list of its emitted_ids; each new token is appended.
 
-        Raises EngineError if the engine is gone for good.
+        Raises EngineError if the engine has ended for good.
         """
         ids = [request.id for request in requests]
         tenant = requests[0].tenant if requests else ""

@@ -74,7 +74,7 @@ class EngineCoreClient(ABC):
         self.asleep = False
         """Weights and KV cache are released; requests wait until they are back."""
         self.failure: EngineError | None = None
-        """Why the engine is gone for good."""
+        """Why the engine has ended for good."""
         self.failure_callbacks: list[Callable[[EngineError], None]] = []
         """A program's callbacks for `failure`."""
 

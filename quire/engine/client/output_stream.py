@@ -43,7 +43,7 @@ class OutputStream(OutputSource):
 
     Each iteration gives a list with at most one EngineCoreOutput per request: everything since the last iteration,
     merged, so a slow reader gets fewer and larger outputs. Iteration stops when all requests of the group have ended.
-    It raises EngineError when the engine is gone for good, and SlowReader when more than MAX_BACKLOG tokens were
+    It raises EngineError when the engine has ended for good, and SlowReader when more than MAX_BACKLOG tokens were
     waiting to be read. Call `close()` to stop reading: it aborts the requests that are still running.
 
     A reader that waits here may be spared the wake-up: see `OutputSink`.

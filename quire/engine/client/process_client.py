@@ -291,9 +291,9 @@ class ProcessClient(ExclusiveClient):
         try:
             await self._supervise()
         except (ConfigError, EngineError) as error:
-            log.error("the engine could not be brought back: %s", error)
+            log.error("the engine could not be restarted: %s", error)
             # Clients see this message: it must not have the engine's standard error, which contains paths.
-            self.die("the engine could not be brought back")
+            self.die("the engine could not be restarted")
         except Exception as error:
             log.exception("the supervisor failed")
             self.die(f"the engine's supervisor failed: {type(error).__name__}")
@@ -316,7 +316,7 @@ class ProcessClient(ExclusiveClient):
             # Open streams wait, so decode graphs are captured only when steps need them.
             self._config = self._config.model_copy(update=self._fitted | {"warmup_seconds": 0.0})
             if (await self._start_engine(self._config.max_engine_starts)).content != self._content:
-                raise EngineError("the files of the model are not those that it had: start the server again")
+                raise EngineError("the model's files have changed since the start: restart the server")
             log.warning("a new engine is ready after %.1f s", clock.monotonic() - began)
 
     async def _sleep_without_process(self) -> None:
@@ -363,7 +363,7 @@ class ProcessClient(ExclusiveClient):
         change = self._change
         if result.id == START:
             assert result.error is not None
-            log.error("the engine could not be built anew: %s", result.error.message)
+            log.error("the engine could not be rebuilt: %s", result.error.message)
         elif change is None or result.id != change.call_id:
             if isinstance(value := self._calls.resolve(result), EngineView):
                 self.stats = value.stats.add_earlier(self._earlier_stats)
@@ -437,6 +437,6 @@ class ProcessClient(ExclusiveClient):
         self.owner.handle_engine_loss(self.number)
         for request_id in self._replay.engine_exited(external=external):
             self.quarantined += 1
-            error = RequestQuarantined("this request ended the engine each time it was tried alone, and was given up")
+            error = RequestQuarantined("this request crashed the engine each time it ran by itself, so it was given up")
             log.error("request %s: %s", request_id, error)
             self.owner.give_up(request_id, error)  # this aborts the other requests of its call, too

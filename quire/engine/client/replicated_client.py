@@ -89,7 +89,7 @@ class ReplicatedClient(ExclusiveClient):
             await self.stop()
             raise
         self._started = True
-        note = f"{len(infos)} replicas, each with weights and a KV cache as said here"
+        note = f"{len(infos)} replicas, each with weights and a KV cache as shown here"
         return msgspec.structs.replace(infos[0], max_model_len=context, notes=[*infos[0].notes, note])
 
     async def stop(self) -> None:
@@ -135,7 +135,11 @@ class ReplicatedClient(ExclusiveClient):
             except (EngineError, Overloaded):
                 continue
             except QuireError as error:
-                log.error("engine %d cannot do what the others did, and is given up: %s", replica.number, error)
+                log.error(
+                    "engine %d failed a call that the other engines completed, and is given up: %s",
+                    replica.number,
+                    error,
+                )
                 await replica.stop()
 
     def reset_prefix_cache(self) -> None:
@@ -244,7 +248,7 @@ class ReplicatedClient(ExclusiveClient):
         if self.failure is not None or not self._started:
             return
         if all(each.failure is not None for each in self._replicas):
-            return self.die("the engine could not be brought back")
+            return self.die("the engine could not be restarted")
         log.error("engine %d is gone for good; the others go on without it", engine)
         self._move(self._replicas[engine])
         self._place()

@@ -192,7 +192,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
         self._wire.send(encode(message))
 
     def _handle_failure(self, error: BaseException) -> None:
-        log.error("what the server's main process says can be followed no more", exc_info=error)
+        log.error("the connection to the server's main process was lost", exc_info=error)
         self.on_failure()
 
     async def _live(self) -> None:

@@ -26,7 +26,7 @@ P = ParamSpec("P")
 _MEMORY = Path("/dev/shm")
 _LEEWAY_SECONDS = 30.0
 """A receiver that takes this much longer than the group's own timeout hangs."""
-_NO_GROUP = "there is no group: /init_weights_group comes first"
+_NO_GROUP = "there is no process group: call /init_weights_group first"
 
 
 class Group(NamedTuple):

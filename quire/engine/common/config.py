@@ -357,7 +357,7 @@ class EngineConfig(BaseModel):
         if value is None or value.method != "mtp" or value.model is None:
             return value
         if value.model != info.data.get("model"):
-            raise ValueError(f"model: mtp takes none but the served one, which has the layer for it, not {value.model}")
+            raise ValueError(f"model: mtp uses the MTP layer of the served model, not {value.model}")
         return value.model_copy(update={"model": None})
 
     @field_validator("device", mode="before")
@@ -405,12 +405,14 @@ class EngineConfig(BaseModel):
             return self
         for name in ("pipeline_parallel_size", "data_parallel_size"):
             if getattr(self, name) > 1:
-                raise ValueError(f"nnodes: only ranks are on several machines so far, which {name} has none of; use 1")
+                raise ValueError(
+                    f"nnodes: only ranks can be on several machines so far; {name} is not supported there, use 1"
+                )
         if self.tensor_parallel_size % self.nnodes:
             ranks = f"tensor_parallel_size {self.tensor_parallel_size}"
             raise ValueError(f"nnodes: {ranks} cannot be divided evenly among {self.nnodes} machines")
         if self.master_addr in ("0.0.0.0", "::"):
             raise ValueError(
-                f"master_addr: {self.master_addr} is no address where others reach machine 0; give its own"
+                f"master_addr: other machines cannot reach {self.master_addr}; give machine 0's own address"
             )
         return self

@@ -172,11 +172,11 @@ def infer_draft_method_from_name(model: str) -> str:
 
 
 _UNSUPPORTED_DEVICES = {
-    "xla": "xla compiles each shape of a step anew, and a server's steps have no end of shapes",
-    "tpu": "TPUs compute through xla, which compiles each shape of a step anew, and steps have no end of shapes",
+    "xla": "XLA recompiles for each new shape, and a server's steps have ever new shapes",
+    "tpu": "TPUs compute through XLA, which recompiles for each new shape, and a server's steps have ever new shapes",
     "npu": "Ascend's NPUs need a PyTorch of their own, for which there are no kernels here",
     "ascend": "Ascend's NPUs need a PyTorch of their own, for which there are no kernels here",
-    "hpu": "Gaudi's HPUs compile each shape of a step anew, as TPUs do",
+    "hpu": "Gaudi HPUs recompile for each new shape, as TPUs do",
     "neuron": "Neuron's cores run models that were compiled ahead for fixed shapes",
     "openvino": "OpenVINO runs graphs of its own, not PyTorch's modules",
     "qaic": "Cloud AI's cards run models that were compiled ahead for fixed shapes",

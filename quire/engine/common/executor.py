@@ -69,7 +69,7 @@ def encode_call(method: str | Callable[..., Any], args: Sequence[Any], kwargs: M
         path = [] if isinstance(method, str) else sys.path
         return pickle.dumps((path, pickle.dumps((method, tuple(args), dict(kwargs or {})))))
     except Exception as error:  # a user's object
-        why = "a function must be one of a module's, and arguments such as can be pickled"
+        why = "a function must be importable from a module, and its arguments must be picklable"
         raise InvalidRequest(f"method: {why}: {error}", param="method") from error
 
 

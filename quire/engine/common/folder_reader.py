@@ -35,7 +35,7 @@ def open_if_present(path: Path) -> BinaryIO | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         if path.is_symlink():
-            raise ModelError(f"model: {path.name} is a link to a file that is not there") from None
+            raise ModelError(f"model: {path.name} is a link to a missing file") from None
         return None
     except OSError as error:
         raise ModelError(f"model: {path.name} cannot be read: {error.strerror}") from None

@@ -38,11 +38,11 @@ _MIN_TEMPERATURE = 1e-5
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="sampling"):
     """Raises InvalidRequest, naming the field."""
 
-    n: Annotated[int, SamplingField(text="Answers to each prompt.", minimum=1, maximum=128, is_copied=False)] = 1
+    n: Annotated[int, SamplingField(text="Number of answers per prompt.", minimum=1, maximum=128, is_copied=False)] = 1
     temperature: Annotated[
         float,
         SamplingField(
-            text="Divides the logits; 0, and what is below 1e-5, picks the most likely token.",
+            text="Divides the logits; 0 and values below 1e-5 choose the most likely token.",
             minimum=0.0,
             maximum=2.0,
             has_model_default=True,
@@ -53,7 +53,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     top_p: Annotated[
         float,
         SamplingField(
-            text="Keeps the most likely tokens that together have this probability.",
+            text="Keeps the most likely tokens whose probabilities add up to this.",
             minimum=0.0,
             maximum=1.0,
             excludes_minimum=True,
@@ -100,7 +100,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     presence_penalty: Annotated[
         float,
         SamplingField(
-            text="Subtracted from the logits of tokens that the answer has.",
+            text="Subtracted from the logits of tokens that are already in the answer.",
             minimum=-2.0,
             maximum=2.0,
             setting_label="Presence penalty",
@@ -110,7 +110,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     frequency_penalty: Annotated[
         float,
         SamplingField(
-            text="Subtracted from the logits of tokens once for each time that the answer has them.",
+            text="Subtracted from a token's logit once for each time that the token is in the answer.",
             minimum=-2.0,
             maximum=2.0,
             setting_label="Frequency penalty",
@@ -124,7 +124,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     max_tokens: Annotated[
         int | None,
         SamplingField(
-            text="Most tokens of an answer; null: as many as the context holds.",
+            text="Maximum number of tokens of an answer; null: as many as the context holds.",
             minimum=1,
             maximum=MAX_TOKENS,
             is_copied=False,
@@ -132,18 +132,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ),
     ] = 16
     min_tokens: Annotated[
-        int, SamplingField(text="Before so many tokens no answer ends by itself.", minimum=0, maximum=MAX_TOKENS)
+        int,
+        SamplingField(
+            text="Minimum number of tokens before an answer may end by itself.", minimum=0, maximum=MAX_TOKENS
+        ),
     ] = 0
     grammar: Grammar | None = None
     """Ends the answer when complete, despite min_tokens and ignore_eos."""
     thinking: ThinkingBudget | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: Annotated[bool, SamplingField(text="The model's end tokens end no answer.")] = False
+    ignore_eos: Annotated[bool, SamplingField(text="The model's end tokens do not end the answer.")] = False
     seed: Annotated[
         int | None,
         SamplingField(
-            text="Makes the same answer again; -1 and null: a random one.",
+            text="The same seed gives the same answer; -1 and null: random.",
             minimum=-(2**63),
             maximum=2**63 - 1,
             is_copied=False,
@@ -153,7 +156,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: Annotated[
         int | None,
         SamplingField(
-            text="Number of most likely tokens to report beside each picked one; 0 reports the picked one alone.",
+            text="Number of most likely tokens to report with each sampled token; 0 reports only the sampled token.",
             minimum=0,
             maximum=MAX_TOKENS,
             is_copied=False,
@@ -163,11 +166,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Reported instead of `logprobs`, with each sampled token. Empty means None."""
     prompt_logprobs: Annotated[
         int | None,
-        SamplingField(text="The same of the prompt's tokens.", minimum=0, maximum=MAX_TOKENS, is_copied=False),
+        SamplingField(text="The same for the prompt's tokens.", minimum=0, maximum=MAX_TOKENS, is_copied=False),
     ] = None
-    skip_special_tokens: Annotated[bool, SamplingField(text="Answers leave special tokens out.")] = True
+    skip_special_tokens: Annotated[bool, SamplingField(text="Leaves special tokens out of the answer's text.")] = True
     include_stop_str_in_output: Annotated[
-        bool, SamplingField(text="Answers end with the stop string that ended them.")
+        bool, SamplingField(text="Includes the stop string in the answer's text.")
     ] = False
 
     def __post_init__(self) -> None:

@@ -186,7 +186,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Set with the first output, if the prefix cache was searched."""
 
 
-NO_IMAGES_REASON = "this model reads no images"
+NO_IMAGES_REASON = "this model does not accept images"
 
 
 class EngineInfo(msgspec.Struct, frozen=True):

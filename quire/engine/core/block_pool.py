@@ -150,7 +150,7 @@ class BlockPool:
 
     def cache_block(self, block: int, digest: bytes) -> None:
         """Register the block's hash. If another block has the same hash, lookups keep finding the other block."""
-        assert self.ref_counts[block] > 0, "registering a page that nobody holds"
+        assert self.ref_counts[block] > 0, "registering a block that has no owner"
         if digest not in self._block_by_hash:
             self._block_by_hash[digest] = block
             self._block_hashes.setdefault(block, []).append(digest)
@@ -159,7 +159,7 @@ class BlockPool:
         """The end of a prefix is reused before its beginning."""
         for block in reversed(blocks):
             self.ref_counts[block] -= 1
-            assert self.ref_counts[block] >= 0, f"page {block} was released twice"
+            assert self.ref_counts[block] >= 0, f"block {block} was released twice"
             if self.ref_counts[block] == 0 and block in self._pin_counts:
                 self._free_pinned.add(block)
             elif self.ref_counts[block] == 0:

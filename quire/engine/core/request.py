@@ -100,7 +100,7 @@ class Request:
             problem = (
                 None
                 if isinstance(sort_key, int | float) and sort_key == sort_key
-                else f"gave {sort_key!r}, which is no number"
+                else f"gave {sort_key!r}, which is not a number"
             )
         except Exception as error:
             problem = f"raised {type(error).__name__}: {error}"

@@ -45,12 +45,12 @@ def _build_falcon_h1_spec(config: ModelConfig) -> DecoderSpec:
     read, out = raw.get("attention_in_multiplier") or 1.0, raw.get("attention_out_multiplier") or 1.0
     key = raw.get("key_multiplier") or 1.0
     if read != 1 and raw.get("attention_bias"):
-        raise ModelError("model: config.json: attention_in_multiplier does not go with attention_bias")
+        raise ModelError("model: config.json: attention_in_multiplier cannot be combined with attention_bias")
     scale = config.head_dim**-0.5 * read**2 * key
     base = base.replace_sublayer_fields(AttentionLayerSpec, scale=scale, output_scale=read * out)
     gate, down = raw.get("mlp_multipliers") or (1.0, 1.0)
     if raw.get("mlp_bias") and (gate, down) != (1, 1):
-        raise ModelError("model: config.json: mlp_multipliers do not go with mlp_bias")
+        raise ModelError("model: config.json: mlp_multipliers cannot be combined with mlp_bias")
     base = base.replace_sublayer_fields(MLPSpec, multipliers=[(gate, down)] * config.num_layers)
     mamba2 = _mamba2_spec(config, base.norm)
     layers = tuple((attention, mamba2, mlp) for attention, mlp in base.layers)
@@ -63,7 +63,9 @@ def _mamba2_spec(config: ModelConfig, norm: NormSpec) -> Mamba2LayerSpec:
     read, out = raw.get("ssm_in_multiplier") or 1.0, raw.get("ssm_out_multiplier") or 1.0
     z, x, b, c, dt = (read * factor for factor in raw.get("ssm_multipliers") or (1.0,) * 5)
     if (raw.get("mamba_proj_bias") and read != 1) or (raw.get("projectors_bias") and out != 1):
-        raise ModelError("model: config.json: ssm multipliers do not go with biases of what they multiply")
+        raise ModelError(
+            "model: config.json: ssm multipliers cannot be combined with biases of the projections that they scale"
+        )
     before = "before" if raw.get("mamba_norm_before_gate") is not False else "behind"
     return mamba2_spec(
         config,

@@ -160,7 +160,7 @@ def _layer_overrides(config: ModelConfig) -> Mapping[int, LayerOverrides] | None
     overrides: dict[int, LayerOverrides] = {}
     for key, own in by_layer.items():
         if not key.isdecimal() or len(key) > _MAX_LAYER_DIGITS:
-            raise ModelError(f"model: config.json: per_layer_config: {key[:40]!r} is no layer's number")
+            raise ModelError(f"model: config.json: per_layer_config: {key[:40]!r} is not a layer index")
         overrides.setdefault(int(key), own or {})
     return overrides
 

@@ -36,7 +36,9 @@ def _fill_lfm3_fields(fields: dict[str, Any]) -> None:
 
 def _check_lfm3_config(config: ModelConfig) -> None:
     if config.raw.get("use_sandwich_norm") is False:
-        raise ModelError("model: config.json: use_sandwich_norm: an LFM3 without norms behind its parts is not served")
+        raise ModelError(
+            "model: config.json: use_sandwich_norm: an LFM3 without norms after attention and MLP is not served"
+        )
 
 
 def _short_conv_spec(config: ModelConfig, norm: NormSpec) -> ShortConvSpec:

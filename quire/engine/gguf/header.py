@@ -150,7 +150,7 @@ class _HeaderReader:
         for _ in range(keys):
             key = self._read_name("a key")
             if key in metadata:
-                raise self._header_error(f"{key[:_MAX_SHOWN_CHARACTERS]}: is there twice")
+                raise self._header_error(f"{key[:_MAX_SHOWN_CHARACTERS]}: appears twice")
             metadata[key] = self._read_metadata_value(key[:_MAX_SHOWN_CHARACTERS], self._read_u32())
         tensor_infos = [self._read_tensor_info() for _ in range(count)]
         alignment = metadata.get("general.alignment", 32)
@@ -162,7 +162,7 @@ class _HeaderReader:
         tensors: dict[str, GGUFTensor] = {}
         for name, shape, kind, offset in tensor_infos:
             if name in tensors:
-                raise self._header_error(f"{name[:_MAX_SHOWN_CHARACTERS]}: is there twice")
+                raise self._header_error(f"{name[:_MAX_SHOWN_CHARACTERS]}: appears twice")
             tensors[name] = self._make_tensor(name[:_MAX_SHOWN_CHARACTERS], shape, kind, start, offset, alignment)
         return GGUFHeader(self._path.name, metadata, tensors)
 
@@ -192,7 +192,7 @@ class _HeaderReader:
         if offset % alignment:
             raise self._header_error(f"{name}: its offset {offset} is not a multiple of {alignment}")
         if tensor.offset + tensor.nbytes > self._file_size:
-            raise self._header_error(f"{name}: lies outside of the file, which may be cut off")
+            raise self._header_error(f"{name}: is outside of the file, which may be cut off")
         return tensor
 
     def _read_metadata_value(self, key: str, kind: int) -> MetadataValue:
@@ -212,7 +212,9 @@ class _HeaderReader:
 
     def _read_numbers(self, key: str, kind: int, count: int) -> tuple[int, ...] | tuple[float, ...]:
         if kind not in _STRUCT_FORMATS:
-            raise self._header_error(f"{key}: has values of type {kind}, which is none of GGUF's or nested")
+            raise self._header_error(
+                f"{key}: has values of type {kind}, which GGUF does not define, or which is nested"
+            )
         form = struct.Struct(f"<{count}{_STRUCT_FORMATS[kind]}")
         return form.unpack(self._read_exactly(form.size))
 

@@ -79,7 +79,9 @@ def read_gguf_header(path: Path) -> GGUFHeader:
         return header
     part = PART_PATTERN.search(path.name)
     if part is None or int(part[2]) != count or not 1 < count <= _MAX_PARTS:
-        raise ModelError(f"model: {path.name}: split.count: {count} parts, which the file's name does not say")
+        raise ModelError(
+            f"model: {path.name}: split.count: {count} parts, but the file name does not have the number of parts"
+        )
     if int(part[1]) != 1:
         raise ModelError(f"model: {path.name} is a later part: give the first one")
     tensors = dict(header.tensors)

@@ -100,7 +100,7 @@ class MultimodalPromptBuilder:
             raise InvalidRequest(f"messages: {count_text}, for {len(layouts)} images: {why}", param="messages")
         token = self._token_text(self.vision.image_token_id)
         if layouts and token != self.template_image_token and token in text:
-            raise InvalidRequest(f"messages: the prompt has {token}, of which images are made", param="messages")
+            raise InvalidRequest(f"messages: the prompt has {token}, which is reserved for images", param="messages")
         marks = [*(layout.placeholder_text(self._token_text) for layout in layouts), ""]
         return "".join(part for pair in zip(pieces, marks, strict=True) for part in pair)
 

@@ -99,7 +99,7 @@ def read_adapter_specs(
         raise AdapterError(f"{WEIGHTS_FILE} holds no adapter's tensors")
     if EMBED_TOKENS in tensor_names and not embedding:
         raise AdapterError(
-            f"{WEIGHTS_FILE}: {tensor_names[EMBED_TOKENS].get('down')}: adapters of embeddings are served on CPUs alone"
+            f"{WEIGHTS_FILE}: {tensor_names[EMBED_TOKENS].get('down')}: adapters of embeddings are served only on CPUs"
         )
     return {
         name: _make_module_spec(name, each, headers, config, modules, max_rank) for name, each in tensor_names.items()
@@ -147,16 +147,14 @@ def _tensor_names_by_module(headers: Mapping[str, TensorHeader], modules: Module
             raise AdapterError(f"{WEIGHTS_FILE}: {tensor_name[:120]!r}: adapters of experts are not served")
         if module is None and ".kv_b_proj." in tensor_name:
             raise AdapterError(
-                f"{WEIGHTS_FILE}: {tensor_name[:120]!r}: adapters of what expands latents are not served"
+                f"{WEIGHTS_FILE}: {tensor_name[:120]!r}: adapters of the MLA up-projection (kv_b_proj) are not served"
             )
         if module is None or suffix is None:
-            raise AdapterError(
-                f"{WEIGHTS_FILE}: {tensor_name[:120]!r} is no adapter's tensor of a module of this model"
-            )
+            raise AdapterError(f"{WEIGHTS_FILE}: {tensor_name[:120]!r} is not a LoRA tensor of a module of this model")
         if suffix in _HALF_OF_SUFFIX:
             half = _HALF_OF_SUFFIX[suffix]
             if half in tensor_names.setdefault(module, {}):
-                raise AdapterError(f"{WEIGHTS_FILE}: {tensor_name[:120]!r} is there twice")
+                raise AdapterError(f"{WEIGHTS_FILE}: {tensor_name[:120]!r} appears twice")
             tensor_names[module][half] = tensor_name
     return tensor_names
 

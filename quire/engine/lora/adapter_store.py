@@ -44,7 +44,7 @@ class AdapterStore:
         try:
             temporary = Path(tempfile.mkdtemp(dir=self._root, prefix=_UNFINISHED_PREFIX))
         except OSError as error:
-            raise AdapterError(f"there is no folder for its copy: {error.strerror}") from error
+            raise AdapterError(f"its copy cannot be created: {error.strerror}") from error
         try:
             digest = blake2b(digest_size=16)
             for file in (CONFIG_FILE, WEIGHTS_FILE):
@@ -116,7 +116,7 @@ def _resolve_folder(path: str, allowed_folders: tuple[Path, ...]) -> Path:
     if not path or "\0" in path or len(path) > 4096:
         raise AdapterError("it must be a folder or a hub id")
     if allowed_folders and not Path(path).is_dir():
-        raise AdapterError("there is no such folder inside of those that --allowed-lora-paths names")
+        raise AdapterError("there is no such folder inside the folders of --allowed-lora-paths")
     try:
         folder = resolve_adapter(path)
     except ModelError as error:
@@ -128,4 +128,4 @@ def _resolve_folder(path: str, allowed_folders: tuple[Path, ...]) -> Path:
 def _check_inside(path: Path, allowed_folders: tuple[Path, ...]) -> None:
     real = path.resolve()
     if allowed_folders and not any(real.is_relative_to(each.resolve()) for each in allowed_folders):
-        raise AdapterError("there is no such folder inside of those that --allowed-lora-paths names")
+        raise AdapterError("there is no such folder inside the folders of --allowed-lora-paths")

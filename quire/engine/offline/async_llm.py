@@ -177,10 +177,10 @@ class AsyncLLM(LLMBase):
         return await self._weights.update(os.fspath(path), mode, version)
 
     async def check_health(self) -> None:
-        """Raises EngineError if the engine is gone for good."""
+        """Raises EngineError if the engine has ended for good."""
         await self.start()
         if not self._client.alive:
-            raise EngineError("the engine ended and could not be brought back")
+            raise EngineError("the engine ended and could not be restarted")
 
     async def close(self) -> None:
         """End the engine; open streams fail with EngineError. The object is unusable afterwards."""

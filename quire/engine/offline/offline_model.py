@@ -113,7 +113,7 @@ class OfflineModel:
             if request_images and isinstance(prompt.get("prompt"), str):
                 return self._encode_with_images(prompt["prompt"], request_images, add_special_tokens=True)
             if request_images:
-                raise InvalidRequest(f"{name}: multi_modal_data goes with a text, not with token ids", param="prompts")
+                raise InvalidRequest(f"{name}: multi_modal_data needs a text prompt, not token ids", param="prompts")
             prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
         if isinstance(prompt, str):
             return EncodedPrompt(prompt, self.tokenizer.encode(prompt))
@@ -193,7 +193,7 @@ class OfflineModel:
         """
         text, ids = prompt.text, prompt.token_ids
         if prompt.spans:
-            raise InvalidRequest("multi_modal_data: vectors are made of texts alone", param="prompts")
+            raise InvalidRequest("multi_modal_data: embeddings are computed only from text", param="prompts")
         length = info.max_model_len if length == -1 else length
         if length is None or len(ids) <= length:
             return prompt
@@ -279,7 +279,7 @@ class LLMBase:
         return self._input_processor.default_sampling_params()
 
     def register_failure_callback(self, callback: Callable[[EngineError], None]) -> None:
-        """Call `callback` with the error when the engine is gone for good, except by closing. It runs on the engine's
+        """Call `callback` with the error when the engine has ended for good, except by closing. It runs on the engine's
         event loop, which for an LLM is on another thread.
         """
         self._client.engine_core.failure_callbacks.append(callback)

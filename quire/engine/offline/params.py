@@ -100,7 +100,7 @@ class StructuredOutputsParams:
         """Raises InvalidRequest."""
         (way, value), *others = requested_constraints(vars(self))
         if others:
-            raise InvalidRequest("only one structured output can be asked for", param="structured_outputs")
+            raise InvalidRequest("only one structured output can be requested", param="structured_outputs")
         if isinstance(value, tuple):
             value = list(value)
         value = dict(value) if isinstance(value, Mapping) else value
@@ -218,7 +218,7 @@ class SamplingParams:
         if any(not isinstance(word, str) for word in self.bad_words or ()):
             raise InvalidRequest("sampling_params: bad_words must be a list of strings", param="bad_words")
         if self.structured_outputs is not None and self.grammar is not None:
-            raise InvalidRequest("only one of structured_outputs and grammar can be asked for", param="grammar")
+            raise InvalidRequest("only one of structured_outputs and grammar can be given", param="grammar")
         max_prompt_tokens = self.truncate_prompt_tokens
         if max_prompt_tokens is not None and max_prompt_tokens != -1 and max_prompt_tokens < 1:
             raise InvalidRequest("truncate_prompt_tokens must be -1 or at least 1", param="truncate_prompt_tokens")

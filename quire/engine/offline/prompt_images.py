@@ -38,7 +38,7 @@ def message_images(messages: Sequence[Mapping[str, Any]]) -> list[RequestImage]:
 def multi_modal_images(data: Any, name: str) -> list[RequestImage]:
     """Raises InvalidRequest."""
     if not isinstance(data, Mapping) or set(data) - {"image"}:
-        raise InvalidRequest(f"{name}: multi_modal_data may have image alone", param="prompts")
+        raise InvalidRequest(f"{name}: multi_modal_data may only have image", param="prompts")
     image_data = data.get("image")
     images = [] if image_data is None else list(image_data) if isinstance(image_data, list | tuple) else [image_data]
     return check_image_types(

@@ -56,7 +56,7 @@ class ReceiptMaker:
             [RequestImage(f"images[{index}]", each) for index, each in enumerate(images)]
         )
         if reader is None and request_images:
-            raise InvalidRequest("images: this model reads no images", param="images")
+            raise InvalidRequest("images: this model does not accept images", param="images")
         model = ReplayModel(
             hashes=await running_engine.hashes.get_receipt_hashes([running_engine.client.engine_core.weights_version]),
             computed=await running_engine.hashes.describe_compute(running_engine.info),

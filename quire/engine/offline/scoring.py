@@ -61,4 +61,4 @@ def check_single_process(config: EngineConfig) -> None:
     """Raises InvalidRequest."""
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         if getattr(config, name) > 1:
-            raise InvalidRequest(f"{name}: a forward pass is computed by this process alone", param=name)
+            raise InvalidRequest(f"{name}: a forward pass is computed only by this process", param=name)

@@ -131,13 +131,13 @@ def parse_receipt_json(content: bytes) -> Receipt:
         receipt_object = _find_receipt(parsed)
         receipt = msgspec.convert(receipt_object, Receipt, strict=True, str_keys=True)
     except (msgspec.DecodeError, UnicodeDecodeError, InvalidRequest) as error:
-        raise InvalidRequest(f"this is no receipt: {error}") from None
+        raise InvalidRequest(f"this is not a receipt: {error}") from None
     bad_choices = [
         each.index for each in receipt.choices if not 0 <= each.index // receipt.params.n < len(receipt.prompts)
     ]
     if bad_choices or not all(map(_is_consistent_choice, receipt.choices)):
         raise InvalidRequest(
-            "this is no receipt: its choices do not fit its prompts, or versions and log probabilities their tokens"
+            "this is not a receipt: its choices do not fit its prompts, or versions and log probabilities their tokens"
         )
     return receipt
 

@@ -104,7 +104,7 @@ def refusal_reason(receipt: Receipt, model: ReplayModel) -> str | None:
         return f"the adapter {receipt.adapter.name} ({receipt.adapter.digest}) was not given: --adapter FOLDER"
     digests = {digest for prompt in receipt.prompts for _, _, digest in prompt.images}
     if missing_images := sorted(digests - model.images.keys()):
-        why = f"it has images, of which a receipt keeps hashes alone ({missing_images[0]})"
+        why = f"it has images, of which a receipt has only the hashes ({missing_images[0]})"
         return f"{why}: --image FILE, or images of LLM.replay, gives their pixels"
     invalid_token_id = next((id for id in all_receipt_token_ids(receipt) if not 0 <= id < model.vocab_size), None)
     if invalid_token_id is not None:
@@ -150,7 +150,7 @@ def compute_difference_warning(receipt: Receipt, model: ReplayModel) -> str:
     differ = [
         f"{name} was {recorded[name]}, is {current[name]}" for name in recorded if recorded[name] != current[name]
     ]
-    notes = [] if receipt.computed.deterministic else ["its tokens may have depended on what else ran"]
+    notes = [] if receipt.computed.deterministic else ["its tokens may have depended on other requests"]
     return "; ".join([*differ, *notes])
 
 

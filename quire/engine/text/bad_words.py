@@ -25,5 +25,7 @@ def check_allowed_tokens_remain(params: SamplingParams, eos_token_ids: Collectio
     if params.min_tokens > 0:
         left -= {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
     if not left:
-        message = "allowed_token_ids: bad_words, or min_tokens with what ends an answer, forbid all of them"
+        message = (
+            "allowed_token_ids: bad_words forbids all of them, or min_tokens does because all of them end an answer"
+        )
         raise InvalidRequest(message, param="allowed_token_ids")

@@ -297,7 +297,7 @@ class ChatRenderer:
         template = template or self._templates.get("default")
         if template is None:
             raise InvalidRequest(
-                "This model has no chat template: use /v1/completions, or serve a model whose files hold one",
+                "This model has no chat template: use /v1/completions, or serve a model whose files have one",
                 param="messages",
             )
         return template
@@ -310,7 +310,7 @@ def cut_at_continue_mark(text: str, final: str) -> str:
     mark_start = text.rfind(CONTINUE_MARK.strip())
     if mark_start < 0 or final.strip() not in text:
         raise InvalidRequest(
-            "continue_final_message: the chat template does not show the final message as it is",
+            "continue_final_message: the chat template changes the text of the final message",
             param="continue_final_message",
         )
     # Without the mark's trailing space, the template trims messages.

@@ -166,7 +166,7 @@ class GrammarCompiler:
             return cached
         if exhausted.is_exclusive:
             raise InvalidRequest(
-                f"too complex: this answer alone needs more than a lexer of {LARGE_LEXER_STATES} states"
+                f"too complex: a single answer needs more than a lexer with {LARGE_LEXER_STATES} states"
             )
         self._make_room_for_large_lexer()
         compiled = self._compile_and_evict_to_fit(grammar, LARGE_LEXER_STATES, exclusive=exclusive)

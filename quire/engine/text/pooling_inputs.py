@@ -77,7 +77,7 @@ def encode_reranker_prompts(
 
 def _max_text_tokens(limit: int, num_special_tokens: int) -> int:
     if limit <= num_special_tokens:
-        message = f"truncate_prompt_tokens must leave room beside {num_special_tokens} special tokens, got {limit}"
+        message = f"truncate_prompt_tokens must leave room for {num_special_tokens} special tokens, got {limit}"
         raise InvalidRequest(message, param="truncate_prompt_tokens")
     return limit - num_special_tokens
 

@@ -183,7 +183,7 @@ class BlockLoader:
                     load, ~snapshot.slot, state_key(snapshot.digest)
                 )
         except Exception:  # the request computes what is missing
-            log.exception("KV pages cannot be copied to the device")
+            log.exception("KV blocks cannot be copied to the device")
         load.ended_at = clock.monotonic()
         self._finished.append(load)
         self._finished_event.set()

@@ -92,7 +92,7 @@ class DiskTier:
         except OSError as error:
             temporary.unlink(missing_ok=True)
             if not self._write_failed:
-                log.warning("KV pages cannot be written to %s: %s", self._root, error.strerror or error)
+                log.warning("KV blocks cannot be written to %s: %s", self._root, error.strerror or error)
             self._write_failed = True
             return
         self._write_failed = False

@@ -43,7 +43,7 @@ class GuardedTier:
         if (sealed := self._call_or_disable_on_timeout(lambda: self._tier.fetch(digest))) is None:
             return None
         if (page := unseal_block(self._identity, digest, sealed)) is None:
-            log.warning("a page of the %s tier was not what was put there", self.name)
+            log.warning("a block of the %s tier differs from what was stored there", self.name)
             self.drop(digest)
         return page
 

@@ -168,4 +168,4 @@ def _write_hashes(hash_folder: Path, hashes: dict[str, str]) -> None:
             json.dump(dict(list(hashes.items())[-_MAX_REMEMBERED:]), file)
         temporary.rename(hash_folder / _HASHES_FILE)
     except OSError as error:
-        log.warning("the hash of the weights is not kept: %s", error.strerror)
+        log.warning("the hash of the weights cannot be saved: %s", error.strerror)

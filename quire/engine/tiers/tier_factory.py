@@ -29,19 +29,16 @@ def requested_tier_setting_names(config: EngineConfig) -> list[str]:
 def check_tiers(config: EngineConfig, *, is_encoder: bool) -> None:
     """Raises ConfigError."""
     has_no_folder = config.kv_offload_disk is not None and config.kv_offload_dir is None
-    refuse_setting_if(
-        "kv_offload_disk", has_no_folder and "says how much --kv-offload-dir DIR may take, which is not given"
-    )
+    refuse_setting_if("kv_offload_disk", has_no_folder and "is the limit of --kv-offload-dir DIR, which is not given")
     if not (settings := requested_tier_setting_names(config)):
         return
     names = ("tensor_parallel_size", "pipeline_parallel_size")
     parallel_settings = [name for name in names if getattr(config, name) > 1]
     refuse_setting_if(
         settings[0],
-        is_encoder and "encoders keep no KV cache",
-        not config.enable_prefix_caching and "pages are found as cached prefixes: it needs prefix caching",
-        parallel_settings != []
-        and f"pages of several ranks ({parallel_settings[0]}) are not kept beside their cache yet",
+        is_encoder and "encoders have no KV cache",
+        not config.enable_prefix_caching and "offloaded blocks are found through the prefix cache, which is off",
+        parallel_settings != [] and f"blocks of several ranks ({parallel_settings[0]}) cannot be offloaded yet",
     )
 
 
@@ -58,7 +55,7 @@ def make_kv_offloader(
     if not (settings := requested_tier_setting_names(config)):
         return NullKVOffloader(), []
     if (mover := make_block_mover()) is None:
-        raise ConfigError(f"{settings[0]}: what computes here has no pages that can be copied", param=settings[0])
+        raise ConfigError(f"{settings[0]}: this executor has no KV blocks that can be copied", param=settings[0])
     state_mover = None if make_state_offload_mover is None else make_state_offload_mover()
     layout = mover.layout if state_mover is None else f"{mover.layout}; {state_mover.layout}"
     tiers: list[Tier] = []
@@ -74,8 +71,8 @@ def make_kv_offloader(
         kv_folder = None if config.kv_offload_dir is None else open_kv_dir(config.kv_offload_dir)
         weights = None if weight_files is None else weight_files.content_hash(kv_folder)
         if weights is None:
-            why = "are in no file" if weight_files is None else "changed on the disk while they were loaded"
-            notes.append(f"no KV is kept outside this process: the weights {why}")
+            why = "are in no file" if weight_files is None else "changed on disk while they were loaded"
+            notes.append(f"KV blocks are not offloaded: the weights {why}")
         else:
             identity = compute_identity(config, model, weights, layout)
             if config.kv_offload_dir is not None:

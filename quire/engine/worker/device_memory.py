@@ -383,12 +383,15 @@ def explain_out_of_memory(what: str, param: str, advice: str) -> Iterator[None]:
 
 
 def explain_weights_out_of_memory() -> AbstractContextManager[None]:
-    advice = "Use quantization int4, serve a smaller model, or free memory that others hold; quire plan says what fits"
+    advice = (
+        "Use quantization int4, serve a smaller model, or free memory that other processes hold; "
+        "quire plan shows what fits"
+    )
     return explain_out_of_memory("the weights", "model", advice)
 
 
 def allocate_kv_blocks_checked(model: Decoder, num_blocks: int) -> list[torch.Tensor]:
     """Raises ConfigError."""
     param = "gpu_memory_utilization" if model.device.type == "cuda" else "kv_cache_memory"
-    with explain_out_of_memory(f"{num_blocks} pages of KV cache", param, "Lower it, or --max-model-len"):
+    with explain_out_of_memory(f"{num_blocks} blocks of KV cache", param, "Lower it, or --max-model-len"):
         return allocate_kv_blocks(model, num_blocks)

@@ -58,10 +58,10 @@ def check_device_supports_attention(device: torch.device, model: ModelConfig, sp
     """Raise ConfigError for unsupported attention or recurrence."""
     parts, kind = spec.sublayers_of_kind(AttentionLayerSpec), model.model_type
     biased = any(each.alibi is not None for each in parts)
-    on_cpus = f"ALiBi of attention ({kind}) is served on CPUs alone so far: --device cpu"
+    on_cpus = f"ALiBi of attention ({kind}) is served only on CPUs so far: --device cpu"
     refuse_setting_if("device", biased and device.type != "cpu" and on_cpus)
     states = {"states of sequences (delta nets, Mamba)": spec.needs_state_snapshots, "latent attention": has_mla(spec)}
-    on_cuda = "on CPUs and on GPUs of CUDA's alone so far: --device cpu"
+    on_cuda = "only on CPUs and CUDA GPUs so far: --device cpu"
     refuse_setting_if(
         "device",
         *(f"{what} ({kind}): {on_cuda}" for what, is_used in states.items() if is_used and is_other_device(device)),
@@ -93,7 +93,7 @@ def choose_device(config: EngineConfig) -> torch.device:
     if driver is not None:
         raise ConfigError(f"device: {_explain_driver_failure(driver)}; --device cpu serves without it", param="device")
     if config.device == "cuda":
-        raise ConfigError("device: cuda was asked for, but torch finds no NVIDIA GPU", param="device")
+        raise ConfigError("device: cuda was requested, but torch finds no NVIDIA GPU", param="device")
     return torch.device("cpu")
 
 
@@ -110,7 +110,7 @@ def refuse_gpu_replicas(config: EngineConfig, device: torch.device) -> torch.dev
         "data_parallel_size",
         device.type != "cpu"
         and config.data_parallel_size > 1
-        and "replicas are served on CPUs alone so far: --device cpu, or a server for each GPU",
+        and "replicas are served only on CPUs so far: --device cpu, or a server for each GPU",
     )
     return device
 
@@ -123,7 +123,7 @@ def check_non_cuda_accelerator_settings(config: EngineConfig, device: torch.devi
     refuse_setting_if(
         "deterministic", config.deterministic and f"{where}PyTorch's products there may depend on the batch"
     )
-    tiers = f"{where}pages are kept beside the cache of CPUs and of CUDA's GPUs alone so far"
+    tiers = f"{where}blocks are offloaded only from CPUs and CUDA GPUs so far"
     for name in ("kv_offload_memory", "kv_offload_dir", "kv_offload_tier"):
         refuse_setting_if(name, bool(getattr(config, name)) and tiers)
     for name in ("quantization", "kv_cache_dtype") if device.type == "mps" else ():  # MPS has no float8
@@ -159,7 +159,7 @@ def _explain_driver_failure(driver: str, root: Path = Path("/")) -> str:
     min_driver = _MIN_DRIVERS.get(cuda_version.split(".")[0])
     but = f"{here}, but PyTorch {torch.__version__}, built for CUDA {cuda_version}, cannot use it"
     if not (root / "dev/nvidia0").exists() and not (root / "dev/dxg").exists():
-        return f"{but}, for there is no /dev/nvidia0: start a container with --gpus all"
+        return f"{but}, because /dev/nvidia0 does not exist: start the container with --gpus all"
     try:
         torch.cuda.init()
         cause = "no device"
@@ -184,7 +184,7 @@ class ModelDTypes:
 def choose_dtypes(config: EngineConfig, model: ModelConfig, device: torch.device) -> ModelDTypes:
     """Raises ConfigError."""
     if _prefers_float32_activations(config, model, device):
-        why = "float32, beside weights of few bits, with keys and values of {}; --dtype bfloat16 computes in that"
+        why = "float32, with quantized weights and keys and values in {}; --dtype bfloat16 computes in that"
         kv_dtype = torch.bfloat16 if config.kv_cache_dtype == "auto" else _KV_DTYPES[config.kv_cache_dtype]
         return ModelDTypes(torch.float32, kv_dtype, why.format(str(kv_dtype).removeprefix("torch.")))
     dtype, change_note = choose_compute_dtype_and_note(config, model, device)
@@ -305,10 +305,10 @@ def context_parallel_backend(
     refuse_setting_if(
         "decode_context_parallel_size",
         spec.context_parallel_error(),
-        config.nnodes > 1 and "ranks of one machine alone divide tokens so far (nnodes)",
+        config.nnodes > 1 and "only ranks of one machine can divide tokens so far (nnodes)",
         speculative is not None
         and speculative.has_weights
-        and f"speculative_config: {speculative.method!r} has pages of its own; ngram, suffix and grammar have none",
+        and f"speculative_config: {speculative.method!r} has its own KV cache; ngram, suffix and grammar have none",
     )
     assert parallel_backend is not None
     parallel_backend.cuda_graph_support = backend.cuda_graph_support
@@ -379,7 +379,7 @@ def choose_backend(
 
 def _check_block_size_then_try(tokens: int, trial: BackendTrial | None, backend: Backend) -> str | None:
     if backend.block_size != tokens:
-        return f"its pages have {backend.block_size} tokens, not {tokens} (block_size)"
+        return f"its blocks have {backend.block_size} tokens, not {tokens} (block_size)"
     return None if trial is None else trial(backend)
 
 

@@ -38,9 +38,9 @@ NONFINITE_TOKEN = -1
 """Replaces the sampled token if logits are infinite or NaN."""
 _NONFINITE_CAUSE = "its weights, or an adapter's, are broken, or too large for its type"
 _FAILURES_BY_TOKEN = {
-    NONFINITE_TOKEN: RequestFailure(f"the model gave no finite number for the next token: {_NONFINITE_CAUSE}"),
+    NONFINITE_TOKEN: RequestFailure(f"the model computed no finite logit for the next token: {_NONFINITE_CAUSE}"),
     NO_TOKEN_LEFT: RequestFailure(
-        "the request's constraints leave no token to go on with (allowed_token_ids, bad_words, min_tokens)",
+        "the request's constraints leave no token to continue with (allowed_token_ids, bad_words, min_tokens)",
         "constraints",
     ),
 }

@@ -55,7 +55,7 @@ def warm_up_runner(
     if prompts is not None:
         notes += prompts.graph_set.failure_notes("steps with prompts of {} tokens")
         notes += prompts.draft_head_graphs.failure_notes("heads beside prompts of {} tokens")
-    return notes + ([] if guesses is None else guesses.graph_set.failure_notes("guesses of {} rows"))
+    return notes + ([] if guesses is None else guesses.graph_set.failure_notes("draft verification of {} rows"))
 
 
 def precompile_kernels(

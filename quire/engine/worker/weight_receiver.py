@@ -88,7 +88,7 @@ def main() -> None:
             result = make_result(call.id, invoke(WeightReceiverMethods, receiver, call))
         except Exception as error:
             message = str(error).partition("\n")[0] or type(error).__name__
-            result = UtilityResult(call.id, error=Fault.of(InvalidRequest(f"the group broke: {message}")))
+            result = UtilityResult(call.id, error=Fault.of(InvalidRequest(f"the process group failed: {message}")))
         connection.sendall(encode_frame(result))
 
 

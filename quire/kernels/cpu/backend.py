@@ -111,7 +111,7 @@ class CpuBackend(CpuLinearBackend):
         kv_format = native_library.kv_format(k_cache, scales)
         pointers = map(native_library.to_ctypes, (k, v, k_cache, v_cache, kv_format, slots))
         if self.library.store_kv[k.dtype](*pointers, *sizes):
-            raise IndexError(f"slots outside the {k_cache.shape[0]} pages of the cache")
+            raise IndexError(f"slots outside the {k_cache.shape[0]} blocks of the cache")
 
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams

@@ -347,7 +347,7 @@ def loadable_isas() -> list[str]:
     if wanted not in ISAS:
         raise ValueError(f"QUIRE_CPU_ISA={wanted!r} is not one of {', '.join(ISAS)}")
     if wanted not in usable:
-        raise ValueError(f"QUIRE_CPU_ISA={wanted} cannot run here; what can: {', '.join(usable)}")
+        raise ValueError(f"QUIRE_CPU_ISA={wanted} cannot run here; these can: {', '.join(usable)}")
     return usable[: usable.index(wanted) + 1]
 
 

@@ -20,7 +20,7 @@ def require_other_device(name: str) -> torch.device:
     """Raises ValueError if PyTorch finds no such device."""
     backend_module = getattr(torch, name, None)
     if backend_module is None or not backend_module.is_available():
-        missing = f"{name} was asked for, but PyTorch {torch.__version__} finds none of {OTHER_DEVICES[name]} here"
+        missing = f"{name} was requested, but PyTorch {torch.__version__} finds none of {OTHER_DEVICES[name]} here"
         raise ValueError(f"{missing}; --device cpu serves")
     return torch.device(name)
 

@@ -56,7 +56,7 @@ class TritonBackend(TritonLinearBackend):
     def attend_context_shard(
         self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: AttentionParams, shard: ContextShard
     ) -> Tensor:
-        assert softmax.lookahead == 0, "no decoder that is served has it"
+        assert softmax.lookahead == 0, "no served decoder uses it"
         return attend_by_parts(
             lambda rows, part: self._attend_part_on_shard(rows, caches, part, softmax, shard), q, metadata
         )

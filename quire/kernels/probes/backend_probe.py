@@ -97,11 +97,11 @@ class PagedAttentionProbe(BackendProbe):
         for whole in (True, False):
             got = backend.paged_attention(q, k_cache, v_cache, replace(prompts, is_full_prefill=whole), softmax)
             if not is_close(got, expected):
-                return "computes something else than the reference for a prompt"
+                return "differs from the reference for a prompt"
         rows, part = make_mixed_step(self.device, lengths, backend.block_size)
         got = backend.paged_attention(q[rows.to(self.device)].clone(), k_cache, v_cache, part, softmax)
         if not is_close(got, expected[rows]):
-            return "computes something else than the reference for a decode beside a part of a prompt"
+            return "differs from the reference for a decode batched with a chunk of a prompt"
         last = torch.tensor(lengths, device=self.device).cumsum(0) - 1
         ones = last_tokens_metadata(self.device, (1, 1), lengths, backend.block_size)
         q, expected = q[last].clone(), expected[last.cpu()]
@@ -110,7 +110,7 @@ class PagedAttentionProbe(BackendProbe):
             return backend.paged_attention(q, k_cache, v_cache, ones, softmax)
 
         if not is_close(attend_decodes(), expected):
-            return "computes something else than the reference for a decode"
+            return "differs from the reference for a decode"
         return None if self.capture is None else check_graph_replay(self.capture, attend_decodes, expected)
 
     def _check_prefill_graph(
@@ -180,7 +180,7 @@ def check_graph_replay(
         right = is_close(result, expected)
     except Exception as error:
         return f"a CUDA graph cannot hold its {what}; --enforce-eager does without ({describe_kernel_error(error)})"
-    return None if right else "computes something else than the reference in a CUDA graph; --enforce-eager does without"
+    return None if right else "differs from the reference in a CUDA graph; --enforce-eager does without"
 
 
 def is_close(got: Tensor, expected: Tensor) -> bool:

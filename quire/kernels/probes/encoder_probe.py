@@ -41,7 +41,7 @@ class EncoderProbe(BackendProbe):
             outputs = self._run_ops(backend, there, lengths, window, size)
             expected = self._run_ops(ReferenceBackend(), host_inputs, lengths, window, size)
             if not all(is_close(each, wanted.float()) for each, wanted in zip(outputs, expected, strict=True)):
-                return f"computes something else than the reference for {what}"
+                return f"differs from the reference for {what}"
         return None
 
     def _random_inputs(self, tokens: int) -> _ProbeInputs:

@@ -58,17 +58,17 @@ class MLAProbe(BackendProbe):
         stored = backend.rope_and_store_latent_kv(absorb(own_q, NO_ADAPTERS), own_kv, rule, cache, prompts)
         got = backend.paged_attention(stored, cache, cache, prompts, softmax)
         if not is_close(expand(got.flatten(1), NO_ADAPTERS), expected):
-            return "computes something else than the reference for a prompt's latents"
+            return "differs from the reference for a prompt's latents"
         if (blocks := as_worthwhile_expandable_or_none(absorb, cache, prompts)) is not None:
             turned = backend.rope_and_store_latent_kv(
                 own_q.view(len(q), self.heads, -1).clone(), own_kv, rule, cache, prompts
             )
             if not is_close(blocks.attend_expanded(turned, expand, cache, prompts, softmax), expected):
-                return "computes something else than the reference where latents are expanded"
+                return "differs from the reference where latents are expanded"
         rows, part = make_mixed_step(self.device, lengths, backend.block_size)
         got = backend.paged_attention(stored[rows.to(self.device)], cache, cache, part, softmax)
         if not is_close(expand(got.flatten(1), NO_ADAPTERS), expected[rows]):
-            return "computes something else than the reference for latents of a decode beside a part of a prompt"
+            return "differs from the reference for the latents of a decode batched with a chunk of a prompt"
         last = torch.tensor(lengths).cumsum(0) - 1
         ones = last_tokens_metadata(self.device, (1, 1), lengths, backend.block_size)
         queries = stored[last.to(self.device)].clone()
@@ -77,7 +77,7 @@ class MLAProbe(BackendProbe):
             return expand(backend.paged_attention(queries, cache, cache, ones, softmax).flatten(1), NO_ADAPTERS)
 
         if not is_close(attend_decodes(), expected[last]):
-            return "computes something else than the reference for latents of a decode"
+            return "differs from the reference for latents of a decode"
         return None if self.capture is None else check_graph_replay(self.capture, attend_decodes, expected[last])
 
     def _random_tensor(self, *shape: int) -> Tensor:

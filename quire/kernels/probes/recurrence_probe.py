@@ -40,11 +40,14 @@ class RecurrenceProbe(BackendProbe):
         steps = (
             ("a prompt", _step_metadata([0, 0], _TOKEN_COUNTS, [0, 0], _TOKEN_COUNTS)),
             ("guesses", _step_metadata([first, second], (first + 3, 3), [first, second], (first + 1, 3))),
-            ("a step behind guesses", _step_metadata([first + 2, 3], (first + 3, 4), [first + 1, 3], (first + 3, 4))),
+            (
+                "a step after draft tokens",
+                _step_metadata([first + 2, 3], (first + 3, 4), [first + 1, 3], (first + 3, 4)),
+            ),
         )
         for what, metadata in steps:
             if not is_close(mine.run_probe_step(numbers, metadata), judge.run_probe_step(numbers, metadata)):
-                return f"computes something else than the reference for {what} of a {type(self.rule).__name__}"
+                return f"differs from the reference for {what} of a {type(self.rule).__name__}"
         last = _step_metadata([first + 3, 4], (first + 4, 5), None, None)
         decode = mine.make_step_function(numbers, last)
         if self.capture is None:

@@ -104,7 +104,7 @@ def _run_sequence(
     first, most = context - len(inputs), states.draft_inputs.shape[1]
     stop = min(max(known, seen), context)
     if not 0 <= first - seen <= most or context - stop > most:
-        raise IndexError("more guesses than a slot keeps")
+        raise IndexError("more draft tokens than a slot has room for")
     before = [states.draft_inputs[slot, at % most] for at in range(seen, first)]
     matrices = states.matrices[slot] if first else torch.zeros_like(states.matrices[slot])
     readouts = []

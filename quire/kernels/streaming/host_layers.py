@@ -90,9 +90,8 @@ class HostLayerStreamer(LayerStreamer):
     def summary(self) -> str:
         host, slots = (sum(each.nbytes for each in some) / 2**30 for some in (self._host_buffers.values(), self._slots))
         return (
-            f"layers: {len(self.streamed_layers):,} lie in the host's memory, {host:.2f} GiB, "
-            "which each step copies to the "
-            f"device, where {slots:.2f} GiB are for them"
+            f"layers: {len(self.streamed_layers):,} are in host memory, {host:.2f} GiB, "
+            f"and are copied to the device in each step, into {slots:.2f} GiB reserved for them"
         )
 
     def begin_pass(self) -> None:

@@ -17,7 +17,7 @@ from quire.server.config import ServerConfig
 from quire.server.shared_capacity import SharedCapacity
 
 SHUTTING_DOWN_MESSAGE = "The server is shutting down"
-ASLEEP_MESSAGE = "The model sleeps and takes no requests: POST /wake_up wakes it"
+ASLEEP_MESSAGE = "The model is asleep and takes no requests: POST /wake_up wakes it"
 REJECTION_REASONS = ("max_num_queued_reqs", "max_num_queued_tokens", "shutting_down", "asleep")
 """Reasons for a 503; the first two are vLLM's names."""
 
@@ -99,13 +99,13 @@ class Admission:
         room = config.max_queued_requests - waiting
         mine = min(waiting, client.num_open_of(tenant.name) + requests)
         if room < 0 or (self._has_api_keys and mine > room + 1):
-            message = f"Too many requests wait already ({client.num_open} are open). Please try again later"
+            message = f"Too many requests are waiting already ({client.num_open} are open). Please try again later"
             raise self._make_counted_error("max_num_queued_reqs", message)
         queued = client.queued_tokens
         room = config.max_queued_tokens - queued - tokens
         mine = min(queued, self._token_budget.used_by_owner(tenant.name)) if self._has_api_keys else 0
         if queued and mine > room:
-            message = f"Too many prompt tokens wait already ({queued} of {config.max_queued_tokens})"
+            message = f"Too many prompt tokens are waiting already ({queued} of {config.max_queued_tokens})"
             raise self._make_counted_error("max_num_queued_tokens", f"{message}. Please try again later")
 
     def _make_counted_error(self, reason: str, message: str) -> Overloaded:

@@ -67,9 +67,9 @@ class AllowedHostsMiddleware:
         host = host[:_MAX_SHOWN_CHARACTERS]
         if not self._has_warned:
             self._has_warned = True
-            log.warning("a request to the host %r was refused: --allowed-hosts names those that may be asked", host)
+            log.warning("a request to the host %r was refused: --allowed-hosts lists the hosts that are accepted", host)
         message = (
-            f"This server listens on this machine alone and asks for no API key, so it is not for requests to {host!r}:"
+            f"This server listens only on this machine and needs no API key, so it refuses requests to {host!r}:"
             " start it with --allowed-hosts and that name, or with --api-key"
         )
         failure = ErrorInfo(403, message, "permission_error", None, "host_not_allowed")

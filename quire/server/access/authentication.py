@@ -31,7 +31,7 @@ class AuthenticationMiddleware:
         if "tenant" in scope:  # a request of the server itself, see server/batches
             return await self._app(scope, receive, send)
         if not self._tenants.requires_key and scope["path"] in LOCAL_ONLY_PATHS and not is_local_program(scope):
-            message = "Without API keys this route is for this machine's programs alone: see --admin-api-key"
+            message = "Without API keys only programs on this machine may use this route: see --admin-api-key"
             failure = ErrorInfo(403, message, "permission_error", None, "admin_key_needed")
             return await error_response(scope["path"], failure, {})(scope, receive, send)
         if not self._tenants.requires_key or is_public_path(scope["path"]):

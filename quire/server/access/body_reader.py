@@ -182,7 +182,7 @@ class BodyReader:
                     return
         finally:
             self._waiting.remove(waiting)
-        raise Overloaded("The bodies of other requests take all the memory that is set aside. Please try again later")
+        raise Overloaded("The bodies of other requests use all the memory reserved for them. Please try again later")
 
     def _check_size(self, size: int) -> None:
         if size > self._max_bytes:

@@ -42,7 +42,10 @@ def parse_encodings(headers: Headers) -> list[str]:
     supported = " and ".join(ENCODINGS)
     for name in encodings:
         if name not in ENCODINGS:
-            message = f"The header Content-Encoding names {name[:50]!r}, and bodies are read in {supported} or plain"
+            message = (
+                f"The header Content-Encoding names {name[:50]!r}, but bodies are accepted in {supported} "
+                "or uncompressed"
+            )
             raise HTTPException(415, message, {"Accept-Encoding": ", ".join(ENCODINGS)})
     if len(encodings) > MAX_LAYERS:
         raise InvalidRequest(f"The header Content-Encoding names more than {MAX_LAYERS} encodings")

@@ -52,4 +52,6 @@ class PreflightRefusalLogMiddleware:
     def _count_refusal_and_warn(self, origin: str) -> None:
         self._num_refused += 1
         if self._num_refused == REFUSALS_BEFORE_WARNING:
-            log.warning("web pages of %r may not call this server: --allowed-origins names those that may", origin)
+            log.warning(
+                "web pages of %r may not call this server: --allowed-origins lists the origins that may", origin
+            )

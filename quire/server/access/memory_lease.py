@@ -41,9 +41,7 @@ class MemoryLease:
             and self._budget.total_used > self._counted
             and not self._budget.has_room(self._owner, added_bytes)
         ):
-            raise Overloaded(
-                "Answers that wait for their end or for their readers take all the memory that is set aside"
-            )
+            raise Overloaded("Answers that are unfinished or unread use all the memory reserved for them")
         self._size += size
         self._counted = leased_bytes
         self._budget.adjust_held_amount(self._owner, added_bytes)

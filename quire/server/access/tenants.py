@@ -69,7 +69,7 @@ class Tenants:
             if tenant.digest in tenants_by_digest:
                 raise ConfigError(f"{source}: {name} has the same key as {tenants_by_digest[tenant.digest].name}")
             if name in names:
-                raise ConfigError(f"{source}: {name} is a name that a key given by flag has")
+                raise ConfigError(f"{source}: {name} is already the name of a key given by a flag")
             tenants_by_digest[tenant.digest] = tenant
             names.add(name)
         self._keyed_tenants = list(tenants_by_digest.values())
@@ -119,11 +119,11 @@ class Tenants:
             except ValueError:
                 digest = b""
             if len(digest) != hashlib.sha256().digest_size:
-                raise ConfigError(f"{source}: {name} must have 64 hexadecimal digits behind {HASH_PREFIX}")
+                raise ConfigError(f"{source}: {name} must have 64 hexadecimal digits after {HASH_PREFIX}")
         elif entry.key != entry.key.strip() or not (entry.key.isascii() and entry.key.isprintable()):
             raise ConfigError(
-                f"{source}: {name} has a key that clients cannot send: take letters, digits and signs of ASCII, "
-                "no white space at either end"
+                f"{source}: {name} has a key that clients cannot send: use ASCII letters, digits and "
+                "signs, without white space at either end"
             )
         else:
             digest = _hash_key(entry.key)

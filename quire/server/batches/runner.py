@@ -157,7 +157,7 @@ class BatchRunner:
 
     async def _current_batch(self, owner: str, id: str) -> Batch:
         batch = await asyncio.to_thread(self.batches.find, owner, id)
-        assert batch is not None, "those that have not ended are kept"
+        assert batch is not None, "unfinished ones are kept"
         return batch
 
     async def _import_input_file(self, owner: str, batch: Batch) -> None:
@@ -180,7 +180,7 @@ class BatchRunner:
         expire = asyncio.get_running_loop().call_later(seconds_left, cancelled.set)
         try:
             if (tenant := self._tenants.find_by_digest(owner)) is None:
-                log.error("the batch %s waits for its API key, which is not taken here", batch.id)
+                log.error("the batch %s waits for its API key, which this server does not accept", batch.id)
                 await cancelled.wait()
             else:
                 extra_scope = {"tenant": self._derive_batch_tenant(tenant), PRIORITY_SCOPE_KEY: BATCH_PRIORITY}

@@ -167,7 +167,7 @@ class ApiProcessManager:
                 await process.stop(0.0)
             await hub.close()
         if not self._client.alive:
-            raise EngineError("the engine ended and could not be brought back; see the log above")
+            raise EngineError("the engine ended and could not be restarted; see the log above")
         if INTERRUPTED_STATUS in codes:
             return INTERRUPTED_STATUS
         return 0 if all(code in (0, -signal.SIGTERM) for code in codes) else 1

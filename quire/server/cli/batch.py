@@ -125,7 +125,7 @@ class BatchClient:
                 try:
                     batch = self.fetch_batch(id)
                 except httpx.TransportError:
-                    progress.update(bar, description="the server is away")
+                    progress.update(bar, description="the server does not answer")
 
     @staticmethod
     def _parse_response(response: httpx.Response) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def _run_action(server: BatchClient, args: argparse.Namespace) -> int:
         print(f"quire batch: {where}{error['message']}", file=sys.stderr)
     if args.output is not None:
         if batch["status"] == "failed":
-            raise EngineError("no request was answered: mend the file, and submit it again")
+            raise EngineError("no request was answered: fix the file, and submit it again")
         server.download_results(batch, args.output)
     return int(batch["status"] in ("failed", "expired") or batch["request_counts"]["failed"] > 0)
 

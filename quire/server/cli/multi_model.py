@@ -90,7 +90,7 @@ class MultiModelHost:
             for member in self._manager.managed_models
         )
         memory = self._models_config.memory_limit_bytes
-        bound = "" if memory is None else f"\n  memory     {memory / 2**30:.4g} GiB for those that are awake"
+        bound = "" if memory is None else f"\n  memory     {memory / 2**30:.4g} GiB for the models that are awake"
         assert first.runtime is not None
         chats = first.runtime.model.chat_renderer.has_template
         return f"""\

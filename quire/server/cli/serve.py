@@ -91,7 +91,7 @@ def main(argv: Sequence[str], started: float) -> int:
         models = SingleModelHost(config)
     else:
         if "model" in config.model_fields_set:
-            parser.error("MODEL and --models are two ways to say what is served: give one of them")
+            parser.error("MODEL and --models both say what to serve: give only one of them")
         models = import_module("quire.server.cli.multi_model").MultiModelHost(config, args.models)
     log_setup.set_up_logging(config)
     raise_open_file_limit()
@@ -221,7 +221,7 @@ class ServerRun:
         await server.serve(sockets=[self._listener])
         watcher.cancel()
         if not self._models.alive:
-            raise EngineError("the engine ended and could not be brought back; see the log above")
+            raise EngineError("the engine ended and could not be restarted; see the log above")
         if server.force_exit:
             return INTERRUPTED_STATUS
         return 0 if server.started else 1

@@ -50,7 +50,7 @@ def client_ssl_context(cacert: Path | None) -> ssl.SSLContext:
         try:
             context.load_verify_locations(cacert)
         except (OSError, ssl.SSLError) as error:
-            why = "it is no PEM file of certificates" if isinstance(error, ssl.SSLError) else error.strerror
+            why = "it is not a PEM file of certificates" if isinstance(error, ssl.SSLError) else error.strerror
             raise ConfigError(f"cacert: cannot use {cacert}: {why}", param="cacert") from None
     return context
 

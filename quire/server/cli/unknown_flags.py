@@ -152,14 +152,16 @@ def _merge_object(
     """`parts`: dotted keys with values."""
     merged = _parse_json_or_text(values[-1]) if values else {}
     if not isinstance(merged, dict):
-        parser.error(f"argument {name}: {values[-1]!r} is no JSON object that {name}.{parts[0][0]} could be a part of")
+        parser.error(
+            f"argument {name}: {values[-1]!r} is not a JSON object that {name}.{parts[0][0]} could be a part of"
+        )
     for keys, text in parts:
         inner = merged
         *path, last = keys.split(".")
         for key in path:
             inner = inner.setdefault(key, {})
             if not isinstance(inner, dict):
-                parser.error(f"argument {name}: {key} is no object, which {name}.{keys} could be a part of")
+                parser.error(f"argument {name}: {key} is not an object, which {name}.{keys} could be a part of")
         if last.endswith("+"):
             inner.setdefault(last[:-1], []).extend(_parse_json_or_text(each) for each in text.split(","))
         else:

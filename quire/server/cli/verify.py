@@ -85,9 +85,9 @@ def main(argv: Sequence[str], started: float) -> int:
     add_settings_flags(parser, EngineConfig, {EngineConfig: "engine"})
     args, config = parse_settings(parser, argv, EngineConfig, "name")
     if args.requests < 2:
-        raise ConfigError("--requests must be at least 2: one alone shares no batch")
+        raise ConfigError("--requests must be at least 2: a single request shares no batch")
     if config.data_parallel_size > 1:
-        raise ConfigError("data_parallel_size: what is verified is one engine, and replicas compute as it does")
+        raise ConfigError("data_parallel_size: verify runs one engine; replicas compute the same")
     pull_configured_model_if_missing(config)
     info, checks = uvloop.run(Verification(config, args.requests, ProcessClient).run_checks())
     passed = all(check.has_passed for check in checks)
@@ -180,7 +180,7 @@ class Verification:
         ):
             tokens = await generate_tokens(client, self._requests)
             count = client.engine_core.stats.preemptions
-            return self._compare_tokens("preempted", f"{blocks} pages in all, {count} preemptions", count > 0, tokens)
+            return self._compare_tokens("preempted", f"{blocks} blocks in all, {count} preemptions", count > 0, tokens)
 
     def _compare_tokens(self, name: str, what: str, exercised: bool, tokens: TokensByRequest) -> CheckResult:
         differing = sum(tokens[request.id] != self._expected_tokens[request.id] for request in self._requests)

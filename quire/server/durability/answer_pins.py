@@ -99,7 +99,7 @@ def resume_conflict(resumed: ResumedCall, request: GenerationRequest, identity: 
             return "The model of this answer has been changed since: ask for a new one"
         recomputes_logprobs = request.logprobs or request.prompt_logprobs is not None
         if request.beam_search or (recomputes_logprobs and resumed.call.progress.num_tokens):
-            return "All of this answer would be computed again, and what computes it does not give the same: ask anew"
+            return "All of this answer would have to be recomputed, and this configuration may not reproduce it"
     if resumed.seen_events and len(resumed.seen_events) != request.num_choices + 2:
-        return "Last-Event-ID is the id of no event of this stream"
+        return "Last-Event-ID is not the id of an event of this stream"
     return None

@@ -170,7 +170,7 @@ class Background:
             try:
                 await on_end()
             except Exception:
-                logger.exception("the end of %s could not be kept", key[1])
+                logger.exception("the end of %s could not be saved", key[1])
             finally:
                 running.mark_ended()
                 self._retain_ended_events_for_peers(key, running)

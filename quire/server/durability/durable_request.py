@@ -95,7 +95,7 @@ class DurableRequest(ABC):
     def submit(
         self, client: EngineClient, resolved: GenerationRequest, requests: Sequence[EngineCoreRequest]
     ) -> OutputSource:
-        """Raises EngineError if the engine is gone."""
+        """Raises EngineError if the engine has ended."""
         return client.submit(requests, resolved.answer_id)
 
     async def journal(self, resolved: GenerationRequest, running: RunningGeneration[Generation]) -> None:  # noqa: B027 - as above
@@ -198,7 +198,7 @@ class JournaledRequest(DurableRequest):
         fields = resolved.responses_fields
         if fields is not None and fields.conversation_id is not None:  # the conversation changes until the next time
             if self.has_idempotency_key:
-                message = "Idempotency-Key: not with a conversation, which each answer changes"
+                message = "Idempotency-Key: cannot be combined with a conversation, which each answer changes"
                 raise InvalidRequest(message, param=IDEMPOTENCY_HEADER)
             self._body = None
             return fresh

@@ -76,7 +76,7 @@ class EventIdWriter(AnswerWriter):
         if self._is_journaled_step is not None and not self._is_journaled_step():
             self._is_journaled_step = None
             if self._has_reader_seen_unsent(slice(1, -1)):
-                raise Conflict("What its reader has of this answer is not all kept, and would not come again")
+                raise Conflict("Part of this answer that the client already has was not saved and cannot be reproduced")
         if len(deltas) == 1:
             delta = deltas[0]
             if (
@@ -97,7 +97,7 @@ class EventIdWriter(AnswerWriter):
 
     def last_events(self, usage: Usage) -> bytes:
         if self._has_reader_seen_unsent(slice(0, -1)):
-            raise Conflict("Last-Event-ID is the id of no event of this stream: it has fewer")
+            raise Conflict("Last-Event-ID is not the id of an event of this stream: it has fewer")
         self._writer.weights_version, self._writer.receipt = self.weights_version, self.receipt
         return self._add_ids_to_unseen_events(len(self._sent_counts) - 1, self._writer.last_events(usage))
 

@@ -130,7 +130,7 @@ def _open_write_ahead_log(data: DataDir, process: str) -> WriteAheadLog | None:
     try:
         return WriteAheadLog(data.contents.folder.parent, process)
     except OSError as error:
-        log.error("a kill may cost streams their last second: data_dir has no place for the journal's tail: %s", error)
+        log.error("a kill may lose the last second of streams: data_dir has no room for the journal's tail: %s", error)
         return None
 
 
@@ -147,9 +147,9 @@ async def resume_unfinished_work_forever(persistence: Persistence, app: ASGIApp,
             try:
                 return await _restart_response(persistence, app, tenants, owner, id)
             except (sqlite3.OperationalError, OSError, HTTPException, Overloaded) as error:
-                log.error("the response %s cannot be made again now, and is tried again: %s", id, error)
+                log.error("the response %s cannot be regenerated now; retrying: %s", id, error)
             except Exception:  # must not affect other responses
-                return log.exception("the response %s cannot be made again now; the next start tries it again", id)
+                return log.exception("the response %s cannot be regenerated now; the next start tries again", id)
         await asyncio.sleep(RETRY_SECONDS)
         persistence.unfinished_responses.add((owner, id))
 
@@ -189,7 +189,7 @@ async def _restart_response(persistence: Persistence, app: ASGIApp, tenants: Ten
     HTTPException or the disk's error if it may restart later.
     """
     if (tenant := tenants.find_by_digest(owner)) is None:
-        log.error("the response %s waits for its API key, which is not taken here", id)
+        log.error("the response %s waits for its API key, which this server does not accept", id)
         return
     if (call := await persistence.resumable_calls.find_call(owner, id)) is not None:
         claims: list[Claim] = []
@@ -207,5 +207,5 @@ async def _restart_response(persistence: Persistence, app: ASGIApp, tenants: Ten
             return
         if answer.status in _RETRYABLE_STATUSES:
             raise Overloaded(f"it was answered {answer.status}")
-        log.error("the response %s cannot be made again: %s", id, answer.body.decode(errors="replace")[:500])
+        log.error("the response %s cannot be regenerated: %s", id, answer.body.decode(errors="replace")[:500])
     await asyncio.to_thread(persistence.store.mark_response_failed, owner, id)

@@ -381,7 +381,7 @@ class ResumableCalls:
 
 
 def still_answering_error() -> HTTPException:
-    return HTTPException(409, "The request with this Idempotency-Key is still answered", {"Retry-After": "1"})
+    return HTTPException(409, "The request with this Idempotency-Key is still running", {"Retry-After": "1"})
 
 
 async def _stop_and_get_progress(running: RunningCall) -> CallProgress:
@@ -398,7 +398,7 @@ def parse_stream_grace_header(request: Request, max_seconds: float) -> float:
         return 0.0
     if not max_seconds:
         raise InvalidRequest(
-            f"{KEEP_ALIVE_HEADER}: this server keeps no streams: see --data-dir", param=KEEP_ALIVE_HEADER
+            f"{KEEP_ALIVE_HEADER}: this server stores no streams: see --data-dir", param=KEEP_ALIVE_HEADER
         )
     if not re.fullmatch(r"[0-9]{1,5}(\.[0-9]{1,3})?", header_value) or not float(header_value) <= max_seconds:
         raise InvalidRequest(

@@ -115,7 +115,9 @@ class _RegexWriter:
         while place < len(text):
             match = LARK_TOKEN.match(text, place)
             if match is None:
-                raise InvalidRequest(f"the grammar's rule {name} has what is not understood: {text[place:][:40]}")
+                raise InvalidRequest(
+                    f"the grammar's rule {name} has an expression that is not supported: {text[place:][:40]}"
+                )
             place = match.end()
             written.append(self._token_regex(match, closing, name))
             length += len(written[-1])

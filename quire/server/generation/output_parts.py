@@ -122,7 +122,7 @@ class LogprobBudget:
             self._total_logprobs += more
             if self._logprobs_by_call[call_key] > MAX_LOGPROBS:
                 raise InvalidRequest(
-                    f"the answer came to more than {MAX_LOGPROBS} log probabilities: ask for fewer, or stream a chat",
+                    f"the answer has more than {MAX_LOGPROBS} log probabilities: ask for fewer, or stream a chat",
                     param="logprobs",
                 )
             if self._total_logprobs > MAX_LOGPROBS_IN_ALL and self._logprobs_by_call[call_key] == max(

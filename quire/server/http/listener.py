@@ -10,7 +10,7 @@ from quire.server.config import ServerConfig
 
 log = logging.getLogger("quire.server.cli.serve")
 UNPROTECTED_WARNING = (
-    "whoever reaches %s may use this server, read and delete what it keeps, and watch it: no API key is needed "
+    "anyone who can reach %s may use this server, read and delete its stored data, and watch it: no API key is needed "
     "(--api-key, --api-key-file)"
 )
 

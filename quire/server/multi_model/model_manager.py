@@ -201,7 +201,7 @@ class ModelManager:
         now = clock.monotonic()
         for member in self.managed_models:
             if member.runtime is not None and not member.runtime.client.alive and not member.stop_event.is_set():
-                log.error("models: the engine of %s could not be brought back", member.entry.name)
+                log.error("models: the engine of %s could not be restarted", member.entry.name)
                 await self._close_model_runtime(member)
             needs_wake = member.num_open > 0 and member.state != "awake" and now - member.failed_at >= _RETRY_SECONDS
             member.waiting_since = (member.waiting_since or now) if needs_wake else 0.0

@@ -90,7 +90,7 @@ class ModelsConfig:
         if not name or len(name) > _MAX_NAME_LENGTH or not name.isprintable() or name != name.strip():
             raise ConfigError(f"model: a name has 1 to {_MAX_NAME_LENGTH} printable characters", param="model")
         if foreign := sorted(settings.keys() & {*_FILE_ONLY_SETTINGS, *_PRESET_KEYS}):
-            raise ConfigError(f"settings: {foreign[0]} can be set in the file alone", param="settings")
+            raise ConfigError(f"settings: {foreign[0]} can be set only in the file", param="settings")
         try:
             return _parse_entry("settings", name, settings, self.defaults, self.flags)
         except ConfigError as error:

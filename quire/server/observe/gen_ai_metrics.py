@@ -58,14 +58,14 @@ class GenAiHistograms:
         self._model_name = model_name
         self._first_token_seconds = Histogram(
             "gen_ai_server_time_to_first_token_seconds",
-            "Seconds to the first token of answers that came to their end.",
+            "Seconds to the first token of finished answers.",
             ATTRIBUTES,
             buckets=FIRST_TOKEN_BUCKETS,
             registry=registry,
         )
         self._token_seconds = Histogram(
             "gen_ai_server_time_per_output_token_seconds",
-            "Mean seconds per token behind the first, of answers that came to their end.",
+            "Mean seconds per token after the first, of finished answers.",
             ATTRIBUTES,
             buckets=TOKEN_BUCKETS,
             registry=registry,

@@ -18,9 +18,9 @@ GAUGES = (
     ("vllm:num_requests_running", "Requests in the running batch.", "running"),
     ("vllm:num_requests_waiting", "Requests waiting for a place in the batch.", "waiting"),
     ("quire:kv_pages_used", "Pages of KV in use, of single groups of layers.", "used_blocks"),
-    ("quire:kv_pages_kept", "Pages kept for conversations that pause, handed out last.", "kept_blocks"),
-    ("quire:sessions_kept", "Conversations for which pages are kept.", "kept_sessions"),
-    ("quire:kv_pages_saved", "Pages that requests would use besides, but for sliding windows.", "saved_blocks"),
+    ("quire:kv_pages_kept", "KV blocks held for paused conversations; they are evicted last.", "kept_blocks"),
+    ("quire:sessions_kept", "Conversations whose KV blocks are held.", "kept_sessions"),
+    ("quire:kv_pages_saved", "KV blocks that requests would use in addition without sliding windows.", "saved_blocks"),
 )
 COUNTERS = (
     ("vllm:generation_tokens", "Tokens generated since the engine's start.", "generation_tokens"),
@@ -33,26 +33,44 @@ COUNTERS = (
     ("vllm:spec_decode_num_draft_tokens", "Tokens guessed.", "draft_tokens"),
     ("quire:session_returns", "Prompts that went on with a conversation.", "session_returns"),
     ("quire:session_return_tokens", "Tokens of them that were cached.", "session_return_tokens"),
-    ("quire:sessions_given_up", "Times that a conversation lost kept pages, for room was needed.", "sessions_given_up"),
+    (
+        "quire:sessions_given_up",
+        "Times that a conversation's held KV blocks were evicted because room was needed.",
+        "sessions_given_up",
+    ),
     ("quire:kv_load_seconds", "Seconds that requests waited for KV from tiers.", "load_seconds"),
     ("quire:experts_read", "Experts on a disk that steps read, each once a step.", "experts_read"),
-    ("quire:experts_kept", "Of these, those that were kept in memory.", "experts_kept"),
-    ("quire:experts_guessed", "Experts on a disk that were asked for before they were chosen.", "experts_guessed"),
-    ("quire:experts_guessed_right", "Of these, those that were chosen.", "experts_guessed_right"),
+    ("quire:experts_kept", "Of these, the experts that were in memory.", "experts_kept"),
+    ("quire:experts_guessed", "Experts on disk that were prefetched before the router chose them.", "experts_guessed"),
+    ("quire:experts_guessed_right", "Of these, the experts that the router chose.", "experts_guessed_right"),
     ("quire:weights_disk_bytes", "Bytes that the engine has read from disks, where weights are on one.", "disk_bytes"),
-    ("quire:kv_pages_lost", "Pages of KV that no tier kept: they came faster than they were written.", "pages_lost"),
+    (
+        "quire:kv_pages_lost",
+        "KV blocks that were not offloaded because they came faster than they could be written.",
+        "pages_lost",
+    ),
 )
 STATE_GAUGES = (
-    ("quire:engine_asleep", "1 while weights and KV cache are let go.", "asleep"),
+    ("quire:engine_asleep", "1 while weights and KV cache are released (sleep).", "asleep"),
     ("quire:engine_responsive", "1 while the engine can compute; 0 while it is replaced or sleeps.", "responsive"),
 )
 TIER_METRICS: tuple[tuple[MetricFamilyClass, str, str, str], ...] = (
     (GaugeMetricFamily, "quire:kv_tier_pages", "Pages of KV in a tier below the KV cache.", "pages"),
     (GaugeMetricFamily, "quire:kv_tier_bytes", "Bytes of KV in a tier.", "bytes"),
     (GaugeMetricFamily, "quire:kv_tier_off", "1 where a tier hung, and is not used any more.", "off"),
-    (CounterMetricFamily, "quire:kv_tier_hit_tokens", "Tokens whose KV came from a tier.", "fetched_tokens"),
+    (
+        CounterMetricFamily,
+        "quire:kv_tier_hit_tokens",
+        "Tokens whose KV blocks were loaded from a tier.",
+        "fetched_tokens",
+    ),
     (CounterMetricFamily, "quire:kv_tier_fetched_bytes", "Bytes that came from a tier.", "fetched_bytes"),
-    (CounterMetricFamily, "quire:kv_tier_fetch_seconds", "Seconds that fetching pages took.", "fetch_seconds"),
+    (
+        CounterMetricFamily,
+        "quire:kv_tier_fetch_seconds",
+        "Seconds spent loading KV blocks from tiers.",
+        "fetch_seconds",
+    ),
     (CounterMetricFamily, "quire:kv_tier_stored_bytes", "Bytes that were put into a tier.", "stored_bytes"),
 )
 SUPERVISION_COUNTERS = (
@@ -126,7 +144,7 @@ def engine_metrics(client: EngineClient, model_name: str) -> Iterator[Metric]:
 
 def refusal_metrics(client: EngineClient, model_name: str, rejections: Mapping[str, int]) -> Iterator[Metric]:
     """Calls that this process refused, by reason, and answers that it gave up."""
-    text = "Answers given up because nobody read them."
+    text = "Answers aborted because their clients did not read them."
     yield build_metric_family(
         CounterMetricFamily, "quire:slow_readers", text, LABELS[:1], {(model_name,): client.slow_readers}
     )
@@ -155,17 +173,17 @@ def data_dir_metrics(
     yield build_metric_family(
         GaugeMetricFamily, "quire:batches", text, model, {(model_name,): view.counts[OPEN_BATCHES_KEY]}
     )
-    text = "Requests of batches that have their result, by what it is."
+    text = "Finished batch requests, by result."
     counts = {(model_name, result): view.counts[result] for result in results}
     yield build_metric_family(CounterMetricFamily, "quire:batch_requests", text, (*model, "result"), counts)
-    text = "Answers that were asked for again, and went on."
+    text = "Streams that clients resumed."
     yield build_metric_family(
         CounterMetricFamily, "quire:streams_resumed", text, model, {(model_name,): view.counts["resumed"]}
     )
     sizes = {(model_name, kind): size for kind, size in view.sizes.items()}
-    text = "Bytes of what is kept in --data-dir."
+    text = "Bytes stored in --data-dir."
     yield build_metric_family(GaugeMetricFamily, "quire:kept_bytes", text, (*model, "kind"), sizes)
-    text = "1 while --data-dir takes no writes, as on a full disk: what was accepted waits."
+    text = "1 while --data-dir cannot be written, as on a full disk: accepted requests wait."
     refused = {(model_name,): float(bool(view.refusal))}
     yield build_metric_family(GaugeMetricFamily, "quire:data_dir_refuses", text, model, refused)
 

@@ -239,7 +239,7 @@ class Metrics:
             for name, what, value in (
                 (
                     "state_bytes",
-                    "What layers keep of sequences beside pages, in bytes, in every slot.",
+                    "Bytes of recurrent states in each slot.",
                     states,
                 ),
                 ("ranks", "Processes that compute the model together.", config.world_size),

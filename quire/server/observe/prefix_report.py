@@ -14,18 +14,18 @@ DecodeTokens = Callable[[Sequence[int]], str]
 MAX_TURNS = 200
 """The latest turns of one conversation."""
 MISS_REASON_TEXTS: dict[MissReason, str] = {
-    "evicted": "their pages had to make room",
+    "evicted": "their blocks were evicted to make room",
     "computing": "another request was still computing them",
-    "restarted": "the engine has started anew since, or its cache was emptied",
+    "restarted": "the engine has restarted since, or its cache was reset",
     "replica": "another replica has them",
     "cache_salt": "they were computed with another cache_salt",
     "adapter": "they were computed with another adapter",
     "weights": "they were computed with other weights",
-    "prompt_logprobs": "the request asked for log probabilities of its prompt, for which all of it is computed",
-    "diverged": "they stand behind other text than in the nearest earlier prompt",
-    "rewritten": "they stand in this conversation's earlier turn, but behind text that was rewritten since",
+    "prompt_logprobs": "the request asked for prompt log probabilities, for which the whole prompt is computed",
+    "diverged": "the text before them differs from the nearest earlier prompt",
+    "rewritten": "an earlier turn of this conversation has them, but text before them was rewritten since",
 }
-OWN_LOAD_TEXT = "their pages had to make room; what this key had computed since fills the cache alone"
+OWN_LOAD_TEXT = "their blocks were evicted; requests of this API key alone have filled the cache since"
 
 
 def describe_prefix_use(timeline: Timeline, decode: DecodeTokens | None) -> dict[str, Any] | None:

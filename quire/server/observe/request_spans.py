@@ -86,7 +86,7 @@ def create_otlp_exporter(endpoint: str) -> SpanExporter:
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigError(
-            f"otlp_traces_endpoint: {endpoint!r} is no HTTP address such as http://127.0.0.1:4318/v1/traces",
+            f"otlp_traces_endpoint: {endpoint!r} is not an HTTP address such as http://127.0.0.1:4318/v1/traces",
             param="otlp_traces_endpoint",
         )
     try:

@@ -23,7 +23,7 @@ from quire.server.runtime.model_runtime import ModelRuntime, get_runtime
 def submit_generation(
     resolved: GenerationRequest, runtime: ModelRuntime, durable: DurableRequest
 ) -> RunningGeneration[Generation]:
-    """The caller must close the result. Raises EngineError if the engine is gone."""
+    """The caller must close the result. Raises EngineError if the engine has ended."""
     if resolved.beam_search:
         search = BeamSearchGeneration(
             resolved,
@@ -60,7 +60,7 @@ def submit_generation(
 def generate(
     request: Request, resolved: GenerationRequest, ticket: AdmissionTicket, durable: DurableRequest
 ) -> RunningGeneration[Generation]:
-    """The caller must close the result, which settles the ticket. Raises EngineError if the engine is gone."""
+    """The caller must close the result, which settles the ticket. Raises EngineError if the engine has ended."""
     runtime = get_runtime(request)
     try:
         running = submit_generation(resolved, runtime, durable)

@@ -100,7 +100,7 @@ class CohereEmbedRequest(PoolingBody):
     @model_validator(mode="after")
     def reject_non_text_inputs(self) -> CohereEmbedRequest:
         if unsupported := next((name for name in ("images", "inputs") if (self.model_extra or {}).get(name)), None):
-            raise InvalidRequest(f"{unsupported}: vectors are made of texts alone", param=unsupported)
+            raise InvalidRequest(f"{unsupported}: embeddings are computed only from text", param=unsupported)
         return self
 
 

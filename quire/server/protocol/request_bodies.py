@@ -61,10 +61,10 @@ PARAM_ALTERNATIVES: Mapping[str, str] = {
     "grammar": "structured_outputs.grammar",
     "json_schema": "structured_outputs.json, or response_format",
     **dict.fromkeys(("multi_modal_data", "multi_modal_uuids"), "images in the messages of /v1/chat/completions"),
-    **dict.fromkeys(("audio", "audios", "modalities", "video", "videos"), "text and images, which alone are read"),
+    **dict.fromkeys(("audio", "audios", "modalities", "video", "videos"), "only text and images are read"),
     "functions": "tools",
     "function_call": "tool_choice",
-    **dict.fromkeys(("webhook", "webhook_url"), "GET /v1/responses/{id} or /v1/batches/{id}; nobody is called back"),
+    **dict.fromkeys(("webhook", "webhook_url"), "GET /v1/responses/{id} or /v1/batches/{id}; webhooks are not sent"),
 }
 """For parameters mostly of SGLang and llama.cpp."""
 
@@ -210,7 +210,7 @@ class KvTransferParams(RequestBody):
     @model_validator(mode="after")
     def reject_kv_transfer(self) -> KvTransferParams:
         if unsupported := [name for name, value in (self.model_extra or {}).items() if value]:
-            message = f"kv_transfer_params.{unsupported[0]} is not supported: prompt_token_ids alone is read"
+            message = f"kv_transfer_params.{unsupported[0]} is not supported: only prompt_token_ids is read"
             raise InvalidRequest(message, param="kv_transfer_params")
         return self
 

@@ -32,7 +32,7 @@ def requested_grammar(body: GenerationBody, config: ServerConfig) -> tuple[str, 
         return None
     if len(requests) > 1:
         all_asked = " and ".join(f"{param} ({kind})" for param, kind, _ in requests)
-        raise InvalidRequest(f"Only one structured output can be asked for, got {all_asked}", param=requests[1][0])
+        raise InvalidRequest(f"Only one structured output can be requested, got {all_asked}", param=requests[1][0])
     param, kind, value = requests[0]
     try:
         close = config.disable_additional_properties or (body.structured_outputs or {}).get(CLOSE_OBJECTS_KEY) is True

@@ -202,7 +202,9 @@ def _parse_weights_update(body: bytes, model: ServedModel, config: ServerConfig)
 def _parse_weights_group(body: bytes, model: ServedModel, config: ServerConfig) -> WeightsGroupRequest:
     group = parse_body(body, WeightsGroupRequest)
     if config.nnodes > 1:
-        raise InvalidRequest("nnodes: weights that come over a group reach one machine alone; give each machine a path")
+        raise InvalidRequest(
+            "nnodes: weights received over a process group reach only one machine; give each machine a path"
+        )
     if group.rank >= group.world_size:
         raise InvalidRequest(f"rank must be less than world_size, {group.world_size}", param="rank")
     return group

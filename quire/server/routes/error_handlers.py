@@ -24,21 +24,21 @@ from quire.server.error_responses import (
 
 UNSUPPORTED_PATHS = {
     "/v1/audio/": "its models read text and images and write text: no sound",
-    "/v1/images/": "its models write text: no pictures",
+    "/v1/images/": "its models generate text, not images",
     "/v1/videos": "its models write text: no films",
     "/v1/realtime": "its models read text and images and write text: no sound",
     "/v1/moderations": "it judges no texts; /v1/decisions asks a model about one",
     "/v1/fine_tuning/": "it trains nothing; an adapter that was trained elsewhere is loaded by /v1/load_lora_adapter",
-    "/v1/assistants": "/v1/responses with /v1/conversations is what OpenAI has put in its place",
-    "/v1/threads": "/v1/responses with /v1/conversations is what OpenAI has put in its place",
+    "/v1/assistants": "/v1/responses with /v1/conversations is OpenAI's replacement for it",
+    "/v1/threads": "/v1/responses with /v1/conversations is OpenAI's replacement for it",
     "/v1/vector_stores": "it keeps no vectors; /v1/embeddings makes them",
     "/v1/uploads": "a file is sent whole, to /v1/files",
-    "/v1/messages/batches": "/v1/batches is what it has for batches",
+    "/v1/messages/batches": "use /v1/batches for batches",
     "/api/copy": "`quire serve --served-model-name` gives a model another name",
-    "/api/create": "models are made by others; `quire serve MODEL` serves one",
+    "/api/create": "models cannot be created here; `quire serve MODEL` serves one",
     "/api/delete": "`quire rm MODEL` deletes one",
     "/api/push": "it uploads no models",
-    "/api/blobs": "it takes no models from requests",
+    "/api/blobs": "it accepts no model uploads",
 }
 """Path prefixes of other APIs that this server lacks, with the reason or an alternative."""
 
@@ -79,7 +79,7 @@ async def _handle_http_exception(request: Request, error: Exception) -> Response
         )
     elif error.status_code == HTTPStatus.NOT_FOUND:
         similar_paths = get_close_matches(path, request.app.openapi()["paths"], 1, 0.75)
-        hint = f"did you mean {similar_paths[0]}?" if similar_paths else "/openapi.json lists what is served"
+        hint = f"did you mean {similar_paths[0]}?" if similar_paths else "/openapi.json lists all routes"
         error_body = ErrorInfo(
             404, f"Unknown request URL: {method} {path}; {hint}", INVALID_REQUEST_TYPE, None, "unknown_url"
         )

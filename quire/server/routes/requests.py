@@ -73,4 +73,4 @@ async def _find_explanation(name: str, tenant: Tenant, request: Request) -> tupl
         explanation = explanation or await runtime.cross_process_observer.explain_peer_request(name, tenant)
         if explanation is not None:
             return explanation, runtime
-    raise RequestNotFound(f"No request `{name}` is known here, or not any more", param="id")
+    raise RequestNotFound(f"No request `{name}` is known here; it may have expired", param="id")

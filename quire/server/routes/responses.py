@@ -111,7 +111,7 @@ async def retrieve_response(
             return EventStream(events, ignore_disconnect, {}, config)
         summary = await _find_response_summary(request, response_id)  # it may just have ended
         if summary.about["status"] in UNFINISHED_STATUSES:  # its server has ended, and no other has resumed it yet
-            raise Overloaded("The response is about to be gone on with. Please try again")
+            raise Overloaded("The response is about to be resumed. Please try again")
         return EventStream(
             _last_event(summary, await _load_response(request, response_id)), ignore_disconnect, {}, config
         )

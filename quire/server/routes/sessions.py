@@ -39,7 +39,7 @@ async def warm(session_id: str, request: Request) -> Response:
         tenant.name, tenant.prefix_cache_salt(body.cache_salt), session_id
     )
     if turn is None:
-        message = f"No conversation with the session_id `{session_id}` is known here, or not any more"
+        message = f"No conversation with the session_id `{session_id}` is known here; it may have expired"
         message += "; those with images are not remembered"
         raise RequestNotFound(message, param="session_id")
     resolution = resolve_warm_request(session_id, turn, body, get_model(request), runtime.config)

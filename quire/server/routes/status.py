@@ -37,7 +37,7 @@ async def ready(request: Request) -> Response:
 
 @router.get("/live", response_model=None)
 async def live(request: Request) -> Response:
-    """200 unless the engine is gone for good: while it can be replaced, this process should live."""
+    """200 unless the engine has ended for good: while it can be replaced, this process should live."""
     return Response(status_code=200 if _single_runtime(request).client.alive else 503)
 
 
@@ -77,7 +77,7 @@ def health_response(request: Request, *, is_healthy: bool) -> Response:
     durable, status = get_server_context(request).persistence, 200 if is_healthy else 503
     if durable is None or not durable.data_dir_status.refusal:
         return Response(status_code=status)
-    body = {"data_dir": f"Nothing can be kept now: {durable.data_dir_status.refusal}"}
+    body = {"data_dir": f"Nothing can be saved now: {durable.data_dir_status.refusal}"}
     return Response(encode_json(body), status, media_type="application/json")
 
 

@@ -135,7 +135,7 @@ def open_data_dir(
         raise ConfigError(f"data_dir: cannot keep files in {folder}: {error.strerror}", param="data_dir") from None
     except sqlite3.DatabaseError as error:  # the file is damaged
         database.close()
-        raise ConfigError(f"data_dir: cannot read what is kept in {folder}: {error}", param="data_dir") from None
+        raise ConfigError(f"data_dir: cannot read the data stored in {folder}: {error}", param="data_dir") from None
     batches = Batches(database, files, garbage)
     processes = Processes(database, store, files, calls, sweeper)
     return DataDir(store, files, files.contents, batches, calls, processes, OwnerExecutor(), database.close)

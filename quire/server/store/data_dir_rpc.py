@@ -141,7 +141,7 @@ def serve_data_dir_call(data: DataDir, encoded_request: bytes) -> bytes:
     except OSError as error:
         return encode_msgpack(_StorageFailed(error.strerror or str(error), error.errno or 0))
     except Exception as error:
-        log.exception("what an API process asked of data_dir failed")
+        log.exception("a call of an API process to data_dir failed")
         return encode_msgpack(_Failed(f"{type(error).__name__}: {error}"))
 
 

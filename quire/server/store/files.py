@@ -16,7 +16,7 @@ from quire.engine.common.errors import InvalidRequest
 from quire.server.shared_capacity import BytesByOwner, SharedCapacity
 from quire.server.store.database import ROW_OVERHEAD_BYTES, Database, query_page
 
-STORAGE_FULL_MESSAGE = "The files kept take all the room of --max-stored-size: delete some"
+STORAGE_FULL_MESSAGE = "The stored files use all of --max-stored-size: delete some"
 _FILE_COLUMNS = "id, created, expires, bytes, name, purpose"
 
 

@@ -256,7 +256,9 @@ class Calls:
         except FileNotFoundError:
             pass
         except (OSError, sqlite3.OperationalError) as error:
-            log.error("what streams got last is not in the journal: data_dir cannot be read or written: %s", error)
+            log.error(
+                "the last tokens of streams are not in the journal: data_dir cannot be read or written: %s", error
+            )
 
     def _select_call(self, column: str, owner: str, value: str) -> JournaledCall | None:
         body = "coalesce((select body from bodies where owner = calls.owner and id = calls.id), body)"

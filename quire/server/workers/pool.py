@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 MAX_WAITING_JOBS = 1024
 CANNOT_START = "the process that reads large requests cannot be started"
-STALLED = "The process that prepared the request stood still, and was ended. Please try again"
+STALLED = "The process that prepared the request hung and was stopped. Please try again"
 CLEARED_API_KEYS: dict[str, object] = {"api_key": [], "api_key_file": None, "admin_api_key": []}
 """Workers run callers' templates, and need not know these settings."""
 NO_BACKTRACE_ENV = {"RUST_BACKTRACE": "0"}
@@ -129,7 +129,7 @@ class WorkerPool:
         if self._shutdown_error is not None:
             raise self._shutdown_error
         if not self._waiting_budget.has_room(tenant.name, 1):
-            raise Overloaded("Too many requests wait to be prepared. Please try again later")
+            raise Overloaded("Too many requests are waiting to be prepared. Please try again later")
         claim = WorkerSlotClaim(
             tenant, sum(map(len, pieces)) + extra_bytes, asyncio.get_running_loop().create_future(), is_slow
         )

@@ -74,7 +74,7 @@ def test_the_engine_allocates_what_was_planned(tmp_path: Path) -> None:
     info = engine.info
     assert info.kv_bytes == info.num_blocks * 2 * 16 * 2 * 16 * 4 * 3
     assert (
-        f"KV: 2 x 16 tokens x 2 heads x 16 x 4 B x 3 layers = {2 * 16 * 2 * 16 * 4 * 3 / 1024:,.0f} KiB a page"
+        f"KV: 2 x 16 tokens x 2 heads x 16 x 4 B x 3 layers = {2 * 16 * 2 * 16 * 4 * 3 / 1024:,.0f} KiB per block"
         in info.arithmetic
     )
     assert GIB / 1024 * 0.9 < info.kv_bytes <= GIB / 1024

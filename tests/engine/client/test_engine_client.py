@@ -128,7 +128,7 @@ async def test_when_no_new_engine_starts_open_streams_end_and_its_standard_error
     (path / "config.json").unlink()
     assert client.engine_core.pid is not None
     os.kill(client.engine_core.pid, signal.SIGKILL)
-    with pytest.raises(EngineError, match=r"could not be brought back$"):  # clients must not see paths in the message
+    with pytest.raises(EngineError, match=r"could not be restarted$"):  # clients must not see paths in the message
         async for _ in stream:
             pass
     assert "no config.json" in caplog.text

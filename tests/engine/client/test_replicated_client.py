@@ -205,7 +205,7 @@ async def test_a_replica_that_cannot_be_brought_back_is_left_out() -> None:
     kill(client, 1)
     await until_gone(client, 1)
     assert not client.alive
-    with pytest.raises(EngineError, match="could not be brought back"):
+    with pytest.raises(EngineError, match="could not be restarted"):
         client.submit([EngineCoreRequest(id="late", prompt_ids=[1], params=SamplingParams(), seed=0)])
     await client.engine_core.stop()
 

@@ -144,7 +144,7 @@ async def test_a_trainer_that_dies_leaves_the_weights_as_they_were(folders: tupl
         tensors = tensors_of(folders[1])
         async with trainer(group, folders[1], most=6):
             await group.receive(tensors[:4])
-            with pytest.raises(InvalidRequest, match="the group broke"):
+            with pytest.raises(InvalidRequest, match="the process group failed"):
                 await group.receive(tensors[4:])
         with pytest.raises(InvalidRequest, match="init_weights_group"):
             await group.receive(tensors)
@@ -213,6 +213,6 @@ def test_the_files_go_with_whoever_asked_for_them(tmp_path: Path) -> None:
 @pytest.mark.slow
 async def test_members_that_do_not_come_are_told_of(folders: tuple[Path, Path]) -> None:
     async with serving(folders[0]) as (client, group):
-        with pytest.raises(InvalidRequest, match="the group broke"):
+        with pytest.raises(InvalidRequest, match="the process group failed"):
             await group.join(Group("127.0.0.1", free_port(), 1, 2, "gloo", 1.0))
         assert len(await answer(client)) == 12

@@ -74,7 +74,7 @@ def test_metadata_and_tensors_are_what_the_reference_reads(model: Path) -> None:
         (header(string("a"), struct.pack("<IIQ", 9, 4, 2**40), keys=1), "a: has 1099511627776 items"),
         (header(string("a"), struct.pack("<IQ", 8, 2**63), keys=1), "a: has 9223372036854775808 bytes"),
         (header(string("a"), struct.pack("<IQ", 8, 1), b"\xff", keys=1), "UTF-8"),
-        (header(*[string("a") + struct.pack("<II", 4, 1)] * 2, keys=2), "a: is there twice"),
+        (header(*[string("a") + struct.pack("<II", 4, 1)] * 2, keys=2), "a: appears twice"),
         (header(string("general.alignment"), struct.pack("<II", 4, 3), keys=1), "power of two"),
         (header(string("a\nb"), struct.pack("<II", 4, 1), keys=1), "cannot be printed"),
         (header(described("a\nb", (1,), 0, 0), tensors=1), "cannot be printed"),
@@ -87,7 +87,7 @@ def test_metadata_and_tensors_are_what_the_reference_reads(model: Path) -> None:
         (header(described("t", (64,), 0, 0), bytes(100), tensors=1), "t: lies outside"),
         (header(described("t", (1,), 0, 2**63), bytes(100), tensors=1), "t: lies outside"),
         (header(described("t", (1,), 0, 7), bytes(100), tensors=1), "t: its offset 7"),
-        (header(*[described("t", (1,), 0, 0)] * 2, bytes(100), tensors=2), "t: is there twice"),
+        (header(*[described("t", (1,), 0, 0)] * 2, bytes(100), tensors=2), "t: appears twice"),
     ],
 )
 def test_what_is_broken_is_named(content: bytes, says: str, tmp_path: Path) -> None:

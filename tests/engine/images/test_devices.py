@@ -101,7 +101,7 @@ def test_the_trial_of_patches() -> None:
     assert probe(SdpaBackend()) is None
     assert probe(ReferenceBackend()) is None
     said = probe(Wrong())
-    assert said == "computes something else than the reference for patches"
+    assert said == "differs from the reference for patches"
 
 
 @registers

@@ -182,7 +182,7 @@ Q = "model.layers.0.self_attn.q_proj"
     ("name", "alter", "says"),
     [
         ("gptq-4-sym", lambda t: t.pop(f"{Q}.qweight"), f"lack {Q}.qweight"),
-        ("gptq-4-sym", lambda t: t.update({f"{Q}.weight": torch.ones(64, 64)}), f"does not have: {Q}.weight"),
+        ("gptq-4-sym", lambda t: t.update({f"{Q}.weight": torch.ones(64, 64)}), f"lacks: {Q}.weight"),
         ("gptq-4-sym", lambda t: t.update({f"{Q}.scales": t[f"{Q}.scales"][:1]}), f"{Q}.scales has shape"),
         ("gptq-4-sym", lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"].long()}), f"{Q}.qweight is stored as"),
         ("gptq-4-ordered", lambda t: t[f"{Q}.g_idx"].zero_(), f"{Q}.g_idx"),
@@ -236,7 +236,7 @@ def test_8_bit_floats_are_not_taken_for_numbers_of_a_checkpoint_that_names_no_fo
             q.compressed_config("mxfp4-pack-quantized", 4, 16, kind="float"),
             "floats of 4 bits stored 'mxfp4-pack",
         ),
-        (q.compressed_config("pack-quantized", 4, 32) | {"ignore": ["re:("]}, "no regular expression"),
+        (q.compressed_config("pack-quantized", 4, 32) | {"ignore": ["re:("]}, "not a regular expression"),
         (q.compressed_config("pack-quantized", 4, 32) | {"ignore": ["re:(a+)+$"]}, "too long"),
         ({"quant_method": "gptq", "bits": "4"}, "bits: expected float"),
     ],

@@ -126,7 +126,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "a layer too many": (
         with_tensors({f"{Q.replace('.0.', '.9.')}.lora_A.weight": torch.zeros(8, 64)}),
-        "layers.9.self_attn.q_proj.lora_A.weight' is no adapter's tensor of a module of this model",
+        "layers.9.self_attn.q_proj.lora_A.weight' is not a LoRA tensor of a module of this model",
     ),
     "half missing": (with_tensors({f"{Q}.lora_B.weight": None}), "model.layers.0.self_attn.q_proj: lora_B is missing"),
     "integers": (
@@ -193,7 +193,7 @@ def test_paths(folder: Path, spool: AdapterStore, tmp_path: Path) -> None:
         spool.add_adapter("x", "a\0b")
     allowed = tmp_path / "allowed"
     allowed.mkdir()
-    told = "there is no such folder inside of those that --allowed-lora-paths names"
+    told = "there is no such folder inside the folders of --allowed-lora-paths"
     outside = [str(folder), str(allowed / ".." / "adapter"), "owner/name", str(tmp_path / "nothing")]
     (allowed / "link").symlink_to(folder)
     (allowed / "files").mkdir()

@@ -203,7 +203,7 @@ def test_a_class_drafts_and_is_drafted_for(drafts: bool, laguna: str, tmp_path: 
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("rwkv", "keeps a state that is no keys and values"),
+        ("rwkv", "keeps a state other than keys and values"),
         ("openai-gpt", "does not attend through transformers' attention interface"),
         ("doge", "changes its mask"),
     ],
@@ -265,7 +265,7 @@ def test_a_class_that_counts_positions_itself_is_refused(laguna: str, monkeypatc
         return {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None], "use_cache": False}
 
     monkeypatch.setattr(decoder, "body_forward_kwargs", counting)
-    with pytest.raises(ModelError, match="it does not take positions as they are given"):
+    with pytest.raises(ModelError, match="it ignores the positions it is given"):
         engine_of(laguna)
 
 

@@ -226,6 +226,6 @@ def test_a_page_has_what_each_layer_keeps(tmp_path: Path, monkeypatch: pytest.Mo
     engine, _ = answers(path, "reference", "float32", num_kv_blocks=None, kv_cache_memory=0.01)
     token = 2 * (2 * 16 + 1 * 32 + 3 * 64) * 4
     assert sum(each.nbytes for each in engine.executor._kv_tensors) == engine.info.num_blocks * 16 * token
-    assert f"{16 * token / 1024:,.0f} KiB a page" in engine.info.arithmetic
+    assert f"{16 * token / 1024:,.0f} KiB per block" in engine.info.arithmetic
     heads = ("2 heads x 16", "1 heads x 32", "3 heads x 64")
     assert " + ".join(f"2 x 16 tokens x {each} x 4 B x 1 layers" for each in heads) in engine.info.arithmetic

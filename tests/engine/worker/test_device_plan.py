@@ -96,7 +96,7 @@ def test_an_old_driver_is_told_what_the_build_needs(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", init)
-    assert "start a container with --gpus all" in devices._explain_driver_failure("535.104.05", tmp_path)
+    assert "start the container with --gpus all" in devices._explain_driver_failure("535.104.05", tmp_path)
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidia0").touch()
     said = devices._explain_driver_failure("535.104.05", tmp_path)
@@ -190,9 +190,7 @@ def test_kernels_go_elsewhere_from_a_folder_that_cannot_be_written(
     own = tmp_path / f"quire-triton-{os.getuid()}"
     note = prepare_kernel_cache(tmp_path)
     assert note is not None
-    assert note.startswith(
-        f"Triton's kernels are kept in {own}, for uid {os.getuid()} cannot write to /proc/self/models"
-    )
+    assert note.startswith(f"Triton's kernels are kept in {own}: uid {os.getuid()} cannot write to /proc/self/models")
     assert os.environ["TRITON_CACHE_DIR"] == str(own)
     assert own.stat().st_mode & 0o777 == 0o700
     knobs = pytest.importorskip("triton.knobs", reason="there is no Triton for this platform")
@@ -204,7 +202,7 @@ def test_a_folder_of_somebody_else_is_not_used(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("TRITON_CACHE_DIR", "/proc/self/models/triton")
     uid = os.getuid()
     (tmp_path / f"quire-triton-{uid + 1}").mkdir()
-    with pytest.raises(ConfigError, match=r"it is another user's\); set TRITON_CACHE_DIR"):
+    with pytest.raises(ConfigError, match=r"it belongs to another user\); set TRITON_CACHE_DIR"):
         prepare_kernel_cache(tmp_path, uid + 1)
 
 
@@ -236,7 +234,7 @@ def test_attention_that_gpus_do_not_compute_is_refused(family: str, kind: str | 
     if kind is None:
         check_device_supports_attention(torch.device("cuda"), config, decoder_spec(config))
     else:
-        with pytest.raises(ConfigError, match=f"device: {kind} of attention \\({family}\\) is served on CPUs alone"):
+        with pytest.raises(ConfigError, match=f"device: {kind} of attention \\({family}\\) is served only on CPUs"):
             check_device_supports_attention(torch.device("cuda"), config, decoder_spec(config))
 
 
@@ -245,7 +243,7 @@ def no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention computes right, but for what a graph holds of it."""
 
     def probe(*_: Any, capture: Any, **__: Any) -> Any:
-        return lambda backend: None if capture is None else "computes something else than the reference in a CUDA graph"
+        return lambda backend: None if capture is None else "differs from the reference in a CUDA graph"
 
     monkeypatch.setattr(backend_trials, "PagedAttentionProbe", probe)
     monkeypatch.setattr(backend_trials, "CudaGraphCapture", lambda device: object())
@@ -269,7 +267,7 @@ def test_a_backend_that_graphs_do_not_hold_runs_without(
     config, model = EngineConfig(model=str(tmp_path), **divided), read_model_config(tmp_path)
     chosen = devices.choose_device_plan(config, model)
     assert chosen.backend_reason.startswith("Triton ")
-    assert "triton: computes something else than the reference in a CUDA graph" in chosen.backend_reason.split("; ")
+    assert "triton: differs from the reference in a CUDA graph" in chosen.backend_reason.split("; ")
     assert devices.make_graph_capture(config, chosen.backend, chosen.device, chosen.spec) is None
     if ranks > 1:
         monkeypatch.setattr(rank_startup, "check_tensor_parallel", lambda *_, **__: None)

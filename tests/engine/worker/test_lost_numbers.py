@@ -47,7 +47,7 @@ def test_it_ends_alone(params: dict[str, Any], backend: str, path: Path) -> None
     for _ in range(2):
         found, errors = answers_of(engine, [good[0], lost, *good[1:]])
         assert errors.keys() == {"lost"}
-        assert errors["lost"].startswith("the model gave no finite number for the next token")
+        assert errors["lost"].startswith("the model computed no finite logit for the next token")
         assert found == {name: each.ids for name, each in wanted.items()}
 
 

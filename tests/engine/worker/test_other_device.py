@@ -127,14 +127,14 @@ def test_what_is_not_served_there_is_refused_by_name(other: None, tmp_path: Path
 def test_a_device_that_pytorch_lacks(name: Any, whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(getattr(torch, name), "is_available", lambda: False)
     with pytest.raises(
-        ConfigError, match=rf"{name} was asked for, but PyTorch .* finds none of {whose} GPUs"
+        ConfigError, match=rf"{name} was requested, but PyTorch .* finds none of {whose} GPUs"
     ) as raised:
         choose_device(EngineConfig(device=name))
     assert raised.value.param == "device"
 
 
 def test_xla_is_refused() -> None:
-    with pytest.raises(ValueError, match="xla compiles each shape of a step anew"):
+    with pytest.raises(ValueError, match="XLA recompiles for each new shape"):
         EngineConfig(device="xla")  # type: ignore[arg-type]
 
 

@@ -313,8 +313,8 @@ def test_the_trial(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
 
     wanted = {
         None: ["right", "right"],
-        "wrong": ["a sum did not come", "a sum came wrong"],
-        "silent": ["a sum did not come", ""],
+        "wrong": ["an all-reduce did not finish", "an all-reduce gave a wrong result"],
+        "silent": ["an all-reduce did not finish", ""],
     }
     assert together(2, [lambda: tried(0), lambda: tried(1)]) == wanted[fault]
 
@@ -339,7 +339,7 @@ def test_a_trial_ends_before_the_others_give_up(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "Event", Late)
     monkeypatch.setattr(OneShotAllReduce, "all_reduce", summed)
     monkeypatch.setattr(OneShotAllReduce, "stop_waiting", lambda own: own.host_flags.fill_(1))
-    with pytest.raises(ValueError, match="a sum did not come"):
+    with pytest.raises(ValueError, match="an all-reduce did not finish"):
         one_shot_all_reduce.verify_all_reduce(made, 0, 1, torch.device("cpu"))
     assert clock[0] < 60
 

@@ -71,11 +71,11 @@ def test_what_is_wrong_with_latents_and_rules_fails(device: torch.device, monkey
     attend, recur = backend.paged_attention, backend.run_recurrence
     monkeypatch.setattr(backend, "paged_attention", lambda *args: 1.1 * attend(*args))
     probe = MLAProbe(device, torch.bfloat16, 2, (64, 16, 32, 32))
-    assert probe(backend) == "computes something else than the reference for a prompt's latents"
+    assert probe(backend) == "differs from the reference for a prompt's latents"
     rule = DeltaRule(-torch.ones(2), torch.ones(2), torch.ones(16), 1e-6, 1, 16)
     monkeypatch.setattr(backend, "run_recurrence", lambda *args: recur(*args).roll(1, 0))
     assert RecurrenceProbe(device, torch.bfloat16, rule, 16)(backend) == (
-        "computes something else than the reference for a prompt of a DeltaRule"
+        "differs from the reference for a prompt of a DeltaRule"
     )
 
 
@@ -92,7 +92,4 @@ def test_what_is_wrong_fails(device: torch.device, monkeypatch: pytest.MonkeyPat
     backend = TritonBackend()
     right = backend.paged_attention
     monkeypatch.setattr(backend, "paged_attention", lambda *args: right(*args).roll(1, 1))
-    assert (
-        PagedAttentionProbe(device, torch.bfloat16, 4, 2, 64)(backend)
-        == "computes something else than the reference for a prompt"
-    )
+    assert PagedAttentionProbe(device, torch.bfloat16, 4, 2, 64)(backend) == "differs from the reference for a prompt"

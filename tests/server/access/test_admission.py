@@ -23,7 +23,7 @@ def test_the_queue_begins_where_all_engines_are_full(engines: int) -> None:
     client.num_open = 4 * engines + 1
     admission.check_availability(tenant)
     client.num_open += 1
-    with pytest.raises(Overloaded, match="Too many requests wait"):
+    with pytest.raises(Overloaded, match="Too many requests are waiting"):
         admission.check_availability(tenant)
 
 

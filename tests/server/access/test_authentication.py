@@ -324,7 +324,7 @@ async def test_pages_that_ask_in_vain_are_named_with_the_flag_once(
             await api.http.options(COMPLETIONS, headers=page)
     told = [record.getMessage() for record in caplog.records if "--allowed-origins" in record.getMessage()]
     assert told == [
-        "web pages of 'https://b.example\\t' may not call this server: --allowed-origins names those that may"
+        "web pages of 'https://b.example\\t' may not call this server: --allowed-origins lists the origins that may"
     ]
 
 

@@ -87,7 +87,7 @@ def test_admin_keys_and_a_server_without_keys(tmp_path: Path) -> None:
         ("[a]\nkey = 'sha256:\u2026'", "64 hexadecimal digits"),
         ("[a]\nkey = 'secret'\n[b]\nkey = 'secret'", "b has the same key as a"),
         ("key = 'secret'", "key: input should be a valid dictionary"),
-        ("[key-1]\nkey = 'secret'", "key-1 is a name that a key given by flag has"),
+        ("[key-1]\nkey = 'secret'", "key-1 is already the name of a key given by a flag"),
     ],
 )
 def test_a_file_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:

@@ -170,8 +170,7 @@ def test_saving_overwrites_saved_conversations_alone(server: ScriptedServer, tmp
     lines = ["one", *(f"/save {path}" for path in (notes, request, talk)), "two", f"/save {talk}", f"/load {talk}"]
     _, out, err = chat(server, "\n".join([*lines, ""]))
     assert [line.rpartition("/")[2] for line in err.splitlines()] == [
-        f"{name} is there already, and is no saved conversation: choose another name"
-        for name in ("notes.txt", "request.json")
+        f"{name} exists and is not a saved conversation: choose another name" for name in ("notes.txt", "request.json")
     ]
     assert notes.read_text() == "my notes\n"
     assert f"4 messages are in {talk}" in out

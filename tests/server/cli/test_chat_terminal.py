@@ -106,7 +106,7 @@ def test_every_command(server: ScriptedServer, terminals: list[Terminal], tmp_pa
         chat.expect(*answer, "> ")
 
     ask("/help", *COMMANDS, "Alt+Enter")
-    ask("/retry", "nothing was said yet")
+    ask("/retry", "there are no messages yet")
     ask("one", "you said oneé")
     assert said(server) == ["one"]
     ask("/retry", "you said oneé")

@@ -215,7 +215,7 @@ def test_run_batch_is_run_with_vllm_s_flags() -> None:
         "--output",
         "b",
     ]
-    with pytest.raises(ConfigError, match="fetch it first"):
+    with pytest.raises(ConfigError, match="download it first"):
         translate_arguments(["-i", "https://example.com/in.jsonl"])
 
 

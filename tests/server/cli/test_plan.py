@@ -128,7 +128,7 @@ def test_a_plan_takes_the_flags_of_serve_by_their_names(capsys: pytest.CaptureFi
     assert small["kv"]["budget_bytes"] <= 3 * GIB
     assert plan(capsys, coder, "--gpu", "h100", "--quantization", "awq")["fits"]
     assert cli.main(["plan", coder, "--num-gpu-blocks-override", "9"]) == 1
-    assert "num_kv_blocks: a plan says how many fit" in capsys.readouterr().err
+    assert "num_kv_blocks: the plan computes how many fit" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def test_tiers_below_the_cache(coder: str, capsys: pytest.CaptureFixture[str]) -
     assert "2.2 GiB of pinned memory of the host = 4,352 tokens; 64 GiB of disk = 131,072" in capsys.readouterr().out
     assert "several ranks" in plan(capsys, coder, "--gpu", "H100", "--tp", "2", *asked)["notes"][-1]
     assert cli.main(["plan", coder, "--gpu", "H100", *asked[4:]]) != 0
-    assert "--kv-offload-disk: says how much --kv-offload-dir DIR may take" in capsys.readouterr().err
+    assert "--kv-offload-disk: is the limit of --kv-offload-dir DIR" in capsys.readouterr().err
 
 
 def test_the_host_s_tier_takes_from_the_cache_of_a_cpu(coder: str) -> None:
@@ -564,10 +564,10 @@ def test_pages_of_the_size_that_was_asked_for_are_planned(capsys: pytest.Capture
     for flags, page in (([], 256), (["--block-size", "16"], 16), (["--block-size", "128"], 128)):
         assert cli.main(["plan", "--gpu", "L4", "--dtype", "bfloat16", *flags]) == 0
         told = capsys.readouterr().out
-        assert f"a page of {page} tokens" in told
+        assert f"a block of {page} tokens" in told
         assert " ".join(flags) in told
     assert cli.main(["plan", "--block-size", "32", "--dtype", "bfloat16"]) == 1
-    assert "pages have 16 tokens there, not 32 (--block-size)" in capsys.readouterr().out
+    assert "blocks have 16 tokens there, not 32 (--block-size)" in capsys.readouterr().out
 
 
 def test_drafts_are_planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -604,7 +604,7 @@ def test_text_table_and_picture(coder: str, tmp_path: Path, capsys: pytest.Captu
     for part in (
         "6.74 B parameters",
         "512 KiB a token",
-        "a page of 256 tokens 128 MiB, 4 MiB per layer",
+        "a block of 256 tokens 128 MiB, 4 MiB per layer",
         "7 x 16,384",
         "quire serve",
     ):
@@ -659,7 +659,7 @@ def test_images_are_planned_as_they_are_read(
 
 def test_a_model_without_eyes_plans_no_images(coder: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", coder, "--images", "1x1024x1024"]) == 1
-    assert "--images: this model reads no images here" in capsys.readouterr().err
+    assert "--images: this model does not accept images here" in capsys.readouterr().err
     for wrong in ("1024", "0x1x1", "1x99999x99999", "axb"):
         with pytest.raises(SystemExit):
             cli.main(["plan", coder, "--images", wrong])
@@ -756,7 +756,7 @@ def test_contexts_are_counted_in_the_backend_s_pages() -> None:
         ({"quantization_config": {"quant_method": "aqlm", "bits": 2}}, (), "quant_method: 'aqlm'"),
         ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, (), "rope_type longrope"),
         ({}, ("--tp", "2"), None),
-        ({}, ("--pp", "2"), "pipelines on CPUs alone"),
+        ({}, ("--pp", "2"), "pipelines only on CPUs"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, (), None),
         ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, (), None),
     ],

@@ -28,7 +28,7 @@ def test_it_writes_a_folder(tmp_path: Path) -> None:
     assert json.loads((out / "config.json").read_text())["quantization_config"]["format"] == "int-quantized"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["model", "out"]
     again = quantize(path, out, "--format", "int8")
-    assert (again.returncode, again.stderr) == (1, f"quire quantize: OUT: {out} is there already, and is not empty\n")
+    assert (again.returncode, again.stderr) == (1, f"quire quantize: OUT: {out} exists and is not empty\n")
     twice = quantize(out, tmp_path / "twice", "--format", "int8")
     assert twice.stderr == "quire quantize: model: its weights are quantized already (compressed-tensors)\n"
     assert not (tmp_path / "twice").exists()
@@ -38,7 +38,7 @@ def test_it_writes_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("out", "says"),
     [
-        ("file", "is there already, and is no directory"),
+        ("file", "exists and is not a directory"),
         ("missing/out", "there is no directory"),
         ("file/out", "OUT: "),
     ],

@@ -251,7 +251,7 @@ def test_an_id_that_a_line_has_already_costs_its_row_alone(tmp_path: Path) -> No
         done = subprocess.run(command("-", "-o", "-"), stdin=given, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1, done.stderr
     assert "2 done, 2 failed, 0 left" in done.stderr
-    assert "s: mend them, and continue with --resume --retry-refused" in done.stderr
+    assert "s: fix them, and continue with --resume --retry-refused" in done.stderr
     assert "  1 x invalid_request custom_id, such as line-3: line 3: the custom_id 'a' is an earlier" in done.stderr
     assert "  without effect, in so many requests: temprature (1)" in done.stderr
     assert "  1 x 400 temperature, such as odd: temperature must be in [0, 2]" in done.stderr
@@ -263,8 +263,8 @@ def test_an_id_that_a_line_has_already_costs_its_row_alone(tmp_path: Path) -> No
     again = run(file, "-o", out, "--resume")
     assert again.returncode == 1, "two requests of the file have failed"
     assert "2 already done, 2 refused for good, 0 to do" in again.stderr
-    assert "what was refused for good is not tried again, but with --retry-refused" in again.stderr
-    assert "s: mend them, and continue with --resume --retry-refused" in again.stderr
+    assert "requests refused for good are retried only with --retry-refused" in again.stderr
+    assert "s: fix them, and continue with --resume --retry-refused" in again.stderr
     refused = subprocess.run(command(file, "-o", "-", "--resume"), capture_output=True, text=True, timeout=120)
     assert refused.returncode == 2
     assert "stdout cannot be read" in refused.stderr
@@ -294,7 +294,7 @@ def test_a_file_that_is_no_output_is_not_touched(tmp_path: Path) -> None:
         json.dumps(request("a")) + "\n",
     ):
         file.write_text(text)
-        with pytest.raises(ConfigError, match="no output of quire run"):
+        with pytest.raises(ConfigError, match="not an output of quire run"):
             trim_output_and_read_finished_ids(file, {"a"})
         assert file.read_text() == text
 

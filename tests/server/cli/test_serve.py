@@ -237,7 +237,7 @@ def test_an_engine_that_cannot_be_brought_back_ends_the_server_with_a_failure(tm
         assert process.stderr is not None
         said = process.stderr.read()
         assert "engine start 1 of 2 failed: model: model has no config.json" in said
-        assert "the engine could not be brought back: model: model has no config.json" in said
+        assert "the engine could not be restarted: model: model has no config.json" in said
         assert "quire serve: the engine ended" in said
 
 

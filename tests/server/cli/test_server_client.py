@@ -103,8 +103,8 @@ async def test_a_certificate_is_trusted_where_it_is_named(paths: dict[str, Path]
 
 
 def test_a_file_that_is_no_certificate_is_named(tmp_path: Path) -> None:
-    (tmp_path / "notes").write_text("no PEM")
-    for path, why in ((tmp_path / "notes", "it is no PEM"), (tmp_path / "nowhere", "No such file")):
+    (tmp_path / "notes").write_text("not a PEM")
+    for path, why in ((tmp_path / "notes", "it is not a PEM"), (tmp_path / "nowhere", "No such file")):
         with pytest.raises(ConfigError, match=f"cacert: cannot use .*{why}"):
             client_ssl_context(path)
 
@@ -114,7 +114,7 @@ def test_a_certificate_without_its_key_is_said_so(paths: dict[str, Path]) -> Non
         ConfigError, match=r"^ssl_certfile: .*cert.pem holds no private key; name it with --ssl-keyfile$"
     ):
         tls_context(ServerConfig(ssl_certfile=paths["cert"]))
-    paths["key"].write_text("no PEM")
+    paths["key"].write_text("not a PEM")
     with pytest.raises(ConfigError, match="cannot be used with its key"):
         tls_context(ServerConfig(ssl_certfile=paths["key"]))
 

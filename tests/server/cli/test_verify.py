@@ -84,7 +84,7 @@ async def test_a_kernel_that_rounds_by_batch_is_found(model: str, monkeypatch: p
 
 
 def test_replicas_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="data_parallel_size: what is verified is one engine"):
+    with pytest.raises(ConfigError, match="data_parallel_size: verify runs one engine"):
         verify_command.main(["--data-parallel-size", "2"], 0.0)
 
 

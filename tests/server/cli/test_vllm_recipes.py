@@ -64,7 +64,7 @@ def test_every_measurement_is_understood_or_needs_a_data_set_from_elsewhere(
         try:
             apply_vllm_flags(made, parse_flags(made, argv[2:]))
         except SystemExit:
-            if "would be fetched from elsewhere" not in (said := capsys.readouterr().err):
+            if "would be downloaded" not in (said := capsys.readouterr().err):
                 wrong.append((argv, said))
     assert not wrong
     assert len(lines) > 50
@@ -76,7 +76,7 @@ def test_a_device_that_is_not_served_is_refused_with_its_reason(capsys: pytest.C
             configured("mine", *argv)
         said = capsys.readouterr().err
         assert "input should be" not in said
-        assert any(why in said for why in ("PyTorch of their own", "each shape of a step anew")), said
+        assert any(why in said for why in ("PyTorch of their own", "for each new shape")), said
 
 
 def test_flags_of_the_recipes_mean_what_they_mean_there() -> None:

@@ -424,9 +424,9 @@ async def test_ollamas_messages_of_the_user_may_follow_each_other(api: Api) -> N
 async def test_a_model_without_eyes_says_so() -> None:
     async with open_api(FakeEngine(hashed(b"abc"))) as blind:
         error = (await blind.post(CHAT, {"messages": asking(data_url(PNG))}, 400))["error"]
-        assert error["message"] == f"{WHERE}: this model reads no images"
+        assert error["message"] == f"{WHERE}: this model does not accept images"
         parts = [{"type": "input_image", "image_url": data_url(PNG)}]
         await blind.post("/v1/responses", {"input": [{"role": "user", "content": parts}]}, 400)
         asked = {"messages": [{"role": "user", "content": "a", "images": ["aGVsbG8="]}]}
         error = await blind.post("/api/chat", asked, 400)
-        assert "this model reads no images" in error["error"]
+        assert "this model does not accept images" in error["error"]

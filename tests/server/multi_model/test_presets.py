@@ -150,5 +150,5 @@ def test_what_a_name_may_not_say_is_named(text: str, said: str, tmp_path: Path) 
 
 
 def test_a_model_that_is_added_later_has_no_name_of_this_kind(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="system can be set in the file alone"):
+    with pytest.raises(ConfigError, match="system can be set only in the file"):
         fleet(tmp_path, SMALL).parse_added_entry("b", {"model": DEMO_MODEL, "system": "x"})

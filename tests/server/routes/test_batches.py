@@ -284,7 +284,7 @@ async def test_no_line_fails_because_the_engine_is_gone(tmp_path: Path) -> None:
     async with keeping(tmp_path, step_seconds=0.01, max_num_seqs=3) as api:
         batch = await begin(api, jsonl(*asked))
         await api.engine.sent.wait()
-        api.engine.die("the engine could not be brought back")
+        api.engine.die("the engine could not be restarted")
         await asyncio.sleep(0.3)
         counts = (await api.openai.batches.retrieve(batch.id)).request_counts
         assert counts is not None

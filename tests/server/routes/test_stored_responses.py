@@ -282,7 +282,7 @@ async def test_a_background_response_whose_engine_is_gone_goes_on_in_the_next_se
         call = asyncio.create_task(api.http.post(PATH, json=asked))
         await api.engine.sent.wait()
         await asyncio.sleep(0.05)
-        api.engine.die("the engine could not be brought back")
+        api.engine.die("the engine could not be restarted")
         told = await call
         id = events_of(told.text)[0]["response"]["id"] if stream else told.json()["id"]
         assert "response.failed" not in told.text, "whoever follows it learns the end from the next server"

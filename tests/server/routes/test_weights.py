@@ -83,7 +83,7 @@ async def test_new_requests_are_refused_where_the_sleep_asks_for_it() -> None:
     async with open_api(engine) as api:
         await api.post("/sleep?refuse=true", None)
         refused = await api.post("/v1/completions", {"prompt": "x"}, 503)
-        assert "The model sleeps" in refused["error"]["message"]
+        assert "The model is asleep" in refused["error"]["message"]
         await api.post("/sleep?refuse=false", None)
         assert engine.changes == [("rest", 1)], "it slept already"
         late = await api.post("/v1/completions", {"prompt": "x", "queue_timeout": 0.05}, 503)

@@ -87,7 +87,7 @@ def read_sampling_defaults(config: EngineConfig) -> dict[str, float]:
     unknown = sorted(overrides.keys() - {*known, "max_new_tokens"})
     if unknown:
         raise ConfigError(
-            f"override_generation_config: {unknown[0]} is no default that requests have; there are "
+            f"override_generation_config: {unknown[0]} is not a sampling default; the defaults are "
             f"{', '.join(known)} and max_new_tokens",
             param="override_generation_config",
         )

@@ -141,12 +141,12 @@ class _PickleStack:
     def pop_last(self, count: int) -> list[Any]:
         start = len(self.values) - count
         if start < (self._marks[-1] if self._marks else 0):
-            raise ValueError("its pickle takes what is not there")
+            raise ValueError("its pickle refers to an object that it does not contain")
         return self._pop_from(start)
 
     def pop_to_mark(self) -> list[Any]:
         if not self._marks:
-            raise ValueError("its pickle takes what is not there")
+            raise ValueError("its pickle refers to an object that it does not contain")
         return self._pop_from(self._marks.pop())
 
     def _pop_from(self, start: int) -> list[Any]:
@@ -216,7 +216,7 @@ def _evaluate_opcode(name: str, argument: Any, stack: _PickleStack) -> Any:
 def _require_string(value: Any) -> str:
     """Nested tuples may be exponentially large, so they are neither hashed nor printed."""
     if not isinstance(value, str):
-        raise ValueError("its pickle has a name that is no text")
+        raise ValueError("its pickle has a name that is not a string")
     return value
 
 

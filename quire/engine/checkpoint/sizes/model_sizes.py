@@ -174,7 +174,7 @@ def _describe_uncounted(raw: Mapping[str, Any], text_fields: Mapping[str, Any], 
     notes = []
     if not has_quire_family(raw) and class_rejection_reason(raw) is None:
         notes.append(
-            "transformers' class computes it, on Quire's pages: slower, and without LoRA, ranks and CUDA graphs"
+            "transformers' class computes it, with Quire's KV cache: slower, and without LoRA, ranks and CUDA graphs"
         )
     if tower:
         notes.append(f"its tower for images, {tower / 1e6:,.0f} M parameters, is counted where images are read")

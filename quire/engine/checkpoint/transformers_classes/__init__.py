@@ -64,7 +64,7 @@ def first_position_id(hf_config: Mapping[str, Any]) -> int:
 def class_rejection_reason(raw: Mapping[str, Any]) -> str | None:
     """None if the class is served, as far as tested."""
     if raw.get("is_encoder_decoder"):
-        return "it is an encoder-decoder, of which no half is served alone"
+        return "it is an encoder-decoder model, and neither half is served by itself"
     model_type = str(config_for_transformers_class(raw).get("model_type") or "")
     if model_type not in rejection_reasons_by_model_type():
         custom_code_note = "; its own code is not run" if raw.get("auto_map") else ""

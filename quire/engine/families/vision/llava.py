@@ -81,7 +81,8 @@ class LlavaVisionSpec(VisionSpec):
             )
         if self.cuts_only_single_images and max(width, height) > _MAX_PADDED_SIDE:
             raise InvalidImage(
-                f"the image has {width} x {height} pixels; beside others no side may exceed {_MAX_PADDED_SIDE}"
+                f"the image has {width} x {height} pixels; with other images in the request no side may exceed "
+                f"{_MAX_PADDED_SIDE}"
             )
         return SquaresLayout(self, (width, height), None)
 

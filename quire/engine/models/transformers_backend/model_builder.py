@@ -39,7 +39,7 @@ def build_model(config_fields: Mapping[str, Any], dtype: torch.dtype) -> PreTrai
         if isinstance(error, KeyError) and error.args == (INTERFACE_NAME,):
             raise _make_attention_interface_error(model_class) from None
         raise ModelError(
-            f"model: transformers' {model_class.__name__} is not made of this file: {describe_exception(error)}"
+            f"model: transformers' {model_class.__name__} cannot be built from this file: {describe_exception(error)}"
         ) from error
     if not any(hasattr(sys.modules[type(each).__module__], "ALL_ATTENTION_FUNCTIONS") for each in model.modules()):
         raise _make_attention_interface_error(model_class)
@@ -66,11 +66,13 @@ def find_body_and_name(model: PreTrainedModel) -> tuple[str, nn.Module]:
     for body in candidates:
         if isinstance(body, PreTrainedModel) and body is not model:
             return names[id(body)], body
-    raise ModelError(f"model: transformers' {type(model).__name__} does not say what of it is without the head")
+    raise ModelError(
+        f"model: transformers' {type(model).__name__} does not say which part of it is the model without the head"
+    )
 
 
 def make_stateful_model_error(model_class: type) -> ModelError:
-    state = "keeps a state that is no keys and values (a recurrence, a convolution)"
+    state = "keeps a state other than keys and values (a recurrence or a convolution)"
     return ModelError(f"model: transformers' {model_class.__name__} {state}")
 
 

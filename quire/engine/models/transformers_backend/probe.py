@@ -108,7 +108,7 @@ class AttentionProbe:
             raise ModelError(f"{location} attends to other things than the tokens of a sequence")
         for name, value_of in kwargs.items():
             if value_of is not None and value_of is not False and name not in _KNOWN_KWARGS | _IGNORED_KWARGS:
-                raise ModelError(f"{location} changes attention by {name}, which pages do not compute")
+                raise ModelError(f"{location} changes attention by {name}, which paged attention does not compute")
         if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
             raise ModelError(f"{location} has {query.shape[1]} heads over {key.shape[1]} of keys")
         window = self._find_window(location, module, mask, kwargs)
@@ -271,13 +271,17 @@ def check_lm_head(model: PreTrainedModel, vocab_size: int, hidden_size: int) -> 
         with _EmptyNonzero(), _assume_all_nonzero():
             logits = model(**inputs).logits
     except Exception as error:
-        raise ModelError(f"model: transformers' {name} does not make logits of tokens alone: {error}"[:300]) from error
+        raise ModelError(
+            f"model: transformers' {name} does not compute logits from tokens only: {error}"[:300]
+        ) from error
     finally:
         hook.remove()
     if tuple(logits.shape) != (1, _PROBE_TOKENS, vocab_size):
         raise ModelError(f"model: transformers' {name} makes {list(logits.shape)} logits of {_PROBE_TOKENS} tokens")
     if not hidden_states:
-        raise ModelError(f"model: transformers' {name} makes logits of other things than its body's hidden states")
+        raise ModelError(
+            f"model: transformers' {name} computes logits from something other than the hidden states of its body"
+        )
     if tuple(hidden_states[0].shape) != (1, _PROBE_TOKENS, hidden_size):
         mismatch = f"hidden states of shape {list(hidden_states[0].shape)}, config.json has hidden_size {hidden_size}"
         raise ModelError(f"model: transformers' {name} has {mismatch}")

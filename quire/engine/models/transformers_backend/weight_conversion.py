@@ -77,7 +77,7 @@ class WeightConversion:
                     yield canonical_name, weight
         if waiting:
             name = next(iter(waiting))
-            raise ModelError(f"model: the weights lack some of what makes {name}")
+            raise ModelError(f"model: the weights lack tensors that form {name}")
 
     def _convert_tensor(
         self, stored: str, tensor: Tensor, waiting: dict[str, _PendingConversion]

@@ -14,7 +14,9 @@ MAX_RENDERINGS = 6
 """Each one bans rules that failed before."""
 _MAX_SEARCHED_UNITS = 256
 """In longer conversations, a refusal is blamed on the last unit."""
-ADAPTATION_OFF_MESSAGE = "the chat template does not take it as it is, and the server has --adapt-conversations off"
+ADAPTATION_OFF_MESSAGE = (
+    "the chat template does not accept this conversation unchanged, and the server runs with --adapt-conversations off"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,5 +157,5 @@ def fit_smoothing(path: Path, samples: Sequence[Sequence[int]], strength: float)
     """Raises ConfigError, and ModelError if no norm is read by linears alone."""
     smoother = Smoothing.from_ranges(path, record_activation_ranges(path, samples), strength)
     if not smoother.num_norms:
-        raise ModelError("model: none of its norms is read by linears alone, so nothing can be smoothed")
+        raise ModelError("model: each of its norms feeds something other than linears, so nothing can be smoothed")
     return smoother

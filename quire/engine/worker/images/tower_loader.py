@@ -107,7 +107,7 @@ def _make_and_load_tower(
     else:
         stream = image_weight_stream(resolve_weights(config), tower.unused_prefixes)
         if (first := next(stream, None)) is None:
-            return LoadedTower(None, "the weights hold no tower for images")
+            return LoadedTower(None, "the weights have no vision tower")
         stream = chain((first,), stream)
     if not encodes:
         return LoadedTower(ImageEncoderCache(None, vision))
@@ -145,10 +145,13 @@ def find_text_only_reason(
         return why
     first = split_layers_into_stages(model_config.num_layers, config.pipeline_parallel_size)[0]
     if len(first) < vision.num_deepstack_layers:
-        after = f"features are added behind the first {vision.num_deepstack_layers} layers"
+        after = f"features are added after the first {vision.num_deepstack_layers} layers"
         return f"{after}, and the first stage (--pipeline-parallel-size) has {len(first)}"
     if config.uses_context_parallel and vision.is_bidirectional:
-        return "ranks that divide tokens (--decode-context-parallel-size) read no images whose tokens see each other"
+        return (
+            "ranks that divide tokens (--decode-context-parallel-size) cannot read images whose tokens attend to "
+            "each other"
+        )
     if vision.image_token_id >= model_config.vocab_size:
         return "image_token_id of its config.json is outside the vocabulary"
     bounds = {"long_prefill_token_threshold": config.long_prefill_token_threshold}

@@ -32,14 +32,14 @@ def prepare_kernel_cache(temporary: Path | None = None, uid: int | None = None) 
     uid = os.getuid() if uid is None else uid
     fallback = (temporary or Path(tempfile.gettempdir())) / f"quire-triton-{uid}"
     if (failed := _find_write_error(fallback)) is not None or fallback.stat().st_uid != uid:
-        whose = failed or "it is another user's"
+        whose = failed or "it belongs to another user"
         raise ConfigError(
             f"Triton's kernels cannot be kept: {folder_wanted} ({reason}), "
             f"nor {fallback} ({whose}); set {_CACHE_VARIABLE}"
         )
     os.environ[_CACHE_VARIABLE] = str(fallback)
     _copy_shipped_kernels(fallback)
-    return f"Triton's kernels are kept in {fallback}, for uid {uid} cannot write to {folder_wanted} ({reason})"
+    return f"Triton's kernels are kept in {fallback}: uid {uid} cannot write to {folder_wanted} ({reason})"
 
 
 def _copy_shipped_kernels(folder: Path) -> None:

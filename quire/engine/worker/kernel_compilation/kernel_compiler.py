@@ -62,7 +62,7 @@ def compile_variants(
             time.sleep(_POLL_SECONDS)
         reasons = [_failure_reason(process, errors) for process, errors in children if process.returncode]
     failed = sum(not kind.marker_path.exists() for kind in missing)
-    return CompileResult(len(missing) - failed, failed, next(iter(reasons), "no error was told") if failed else "")
+    return CompileResult(len(missing) - failed, failed, next(iter(reasons), "no error was reported") if failed else "")
 
 
 def _failure_reason(child: Child, errors: IO[bytes]) -> str:

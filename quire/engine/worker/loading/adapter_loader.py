@@ -136,8 +136,7 @@ def make_adapter_slots(
         return None
     refuse_setting_if(
         "enable_lora",
-        is_other_device(device)
-        and f"adapters are served on CPUs and on GPUs of CUDA's alone so far, not on {device.type}",
+        is_other_device(device) and f"adapters are served only on CPUs and CUDA GPUs so far, not on {device.type}",
         device.type == "cuda" and find_spec("triton") is None and "on a GPU it needs Triton (pip install triton)",
     )
     return AdapterManager(backend, config.max_loras, config.max_lora_rank, dtype, device)

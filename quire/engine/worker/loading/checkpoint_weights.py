@@ -104,7 +104,7 @@ def _check_quantization(config: EngineConfig, method: str | None) -> None:
         raise ConfigError(message, param="quantization")
     if config.required_checkpoint_quant_method not in (None, method):
         has = "not quantized" if method is None else method
-        message = f"quantization: {config.quantization} is asked for, but the checkpoint's weights are {has}"
+        message = f"quantization: {config.quantization} was given, but the checkpoint's weights are {has}"
         raise ConfigError(message, param="quantization")
 
 

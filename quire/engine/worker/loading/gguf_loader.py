@@ -61,7 +61,7 @@ def _checkpoint_names(stored: str, tensor: GGUFTensor, config: ModelConfig) -> t
     if _is_draft_layer(stored, config):
         return [], False
     if int(stored.split(".")[1]) >= config.num_layers or not stored.endswith((".weight", ".bias")):
-        raise ModelError(f"model: the weights hold what the model does not have: {stored[:100]}")
+        raise ModelError(f"model: the weights have tensors that the model lacks: {stored[:100]}")
     return names, True
 
 
@@ -122,7 +122,7 @@ def _join_kv_b(name: str, stored: GGUFTensor, rows: Tensor, halves: dict[str, Te
         return
     keys, values = (half, other) if kind == "k_b_proj" else (other, half)
     if keys.shape[::2] != values.shape[::2]:
-        raise ModelError(f"model: {name} has the shape {list(stored.shape)}, which does not go with its other half")
+        raise ModelError(f"model: {name} has the shape {list(stored.shape)}, which does not match its other half")
     yield f"{layer}.kv_b_proj.weight", torch.cat((keys, values), dim=1).flatten(0, 1)
 
 

@@ -66,12 +66,12 @@ def transformers_batch_invariance_and_notes(
     if not model.transformers_class:
         return batch_invariant, []
     costs = "slower than by a file of Quire's; without stages, heads that draft, vectors and CUDA graphs"
-    notes = [f"transformers' {model.transformers_class} computes it, on Quire's pages: {costs}"]
+    notes = [f"transformers' {model.transformers_class} computes it, with Quire's KV cache: {costs}"]
     assert isinstance(model, import_transformers_decoder())
     model.reduces_results = False  # a rank tries its part alone: sums do not mix rows
     is_invariant = is_batch_invariant(model, backend)  # always tried: finds classes that ignore positions
     model.reduces_results = True
-    wrong = None if is_invariant else "tried, it gives a request other bits beside others than alone"
+    wrong = None if is_invariant else "in a trial, a request's bits depended on the rest of its batch"
     if foreign := model.unreplaced_matmuls:
         wrong = wrong or f"PyTorch's own products multiply by {foreign[0]}{' and others' if len(foreign) > 1 else ''}"
     if batch_invariant and wrong is not None:
@@ -101,8 +101,8 @@ def is_batch_invariant(model: Decoder, backend: Backend) -> bool:
         model.dtype, _DEFAULT_MAX_DEVIATION
     ):
         raise ModelError(
-            "model: transformers' class gives other logits for a prompt in pieces beside others: "
-            f"they differ by {difference:.2g} of their deviation, so it does not take positions as they are given"
+            "model: transformers' class gives different logits if a prompt is chunked or batched with others: "
+            f"they differ by {difference:.2g} of their standard deviation, so it ignores the positions it is given"
         )
     return False
 

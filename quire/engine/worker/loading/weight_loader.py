@@ -54,10 +54,10 @@ def load_weights(
         parameter.weight_loader(tensor)
         size += tensor.numel() * parameter.dtype.itemsize
     if missing:
-        more = f"; they hold, which the model does not have: {_format_names(left_over)}" if left_over else ""
+        more = f"; they have tensors that the model lacks: {_format_names(left_over)}" if left_over else ""
         raise ModelError(f"model: the weights lack {_format_names(list(missing))}{more}")
     if left_over:
-        raise ModelError(f"model: the weights hold what the model does not have: {_format_names(left_over)}")
+        raise ModelError(f"model: the weights have tensors that the model lacks: {_format_names(left_over)}")
     return size
 
 

@@ -187,6 +187,6 @@ def make_stored_module_name_lookup(headers: Iterable[str]) -> Callable[[str], st
 
 def _unsplittable_error(name: str) -> ModelError:
     return ModelError(
-        f"model: {name[:100]}: its checkpoint has it joined with others, or its heads in another order, in a format "
-        "that cannot be taken apart; serve the weights that are not quantized, with --quantization"
+        f"model: {name[:100]}: the checkpoint fuses it with other tensors or orders its heads otherwise, in a "
+        "quantized format that cannot be split; serve the unquantized weights with --quantization"
     )

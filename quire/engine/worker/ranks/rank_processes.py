@@ -167,7 +167,7 @@ class MultiProcessRanks(RankGroup):
                 self._register_rank(each, each.get_message, RankStart(config_json, rank, [], [], store))
             stay_on(cores[0] if cores else set())
             where = f", on cores {'; '.join(str(sorted(each)) for each in cores)}" if cores else ""
-            where += "" if on_cpu else ", each on a GPU of its own"
+            where += "" if on_cpu else ", each on its own GPU"
             names = ", ".join(map(_pid_and_host, self._processes))
             self.note = f"{self.count} {self.process_noun}, beside this process {names}{where}"
             looks_at = (self._processes, self._closing, self._config.engine_heartbeat_timeout)

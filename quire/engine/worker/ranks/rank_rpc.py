@@ -40,7 +40,7 @@ def run_rank_call(worker: RankWorker, content: bytes) -> bytes:
             method, args, kwargs = pickle.loads(call)
         except (AttributeError, ImportError) as error:
             raise ImportError(
-                f"the function must be one of a module's, not of the program's own file: {error}"
+                f"the function must be importable from a module other than the program's main file: {error}"
             ) from error
         function = getattr(RankWorker, method) if isinstance(method, str) else method
         value = function(worker, *args, **kwargs)

@@ -77,21 +77,21 @@ def check_tensor_parallel(config: EngineConfig, chosen: DevicePlan, *, weights_a
         "tensor_parallel_size",
         device != "cpu"
         and config.nnodes > 1
-        and "ranks of several machines (nnodes) compute on CPUs alone so far; see --device",
+        and "ranks on several machines (nnodes) compute only on CPUs so far; see --device",
         missing_gpus_reason(ranks, chosen.device) or chosen.spec.tensor_parallel_error(ranks),
-        weights_are_tensors and "weights given as tensors reach one rank alone; give them as a file",
+        weights_are_tensors and "weights given as tensors reach only one rank; give them as a file",
     )
     if speculative is not None and speculative.uses_hidden_states and device == "cuda":
         refuse_setting_if(
             "speculative_config",
-            f"{speculative.method!r} does not go with several GPUs (tensor_parallel_size) yet; a draft_model does",
+            f"{speculative.method!r} does not run on several GPUs (tensor_parallel_size) yet; a draft_model does",
         )
 
 
 def missing_gpus_reason(ranks: int, device: torch.device) -> str | None:
     """None if nothing is missing."""
     if is_other_device(device):
-        return f"ranks compute on CPUs and on GPUs of CUDA's alone so far, not on {device.type}; see --device"
+        return f"ranks compute only on CPUs and CUDA GPUs so far, not on {device.type}; see --device"
     if device.type != "cuda":
         return None
     num_visible = torch.cuda.device_count()
@@ -109,7 +109,7 @@ def check_pipeline_parallel(config: EngineConfig, chosen: DevicePlan, *, weights
     speculative = config.speculative_config
     refuse_setting_if(
         "pipeline_parallel_size",
-        chosen.device.type != "cpu" and "stages compute on CPUs alone so far; see --device",
+        chosen.device.type != "cpu" and "stages compute only on CPUs so far; see --device",
         config.tensor_parallel_size > 1
         and "ranks that divide every layer (tensor_parallel_size) cannot be stages too yet; use one of the two",
         stages > layers and f"the model's {layers} layers cannot be divided among {stages} stages",
@@ -117,5 +117,5 @@ def check_pipeline_parallel(config: EngineConfig, chosen: DevicePlan, *, weights
         speculative is not None
         and speculative.has_weights
         and f"speculative_config: {speculative.method!r} needs all layers in one process; ngram and suffix do not",
-        weights_are_tensors and "weights given as tensors reach one stage alone; give them as a file",
+        weights_are_tensors and "weights given as tensors reach only one stage; give them as a file",
     )

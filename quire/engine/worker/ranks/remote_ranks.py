@@ -211,7 +211,7 @@ class NodeRendezvous:
         try:
             join_request = msgspec.msgpack.decode(content, type=JoinRequest)
         except msgspec.DecodeError:
-            self._print_once("something that is no machine wants to join")
+            self._print_once("a connection that is not one of the machines tried to join")
             return
         answer = self._make_join_reply(join_request)
         if not answer.refused:
@@ -251,7 +251,9 @@ def _open_listener(address: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, proto)
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or "no valid name"
-        raise ConfigError(f"master_addr: {address!r} is no address of a machine: {why}", param="master_addr") from None
+        raise ConfigError(
+            f"master_addr: {address!r} is not the address of a machine: {why}", param="master_addr"
+        ) from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(place)

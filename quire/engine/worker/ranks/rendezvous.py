@@ -71,7 +71,7 @@ def check_connection(
     except (RankEnded, RuntimeError) as error:
         message_lines = (str(error.__cause__ or error).strip() or "no message").splitlines()
         wrong = next((line for line in message_lines if "rror" in line), message_lines[0])
-        advice = "NCCL_DEBUG=WARN says more; in a container NCCL needs --shm-size 1g or more"
+        advice = "NCCL_DEBUG=WARN shows more; in a container NCCL needs --shm-size 1g or more"
         cause: Exception | None = error
     else:
         advice, cause = "NCCL_P2P_DISABLE=1 has them meet in the host's memory", None
@@ -91,6 +91,6 @@ def _find_all_reduce_error(group: Collective, device: torch.device, seconds: flo
         until = time.monotonic() + seconds
         while not done.query():  # NCCL's own timeout takes minutes
             if time.monotonic() > until:
-                return f"a sum did not come in {seconds:g} s"
+                return f"an all-reduce did not finish in {seconds:g} s"
             time.sleep(0.01)
-    return None if torch.equal(total, group.world_size * numbers) else "a sum came wrong"
+    return None if torch.equal(total, group.world_size * numbers) else "an all-reduce gave a wrong result"

@@ -172,7 +172,7 @@ class SlotGrammars:
         if isinstance(error, Overloaded):
             self._failures[slot] = RequestFailure(error.message, "busy")
         else:
-            self._failures[slot] = RequestFailure(f"the grammar could not be followed: {error.message}", "grammar")
+            self._failures[slot] = RequestFailure(f"the grammar could not be applied: {error.message}", "grammar")
         del self._states[slot]
 
 

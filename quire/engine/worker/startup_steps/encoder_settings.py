@@ -26,17 +26,17 @@ def determine_batch_invariance(
 def check_encoder_config(config: EngineConfig) -> None:
     """Raise ConfigError for decoder-only settings."""
     for name, is_set, why in (
-        ("tensor_parallel_size", config.tensor_parallel_size > 1, "encoders are not divided"),
-        ("pipeline_parallel_size", config.pipeline_parallel_size > 1, "encoders are not divided"),
+        ("tensor_parallel_size", config.tensor_parallel_size > 1, "encoders run in one process"),
+        ("pipeline_parallel_size", config.pipeline_parallel_size > 1, "encoders run in one process"),
         ("enable_expert_parallel", config.enable_expert_parallel, "encoders have no experts"),
-        ("one_shot_sums", config.one_shot_sums, "encoders are not divided"),
-        ("weights_on_disk", config.weights_on_disk is not None, "encoders are held in memory"),
-        ("block_size", config.block_size is not None, "encoders keep no pages"),
-        ("cpu_offload_gb", config.cpu_offload_gb > 0, "encoders are held on the device"),
+        ("one_shot_sums", config.one_shot_sums, "encoders run in one process"),
+        ("weights_on_disk", config.weights_on_disk is not None, "encoders are always in memory"),
+        ("block_size", config.block_size is not None, "encoders have no KV cache"),
+        ("cpu_offload_gb", config.cpu_offload_gb > 0, "encoders are always on the device"),
         ("enable_lora", config.enable_lora, "encoders have no adapters"),
         ("quantization", config.quantization is not None, "encoders are not quantized"),
-        ("kv_cache_dtype", config.kv_cache_dtype != "auto", "encoders keep no KV cache"),
-        ("executor_cls", config.executor_cls is not None, "encoders have an executor of their own"),
+        ("kv_cache_dtype", config.kv_cache_dtype != "auto", "encoders have no KV cache"),
+        ("executor_cls", config.executor_cls is not None, "encoders have their own executor"),
         ("quantize_embedding", config.quantize_embedding, "encoders are not quantized"),
     ):
         refuse_setting_if(name, is_set and why)

@@ -75,9 +75,9 @@ def startup_notes(
         is_other_device(device) and f"PyTorch's own operations compute on {device.type}: {slow}",
         windowed
         and keeps_all_reason is not None
-        and f"layers with a sliding window keep all tokens, for {keeps_all_reason} needs pages of all layers",
+        and f"layers with a sliding window keep all tokens, because {keeps_all_reason} needs all layers' blocks",
         is_limited
-        and f"{plan.request_slots} sequences run at a time, for their states take much memory{snapshots}: state_memory",
+        and f"{plan.request_slots} sequences run at a time, as their states take much memory{snapshots}: state_memory",
     ]
 
 

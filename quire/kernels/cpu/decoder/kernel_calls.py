@@ -150,7 +150,7 @@ class KernelCalls(ABC):
         q, kinds = self.empty_per_token(qkv, heads, dim), (NORM_KINDS.index(rope.norm_kind), rope.num_kv_projections)
         where = (metadata.rope_positions, metadata.slot_mapping, q, *caches, *_cache_page_strides(caches))
         sizes = (self.num_tokens_argument(qkv), pages, heads, kv_heads, dim, rope.eps)
-        error_message = f"slots outside the {pages} pages of the cache"
+        error_message = f"slots outside the {pages} blocks of the cache"
         return self.call_kernel("rope_store", q, qkv, *weights, *kinds, *where, *sizes, error_message=error_message)
 
     def paged_attention(self, q: Any, k_cache: Tensor, v_cache: Tensor, metadata: Any, softmax: AttentionParams) -> Any:
@@ -195,7 +195,7 @@ class KernelCalls(ABC):
             softmax.sinks,
             softmax.value_dim or 0,
         )
-        error_message = f"block table names a page outside the {pages} pages of the cache"
+        error_message = f"block table names a block outside the {pages} blocks of the cache"
         return self.call_kernel(
             kernel, out, *group, out, q, *where, *sizes, *rules, *extras, error_message=error_message
         )
@@ -219,7 +219,7 @@ class KernelCalls(ABC):
             held,
         )
         sizes = (cache.stride(0), self.num_tokens_argument(q), len(cache), heads, size, rotated, latent.eps)
-        error_message = f"slots outside the {len(cache)} pages of the cache"
+        error_message = f"slots outside the {len(cache)} blocks of the cache"
         return self.call_kernel(
             "latent_store",
             self.view_per_token(q, heads, size + rotated),
@@ -244,7 +244,7 @@ class KernelCalls(ABC):
             len(columns.slot_columns),
         )
         sizes = (step.num_sequences, wide, conv.conv_width, columns.columns_per_slot, conv.is_gated)
-        error_message = "a block table or a slot names what the columns do not have"
+        error_message = "a block table or a slot points outside of the columns"
         return self.call_kernel("short_conv", out, *tensors, *where, *sizes, error_message=error_message)
 
     def run_recurrence(
@@ -266,7 +266,7 @@ class KernelCalls(ABC):
         )
         weights_and_states = (*kernel_arguments.weights, out, states.matrices, states.draft_inputs)
         sizes = (*kernel_arguments.sizes, states.draft_inputs.shape[1], *kernel_arguments.rules)
-        error_message = "there is no such slot, or there are more guesses than it keeps"
+        error_message = "there is no such slot, or it has room for fewer draft tokens"
         return self.call_kernel(
             kernel_arguments.kernel,
             out,

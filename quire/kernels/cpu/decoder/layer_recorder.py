@@ -248,7 +248,7 @@ class _LayerRecorder(KernelCalls, Operations):
         if failed := self._library.run_calls[self._attention_dtype](first, end - begin, numbers, *sizes):
             if self._recorded_calls[begin + failed - 1][0] in ("sum_ranks", "ranks_attention"):
                 raise RankEnded
-            raise IndexError("a block table or a slot names a page outside of the cache")
+            raise IndexError("a block table or a slot points outside of the cache")
         return x, residual
 
 

@@ -52,6 +52,6 @@ def check_recurrence(rule: Recurrence, states: RecurrentStates, dtype: torch.dty
     if states.draft_inputs.dtype != dtype:
         raise TypeError(f"guesses of {states.draft_inputs.dtype} cannot serve {dtype}")
     if not all(each.is_contiguous() for each in (*wide, states.draft_inputs)):
-        raise ValueError("what a recurrence reads and keeps must be contiguous")
+        raise ValueError("the inputs and states of a recurrence must be contiguous")
     if value % 16 or key % 2 or heads % groups:
         raise ValueError("a value must have a multiple of 16 numbers, a key an even number, and groups as many heads")

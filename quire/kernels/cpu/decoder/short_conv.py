@@ -20,4 +20,4 @@ def check_short_conv(conv: ShortConv, columns: ConvStates, dtype: torch.dtype) -
     if (
         columns.piece_ends is not None and columns.piece_ends.shape[1] != 1
     ) or not 2 <= conv.conv_width <= MAX_CONV_WIDTH:
-        raise ValueError(f"a page must be one piece, and a convolution from 2 to {MAX_CONV_WIDTH} tokens wide")
+        raise ValueError(f"a block must be contiguous, and a convolution from 2 to {MAX_CONV_WIDTH} tokens wide")

@@ -77,7 +77,7 @@ def _import_flash2() -> ModuleType | str:
     if isinstance(module, str):
         return module
     if not hasattr(module, "flash_attn_with_kvcache"):  # flash-attn 4 shares the namespace package
-        return f"what is installed as flash_attn is not flash-attn 2 ({INSTALL})"
+        return f"the installed package flash_attn is not flash-attn 2 ({INSTALL})"
     return _version_error(module.__version__) or module
 
 
@@ -85,4 +85,7 @@ def _version_error(version: str) -> str | None:
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
     if _MIN_VERSION <= numbers < _FIRST_REFUSED_VERSION:
         return None
-    return f"flash-attn {version} is not one of 2.8 to 2.8.3, whose paged decodes a CUDA graph can hold ({INSTALL})"
+    return (
+        f"flash-attn {version} is not one of 2.8 to 2.8.3, the versions whose paged decodes a CUDA graph can capture "
+        f"({INSTALL})"
+    )

@@ -54,14 +54,14 @@ class FlashPagedBackend(PagedAttentionBackend):
         return None if major >= 8 else f"needs compute capability 8.0, this GPU has {major}.{minor}"
 
     def unsupported_kv_dtype_reason(self, kv_dtype: torch.dtype) -> str | None:
-        return "keeps keys and values in the model's type; --attention-backend triton holds them in 8 bits"
+        return "keeps keys and values in the model's type; --attention-backend triton keeps them in 8 bits"
 
     def unsupported_attention_reason(self, *, sinks: bool, latents: bool, chunks: bool) -> str | None:
         if sinks:
-            return "has no sinks of attention"
+            return "has no attention sinks"
         if chunks:
-            return "has no attention within chunks; --attention-backend triton has it"
-        return "has no attention over latents" if latents else None
+            return "has no chunked attention; --attention-backend triton has it"
+        return "has no MLA" if latents else None
 
     def make_context_parallel_backend(self, ranks: int) -> None:
         return None

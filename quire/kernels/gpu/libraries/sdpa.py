@@ -24,7 +24,7 @@ class SdpaBackend(TorchBackend):
     cuda_graph_support = "decodes"
 
     def description(self) -> str:
-        return f"torch {torch.__version__}'s scaled_dot_product_attention over gathered pages, plain PyTorch beside it"
+        return f"torch {torch.__version__}'s scaled_dot_product_attention over gathered blocks, otherwise plain PyTorch"
 
     def unsupported_reason(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
@@ -36,8 +36,8 @@ class SdpaBackend(TorchBackend):
 
     def unsupported_attention_reason(self, *, sinks: bool, latents: bool, chunks: bool) -> str | None:
         if sinks:
-            return "has no sinks of attention"
-        return "has no attention over latents" if latents else None
+            return "has no attention sinks"
+        return "has no MLA" if latents else None
 
     def make_context_parallel_backend(self, ranks: int) -> None:
         return None

@@ -169,7 +169,11 @@ def pack_quantized(
                     weight_trial.quantized_format(weight), *where, pack_without_trial
                 )
             ) is not None:
-                log.warning("weights of few bits are held in %s: Triton's kernels: %s", dtype, reason)
+                log.warning(
+                    "quantized weights are dequantized to %s, because Triton's kernels cannot be used: %s",
+                    dtype,
+                    reason,
+                )
                 return None
     return pack_without_trial(weights, bias, dtype=dtype, wide=wide, fixed=fixed)
 

@@ -78,7 +78,7 @@ def trial_failure_reason(product: TorchMatmulKind, dtype: torch.dtype, device: t
                 if (
                     error := _trial_relative_error(product, dtype, device, (rows, inner, outs), biased=biased)
                 ) > _MAX_ERROR:
-                    return f"computes something else (relative error {error:.2g})"
+                    return f"is wrong (relative error {error:.2g})"
     except Exception as error:  # falls back to Triton's kernels
         return describe_kernel_error(error)
     return None

@@ -78,7 +78,7 @@ def trial_failure_reason(
             wanted = x.double() @ whole
             error = ((linear(x, NO_ADAPTERS).double() - wanted).norm() / wanted.norm()).item()
             if not error < (_MAX_INTEGER_ERROR if kind.bits else _MAX_FLOAT_ERROR):
-                return f"{kind} computes something else for {rows} rows (relative error {error:.2g})"
+                return f"{kind} is wrong for {rows} rows (relative error {error:.2g})"
     except Exception as error:  # falls back to plain PyTorch
         return describe_kernel_error(error)
     return None

@@ -82,7 +82,7 @@ class OneShotAllReduce:
     def raise_if_failed(self) -> None:
         """Raises RankEnded if a sum was given up."""
         if self.host_flags[1]:
-            raise RankEnded("a sum over ranks was given up")
+            raise RankEnded("an all-reduce was given up")
 
 
 def counter_bytes(ranks: int) -> int:
@@ -119,9 +119,9 @@ def verify_all_reduce(
         try:
             sums.raise_if_failed()
         except RankEnded as error:
-            raise ValueError("a sum did not come") from error
+            raise ValueError("an all-reduce did not finish") from error
         if not torch.equal(reduced.cpu(), wanted.to(dtype)):
-            raise ValueError("a sum came wrong")
+            raise ValueError("an all-reduce gave a wrong result")
     sums.max_polls = _MAX_POLLS
 
 
@@ -179,9 +179,7 @@ def connect_one_shot(
     if b"-" not in right:
         return all_reduces[0]
     others = [each for each, answer in enumerate(right) if answer == b"-"]
-    log.warning(
-        "sums over ranks go over NCCL alone: %s", "; ".join(errors) or f"ranks {others} cannot reach all others"
-    )
+    log.warning("all-reduce uses only NCCL: %s", "; ".join(errors) or f"ranks {others} cannot reach all others")
     return None
 
 

@@ -120,7 +120,7 @@ VLLM_FLAGS = {
             "--result-dir": {"type": Path, "metavar": "DIR", "help": "directory of the result file (the current one)"},
             "--result-filename": {
                 "metavar": "FILE",
-                "help": "name of the result file; default: made of backend, rate, model and time",
+                "help": "name of the result file; default: from backend, rate, model and time",
             },
             "--metadata": {
                 "type": _parse_name_value_pair,
@@ -153,8 +153,8 @@ def apply_vllm_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) 
     args.chats = args.endpoint == CHAT_PATH or (args.endpoint is None and str(args.backend).endswith("chat"))
     if args.dataset_name not in (None, *_DATASETS):
         parser.error(
-            f"argument --dataset-name: {args.dataset_name} would be fetched from elsewhere, or made of pictures; there "
-            f"are {', '.join(_DATASETS)}, and --prompts FILE.jsonl for any other"
+            f"argument --dataset-name: {args.dataset_name} would be downloaded or has images; the datasets "
+            f"here are {', '.join(_DATASETS)}, and --prompts FILE.jsonl for any other"
         )
     if args.dataset_name in ("sharegpt", "custom") and args.dataset_path is None:
         parser.error(f"argument --dataset-name: {args.dataset_name} needs --dataset-path FILE")

@@ -67,7 +67,7 @@ def main(argv: Sequence[str], started: float) -> int:
             "--max-tokens": {
                 "type": int,
                 "metavar": "N",
-                "help": "maximum tokens per answer; default: what the context allows",
+                "help": "maximum tokens per answer; default: as many as the context allows",
             },
         },
         usage="quire chat [MODEL | --url URL] [flags]",

@@ -67,7 +67,7 @@ class ChatSession:
         content = {"model": self.model, "system": self.system, "options": self.options, "messages": self.messages}
         try:
             if _is_foreign_file(path.expanduser(), content.keys()):
-                raise ConfigError(f"{path} is there already, and is no saved conversation: choose another name")
+                raise ConfigError(f"{path} exists and is not a saved conversation: choose another name")
             path.expanduser().write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from None
@@ -79,11 +79,11 @@ class ChatSession:
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}") from None
         except (ValueError, RecursionError):
-            raise ConfigError(f"{path} is no conversation: it is not JSON") from None
+            raise ConfigError(f"{path} is not a conversation: it is not JSON") from None
         content = {"messages": content} if isinstance(content, list) else content
         turns = content.get("messages") if isinstance(content, dict) else None
         if not isinstance(turns, list) or not all(_is_message(turn) for turn in turns):
-            raise ConfigError(f"{path} is no conversation: it has no list of messages")
+            raise ConfigError(f"{path} is not a conversation: it has no list of messages")
         first = [message_text(turn["content"]) for turn in turns if turn["role"] == "system"]
         system, options = content.get("system"), content.get("options")
         self.system = system if isinstance(system, str) else "\n".join(first) or None

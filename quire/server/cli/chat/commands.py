@@ -21,16 +21,16 @@ COMMANDS = {
     "/image": "send a picture with the next message (/image FILE)",
     "/save": "write the conversation to a file (/save FILE)",
     "/load": "go on with one (/load FILE)",
-    "/set": "what answers are asked with (/set temperature 0.7; /set temperature: the default; /set: all)",
-    "/model": "which model is asked (/model NAME; /model: which there are)",
-    "/system": "set the system message and begin anew (no TEXT: remove it)",
+    "/set": "change a sampling setting (/set temperature 0.7; /set temperature: the default; /set: show all)",
+    "/model": "switch to another model (/model NAME; /model: list them)",
+    "/system": "set the system message and start over (no TEXT: remove it)",
     "/reset": "forget the conversation",
     "/help": "this list",
     "/exit": "leave (or Ctrl-D)",
 }
 COMMAND_HELP = "\n".join(f"{name:<9} {text}" for name, text in COMMANDS.items())
 KEY_HELP = """\
-Alt+Enter, or \\ at a line's end, begins another line; what is pasted is sent when you press Enter.
+Alt+Enter, or \\ at a line's end, begins another line; pasted text is sent when you press Enter.
 Ctrl-C stops an answer."""
 
 
@@ -94,7 +94,7 @@ def _run_command(chat: ChatSession, line: str) -> CommandOutcome:
 def _retry_undo_or_edit(chat: ChatSession, command: str, rest: str) -> CommandOutcome:
     text = chat.undo_last_turn()
     if text is None:
-        return CommandOutcome(f"{command}: nothing was said yet")
+        return CommandOutcome(f"{command}: there are no messages yet")
     if command == "/retry":
         return CommandOutcome(prompt=text)
     if command == "/undo":
@@ -131,7 +131,7 @@ def _set_option(chat: ChatSession, rest: str) -> CommandOutcome:
             "\n".join(f"{name} = {json.dumps(value)}" for name, value in chat.options.items()) or "all defaults"
         )
     if name in ("model", "messages", "stream"):
-        return CommandOutcome(f"{name} cannot be set; /help lists what can be said")
+        return CommandOutcome(f"{name} cannot be set; /help lists the commands")
     if not value.strip():
         chat.options.pop(name, None)
         return CommandOutcome(f"{name}: the default")

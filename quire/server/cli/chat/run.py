@@ -83,7 +83,7 @@ def _build_run_parser() -> argparse.ArgumentParser:
             "--max-tokens": {
                 "type": int,
                 "metavar": "N",
-                "help": "maximum tokens per answer; default: what the context allows",
+                "help": "maximum tokens per answer; default: as many as the context allows",
             },
             "--format": {"metavar": "json|SCHEMA", "help": "answer in JSON, or according to a JSON schema"},
             "--think": {

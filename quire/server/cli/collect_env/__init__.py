@@ -92,7 +92,7 @@ def _gpu_facts() -> Iterator[tuple[str, str]]:
     try:
         listing = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        yield "gpu", "nvidia-smi tells of none"
+        yield "gpu", "nvidia-smi reports none"
         return
     for number, line in enumerate(listing.splitlines()):
         yield f"gpu {number}", line

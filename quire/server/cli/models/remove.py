@@ -32,7 +32,7 @@ def main(argv: Sequence[str], started: float) -> int:
 def remove_model(name: str) -> int:
     """Return the bytes freed. Raises ModelError."""
     if Path(name).expanduser().exists():
-        raise ModelError(f"model: {name} is a path, not a name: only what was downloaded is deleted")
+        raise ModelError(f"model: {name} is a path, not a name: only downloaded models are deleted")
     if name in PACKAGED_MODELS:
         raise ModelError(f"model: {name} is in a package: pip uninstall {PACKAGED_MODELS[name][2].partition('==')[0]}")
     requested, cache = resolve_hub_name(name), scan_hub_cache()

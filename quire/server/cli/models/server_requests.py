@@ -46,5 +46,5 @@ def request_json(http: httpx.Client, method: str, path: str, body: dict[str, Any
     except ValueError:
         answer = None
     if not isinstance(answer, dict):
-        raise EngineError(f"{response.url} answers no JSON object: it is no server of Quire's")
+        raise EngineError(f"{response.url} did not answer with a JSON object: it is not a Quire server")
     return answer

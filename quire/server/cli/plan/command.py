@@ -108,9 +108,9 @@ def _check_flags(args: argparse.Namespace, config: ServerConfig) -> None:
     if args.picture is not None and args.picture.suffix.lower() != ".svg":
         raise ConfigError(f"--picture: draws an SVG; {args.picture.with_suffix('.svg')} would be its name")
     if config.num_kv_blocks is not None:
-        raise ConfigError("num_kv_blocks: a plan says how many fit: leave it out, or give --kv-cache-memory")
+        raise ConfigError("num_kv_blocks: the plan computes how many fit: leave it out, or give --kv-cache-memory")
     if config.kv_offload_disk is not None and config.kv_offload_dir is None:
-        raise ConfigError("--kv-offload-disk: says how much --kv-offload-dir DIR may take, which is not given")
+        raise ConfigError("--kv-offload-disk: is the limit of --kv-offload-dir DIR, which is not given")
 
 
 def _read_model(config: ServerConfig) -> _ModelToPlan:

@@ -80,7 +80,7 @@ def load_required_vision_spec(model: str, revision: str | None, raw: dict[str, A
         assert folder is not None
         vision = read_vision_spec(folder, raw)
     if vision is None:
-        raise ConfigError("--images: this model reads no images here")
+        raise ConfigError("--images: this model does not accept images here")
     return vision
 
 

@@ -154,10 +154,10 @@ def divide_machine_by_parallelism(
     share its memory and cores. Raises ConfigError for combinations that are not supported or do not divide.
     """
     if machine.gpu and replicas > 1:
-        message = "data_parallel_size: replicas are served on CPUs alone so far, not with --gpu or --memory"
+        message = "data_parallel_size: replicas are served only on CPUs so far, not with --gpu or --memory"
         raise ConfigError(message, param="data_parallel_size")
     if ranks > 1 and stages > 1:
-        message = "pipeline_parallel_size: stages do not go with ranks that divide every layer (tensor_parallel_size)"
+        message = "pipeline_parallel_size: cannot be combined with tensor_parallel_size"
         raise ConfigError(message, param="pipeline_parallel_size")
     if nodes > 1 and (machine.gpu or replicas > 1 or stages > 1 or ranks % nodes):
         message = (

@@ -26,7 +26,7 @@ def _dtype_or_block_size_reason(estimate: Estimate) -> str | None:
     if estimate.dtype == "bfloat16" and not machine.bf16:
         return f"{machine.name} does not compute bfloat16: use --dtype float16"
     if not config.uses_context_parallel and config.block_size not in (None, estimate.block_size):
-        return f"pages have {estimate.block_size} tokens there, not {config.block_size} (--block-size)"
+        return f"blocks have {estimate.block_size} tokens there, not {config.block_size} (--block-size)"
     return None
 
 
@@ -37,7 +37,7 @@ def _parallelism_reason(estimate: Estimate) -> str | None:
     if machine.stages == 1 and heads % machine.count:
         return f"the model's {heads} heads cannot be divided among {machine.count} devices"
     if config.uses_context_parallel and machine.nodes > 1:
-        return "ranks divide tokens (--decode-context-parallel-size) on one machine alone so far"
+        return "ranks divide tokens (--decode-context-parallel-size) only on one machine so far"
     if config.uses_context_parallel and config.attention_backend in (*FLASH_BLOCK_SIZES, "sdpa"):
         return f"--attention-backend {config.attention_backend} has no ranks that divide tokens; auto takes triton"
     return None
@@ -89,7 +89,7 @@ def _concurrency_reason(estimate: Estimate, concurrency: int) -> str | None:
         if num_contexts < concurrency:
             return _too_many_contexts_message(estimate, concurrency, context, num_contexts)
     if estimate.num_fitting_blocks < concurrency:
-        return f"{concurrency} requests at once need a page each, and {estimate.num_fitting_blocks} pages fit"
+        return f"{concurrency} requests at once need a block each, and {estimate.num_fitting_blocks} blocks fit"
     return None
 
 

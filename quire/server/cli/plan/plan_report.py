@@ -74,7 +74,7 @@ def _kv_token_bytes_text(estimate: Estimate) -> str:
     each = " and device" if estimate.machine.count > 1 else ""
     return (
         f"{_kv_formula(estimate)} = {_format_size(estimate.kv_token_bytes)} a token{each}; "
-        f"a page of {estimate.block_size} tokens "
+        f"a block of {estimate.block_size} tokens "
         f"{_format_size(estimate.block_bytes)}, {_format_size(estimate.layer_block_bytes)} per layer"
     )
 
@@ -277,12 +277,12 @@ def format_gpu_table(estimates: Sequence[Estimate]) -> str:
             row + f"{estimate.kv_budget_bytes / GIB:>5.1f} GiB {estimate.kv_tokens:>11,} {shape:>22} "
             f"{alone:>9,.0f} {full:>9,.0f}"
         )
-    return "\n".join([*lines, "tokens/s are upper limits: of one request alone, and of all requests that fit together"])
+    return "\n".join([*lines, "tokens/s are upper limits: of a single request, and of all requests that fit together"])
 
 
 def estimate_notes(estimate: Estimate) -> list[str]:
     sizes = estimate.sizes
-    talk = ["what GPUs send each other, and NCCL's buffers, are not counted"]
+    talk = ["communication between GPUs and NCCL's buffers are not counted"]
     texts = [*sizes.notes, *(talk if estimate.machine.gpu and estimate.machine.count > 1 else [])]
     texts += [f"{reason}: figures only" for reason in unserved_reasons(estimate)]
     if estimate.experts_plan.disk_bytes:
@@ -303,7 +303,7 @@ def estimate_notes(estimate: Estimate) -> list[str]:
     if estimate.machine.replicas > 1:
         texts.append(f"these are the figures of each of {estimate.machine.replicas} replicas")
     if (nodes := estimate.machine.nodes) > 1:
-        texts.append(f"{nodes} machines like this one in a private network, of which each needs the weights' files")
+        texts.append(f"{nodes} machines like this one in a private network, each with the weight files")
     if (stages := estimate.machine.stages) > 1:
         layers = ", ".join(str(len(each)) for each in split_layers_into_stages(sizes.num_layers, stages))
         texts.append(f"stages of {layers} layers; these are the figures of one on average")
@@ -329,9 +329,9 @@ def unserved_reasons(estimate: Estimate) -> list[str]:
     """Empty if Quire serves the model there."""
     reasons = list(estimate.sizes.unsupported_reasons)
     if estimate.machine.stages > 1 and estimate.machine.gpu:
-        reasons.append("Quire has pipelines on CPUs alone so far; --tensor-parallel-size is for GPUs too")
+        reasons.append("Quire has pipelines only on CPUs so far; --tensor-parallel-size works on GPUs too")
     if estimate.machine.count > 1 and estimate.tier_plans:
-        reasons.append("Quire keeps no pages of several ranks beside their cache yet")
+        reasons.append("Quire cannot offload the blocks of several ranks yet")
     return reasons
 
 
@@ -379,7 +379,7 @@ def _kv_cache_text(estimate: Estimate) -> str:
         f": all that {estimate.concurrency:,} full contexts (--max-num-seqs) use" if tokens < estimate.kv_tokens else ""
     )
     return (
-        f"{estimate.num_blocks:,} pages = {tokens:,} tokens = "
+        f"{estimate.num_blocks:,} blocks = {tokens:,} tokens = "
         f"{_format_size(estimate.num_blocks * estimate.block_bytes)}{all_used}"
     )
 

@@ -91,9 +91,9 @@ def _check_output_folder(out: Path) -> None:
     """Raises ConfigError."""
     if out.is_dir() and not out.is_symlink():
         if any(out.iterdir()):
-            raise ConfigError(f"OUT: {out} is there already, and is not empty")
+            raise ConfigError(f"OUT: {out} exists and is not empty")
     elif os.path.lexists(out):
-        raise ConfigError(f"OUT: {out} is there already, and is no directory")
+        raise ConfigError(f"OUT: {out} exists and is not a directory")
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"OUT: there is no directory {out.absolute().parent}")
 
@@ -101,13 +101,13 @@ def _check_output_folder(out: Path) -> None:
 def _check_quantizable(path: Path) -> None:
     """Raises ModelError."""
     if not path.is_dir():
-        raise ModelError(f"model: {path.name} is quantized already; give the checkpoint that it was made of")
+        raise ModelError(f"model: {path.name} is already quantized; give the checkpoint from which it was made")
     config = read_model_config(path)
     if quantization_config := config.raw.get("quantization_config"):
         raise ModelError(f"model: its weights are quantized already ({quantization_config.get('quant_method')})")
     if (family := find_decoder_family(config.model_type)) is None:
         known = ", ".join(decoder_model_types())
-        raise ModelError(f"model: {config.model_type!r} is not of the families whose linears are known: {known}")
+        raise ModelError(f"model: {config.model_type!r} does not belong to a family whose linears are known: {known}")
     if family.weight_names.stacked_experts is not None:
         raise ModelError(
             f"model: {config.model_type!r} stores its experts as no compressed-tensors checkpoint can; "

@@ -200,7 +200,7 @@ def replay_config(config: EngineConfig, receipt: Receipt, *, lora: bool) -> Engi
             resolve_model(receipt.model, config.revision)
         except ModelError as error:
             raise ConfigError(
-                f"--model says where the receipt's model is: {escape_unprintable(error.message)}"
+                f"use --model to say where the receipt's model is: {escape_unprintable(error.message)}"
             ) from None
     return config.model_copy(update=update)
 
@@ -211,7 +211,7 @@ def read_images_by_digest(path: Path, tokenizer: Tokenizer, files: Sequence[str]
         return {}
     reader, images = make_multimodal_prompt_builder(path, tokenizer), list[RequestImage]()
     if reader is None:
-        raise ConfigError("--image: this model reads no images")
+        raise ConfigError("--image: this model does not accept images")
     for file in files:
         try:
             images.append(RequestImage(file, Path(file).read_bytes()))

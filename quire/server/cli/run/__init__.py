@@ -108,7 +108,7 @@ def trim_output_and_read_finished_ids(
                 ids = refused if is_permanent_failure(result) and not retry_refused else retried
                 (ids if is_failure(result) else done).add(result["custom_id"])
             except (ValueError, KeyError, TypeError, AttributeError):
-                raise ConfigError(f"{path} is no output of quire run: no result at byte {complete_bytes}") from None
+                raise ConfigError(f"{path} is not an output of quire run: no result at byte {complete_bytes}") from None
             complete_bytes += len(line)
         file.truncate(complete_bytes)
     if retried := retried & set(requested):
@@ -163,7 +163,7 @@ class RequestFileRunner:
         self._bar = progress.add_task("requests", total=total)
 
     async def answer_all(self, lines: Iterator[tuple[int, str]], concurrency: int) -> None:
-        """Raises EngineError if the engine is gone."""
+        """Raises EngineError if the engine has ended."""
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(concurrency):
@@ -195,7 +195,7 @@ class RequestFileRunner:
         for attempt in range(MAX_ATTEMPTS):
             response = await self._http.post(job.url, content=job.body, headers={"Content-Type": "application/json"})
             if response.status_code >= 500 and not self._client.alive:
-                raise EngineError("the engine is gone")
+                raise EngineError("the engine has ended")
             if response.status_code not in (429, 503):
                 break
             await asyncio.sleep(float(response.headers.get("retry-after", 2**attempt)))
@@ -230,7 +230,7 @@ def main(argv: Sequence[str], started: float) -> int:
             },
             "--resume": {
                 "action": "store_true",
-                "help": "keep the results in OUT.jsonl, and run only what is missing or may succeed now",
+                "help": "keep the results in OUT.jsonl, and run only requests that are missing or may succeed now",
             },
             "--retry-refused": {
                 "action": "store_true",
@@ -277,7 +277,7 @@ def _run_file(args: argparse.Namespace, config: ServerConfig, file: Path, starte
         without = f", {len(refused)} refused for good" if refused else ""
         print(f"{len(answered)} already done{without}, {total} to do", file=sys.stderr)
     if refused:
-        print("what was refused for good is not tried again, but with --retry-refused", file=sys.stderr)
+        print("requests refused for good are retried only with --retry-refused", file=sys.stderr)
     tally = RequestTally()
     try:
         if total:
@@ -289,7 +289,7 @@ def _run_file(args: argparse.Namespace, config: ServerConfig, file: Path, starte
         counts = (
             f"{tally.num_done} done, {tally.num_failed} failed, {num_left} left, {tally.num_tokens} tokens generated"
         )
-        again = "mend them, and continue with --resume --retry-refused" if tally.num_refused or refused else ""
+        again = "fix them, and continue with --resume --retry-refused" if tally.num_refused or refused else ""
         advice = "continue with --resume" if num_left or tally.num_failed > tally.num_refused else again
         print(f"{counts}, {time.perf_counter() - started:.1f} s{advice and f': {advice}'}", file=sys.stderr)
         for kind, count in tally.failures_by_kind.most_common():

@@ -38,6 +38,8 @@ def translate_arguments(argv: Sequence[str]) -> list[str]:
             continue
         value = value if equals else rest.pop(0) if rest else ""
         if "://" in value:
-            raise ConfigError(f"{flag}: {value} is no file here: fetch it first, and send the results yourself")
+            raise ConfigError(
+                f"{flag}: {value} is not a local file: download it first, and upload the results yourself"
+            )
         arguments += [value] if flag in _INPUT_FLAGS else ["--output", value]
     return arguments

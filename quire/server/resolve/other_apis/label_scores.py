@@ -33,7 +33,7 @@ def resolve_label_scores(body: LabelScoreRequest, model: ServedModel, config: Se
     """Raises ModelNotFound, InvalidRequest."""
     items = [body.items] if isinstance(body.items, str) else body.items
     if len(items) * len(body.query) + sum(map(len, items)) > MAX_PROMPT_ENTRIES:
-        raise InvalidRequest("items: too many behind so long a query: ask for fewer at once", param="items")
+        raise InvalidRequest("items: too many for a query of this length: send fewer at once", param="items")
     prompts: list[str | list[int]] = []
     for item in items:
         if isinstance(item, str) and isinstance(body.query, str):

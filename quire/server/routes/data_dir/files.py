@@ -82,7 +82,7 @@ async def upload_file(request: Request) -> Response:
             file = new_file(name, purpose, content.size, keep_seconds=keep_seconds, id=upload.id)
             await asyncio.to_thread(_store_file, runner, owner, file, content.file)
     except OSError as error:
-        raise Overloaded(f"The file cannot be kept now: {error.strerror}", param="data_dir") from None
+        raise Overloaded(f"The file cannot be stored now: {error.strerror}", param="data_dir") from None
     finally:
         runner.uploads.adjust_held_amount(owner, -1)
         await asyncio.shield(upload.release_reservation())
@@ -217,7 +217,7 @@ async def _receive_form(
     except MultiPartException as error:
         raise InvalidRequest(f"The form cannot be read: {error.message}") from None
     except UnicodeError:  # by some parser versions
-        raise InvalidRequest("The form cannot be read: a name in it is no text") from None
+        raise InvalidRequest("The form cannot be read: a name in it is not valid text") from None
     except ClientDisconnect:
         raise HTTPException(CLIENT_CLOSED_REQUEST) from None
     except TimeoutError:
@@ -294,7 +294,7 @@ async def _find_file(request: Request, file_id: str) -> StoredFile:
 
 
 def file_not_found(file_id: str, param: str) -> RequestNotFound:
-    return RequestNotFound(f"No file `{file_id}` is kept here, or not any more", param=param)
+    return RequestNotFound(f"No file `{file_id}` is stored here, or it has expired", param=param)
 
 
 def require_batch_runner(request: Request) -> BatchRunner:

@@ -26,11 +26,11 @@ async def resume_stream(stream_id: str, request: Request) -> Response:
     if (last_event_id := request.headers.get(LAST_EVENT_ID)) is not None:
         parsed_id = parse_event_id(last_event_id)
         if parsed_id is None or parsed_id[0] != stream_id:
-            raise InvalidRequest("Last-Event-ID is the id of no event of this stream", param=LAST_EVENT_ID)
+            raise InvalidRequest("Last-Event-ID is not the id of an event of this stream", param=LAST_EVENT_ID)
         seen_events = parsed_id[1]
     call = await streams.find_call(owner, stream_id)
     if call is None:
-        raise RequestNotFound(f"No stream `{stream_id}` is kept here, or not any more", param="stream_id")
+        raise RequestNotFound(f"No stream `{stream_id}` is stored here, or it has expired", param="stream_id")
     if call.pins.background:
         alternative = f"GET /v1/responses/{stream_id}, with stream=true and starting_after"
         raise InvalidRequest(f"The response goes on in the background: {alternative}", param="stream_id")

@@ -33,10 +33,10 @@ async def pull(request: Request) -> Response:
     """Download a model. Needs an admin's API key; without keys, only callers on this machine may."""
     server = get_server_context(request)
     if not server.config.allow_pull:
-        raise InvalidRequest("Models are not downloaded here: start the server with --allow-pull, or `quire pull`")
+        raise InvalidRequest("This server does not download models: start it with --allow-pull, or use `quire pull`")
     body = parse_body(await _read_small_body(request), OllamaPullRequest)
     if not (name := body.model or body.name or "").strip(" -"):
-        raise InvalidRequest("give model, the name of one", param="model")
+        raise InvalidRequest("model is required: the name of a model", param="model")
     if server.pull_lock.locked():
         raise Overloaded("Another model is being downloaded. Please try again later")
     if body.stream:

@@ -93,7 +93,7 @@ def load_draft_model(
         check_device_supports_attention(target_model.device, model, spec)
         if spec.needs_state_snapshots:
             raise ConfigError(
-                f"a {model.model_type}, whose large states cannot take back a guess of their own, does not draft"
+                f"a {model.model_type} cannot draft: its recurrent state cannot be rolled back after rejected tokens"
             )
         draft_backend, _ = select_backend(
             target_model.device,

@@ -26,13 +26,13 @@ def check_offload(config: EngineConfig, model_config: ModelConfig, chosen: Devic
         refuse_setting_if(
             GPU_PARAM,
             device == "cpu" and "a CPU's weights are in the host's memory; weights_on_disk leaves them on a disk",
-            is_other_device(chosen.device) and f"layers are copied to GPUs of CUDA's alone so far, not to {device}",
+            is_other_device(chosen.device) and f"layers are streamed only to CUDA GPUs so far, not to {device}",
             by_class,
             shared_weights,
         )
     if config.weights_on_disk is None:
         is_set = config.weights_in_memory is not None
-        why = "says how many GiB of weights are kept in memory that are on a disk (weights_on_disk)"
+        why = "is how many GiB of the weights on disk (weights_on_disk) are kept in memory"
         refuse_setting_if("weights_in_memory", is_set and why)
         return
     refuse_setting_if(

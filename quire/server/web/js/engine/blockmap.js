@@ -202,7 +202,7 @@ export class BlockMap {
     const [free, cached, shared, owned] = totals;
     this.canvas.setAttribute(
       "aria-label",
-      `Map of ${this.codes.length} KV cache pages: ${free} empty, ${cached} cached, ${shared} shared, ` +
+      `Map of ${this.codes.length} KV cache blocks: ${free} empty, ${cached} cached, ${shared} shared, ` +
         `${owned} held by one request`,
     );
   }
@@ -241,15 +241,15 @@ export class BlockMap {
 
   #tell() {
     if (this.cursor === null || !this.codes.length) {
-      const per = this.perCell > 1 ? `One square is ${this.perCell} pages. ` : "";
+      const per = this.perCell > 1 ? `One square is ${this.perCell} blocks. ` : "";
       const rest = this.codes.length - this.shown;
-      const more = rest ? `The other ${whole(rest)} pages have been empty so far. ` : "";
-      say($("page-readout"), `${more}${per}Point at a page, or use the arrow keys, to see whose it is.`);
+      const more = rest ? `The other ${whole(rest)} blocks have been empty so far. ` : "";
+      say($("page-readout"), `${more}${per}Point at a block, or use the arrow keys, to see whose it is.`);
       return;
     }
     const first = this.cursor * this.perCell;
     const last = Math.min(this.shown, first + this.perCell) - 1;
-    const name = first === last ? `Page ${first}` : `Pages ${first} to ${last}`;
+    const name = first === last ? `Block ${first}` : `Blocks ${first} to ${last}`;
     say($("page-readout"), `${name}: ${this.#meaning(this.#codeIn(this.cursor))}`);
   }
 
