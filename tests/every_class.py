@@ -152,8 +152,8 @@ def _short(error: str) -> str:
         return f"its attention takes {found[1]}, which paged attention does not compute"
     if "changes its mask" in error:
         return "its attention changes the mask (biases by position, or a mask of its own)"
-    if "neither causal nor a window" in error:
-        return "a mask of it is neither causal nor a window (chunks, blocks, or both directions)"
+    if "neither causal nor a sliding window" in error:
+        return "one of its masks is neither causal nor a sliding window (chunks, blocks, or bidirectional)"
     if "meta" in error or "data-dependent" in error or "data-independent" in error:
         return "what it computes depends on numbers, which it is probed without"
     return re.sub(r"^model: (config.json: |transformers' \w+ )?", "", error).split(":")[0][:120]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _MIN_PREFIX_LENGTH = 3
-_ALREADY_DONE = "so it is anyway"
+_ALREADY_DONE = "this is always so"
 
 
 @dataclass(frozen=True, slots=True)

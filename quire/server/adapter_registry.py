@@ -90,7 +90,7 @@ class AdapterRegistry:
             if before is not None and before.digest != adapter.digest and not replace:
                 self._mark_if_unnamed(adapter.digest)
                 raise InvalidRequest(
-                    f"lora_name: the adapter {name} is served with other content; load_inplace replaces it",
+                    f"lora_name: the adapter {name} is already served with other content; load_inplace replaces it",
                     param="lora_name",
                 )
             self._adapters[name] = adapter
@@ -178,7 +178,7 @@ def parse_adapter_option(text: str) -> tuple[str, str]:
 def configured_adapter_names(config: ServerConfig) -> tuple[str, ...]:
     """Raises ConfigError."""
     if config.lora_modules and not config.enable_lora:
-        raise ConfigError("lora_modules: need --enable-lora (enable_lora = true)", param="lora_modules")
+        raise ConfigError("lora_modules: needs --enable-lora (enable_lora = true)", param="lora_modules")
     return tuple(parse_adapter_option(text)[0] for text in config.lora_modules)
 
 

@@ -90,6 +90,6 @@ def make_blocking_data_dir_call(
         try:
             return from_thread(ask_hub(body), loop).result()
         except CancelledError:  # the answer may be on its way
-            raise StoreUnreachable("this process ended before it was answered") from None
+            raise StoreUnreachable("this process ended before it got an answer") from None
 
     return ask_from_thread

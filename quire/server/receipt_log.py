@@ -57,7 +57,7 @@ class ReceiptLog:
             try:
                 await asyncio.to_thread(self._append_bytes, b"".join([line + b"\n" for line in lines]))
             except OSError as error:
-                log.error("receipt_log: %d receipts are lost: %s", len(lines), error.strerror)
+                log.error("receipt_log: %d receipts were lost: %s", len(lines), error.strerror)
             self._pending_bytes -= sum(map(len, lines))
 
     def _append_bytes(self, content: bytes) -> None:
@@ -125,5 +125,7 @@ class ReceiptWriter:
             params=request.sampling_params,
             prompts=[PromptReceipt.from_prompt(prompt.ids, prompt.spans) for prompt in request.prompts],
             choices=choices,
-            irreproducible="use_beam_search: a search is not one sequence of picks" if request.beam_search else "",
+            irreproducible="use_beam_search: a beam search is not a single sequence of samples"
+            if request.beam_search
+            else "",
         )

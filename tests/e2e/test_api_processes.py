@@ -151,7 +151,7 @@ async def test_an_api_process_that_hangs_is_killed_and_replaced(tmp_path: Path, 
         (new,) = set(server.api_pids()) - set(before)
         await until(lambda: listens(new))
         assert await answer(client, KINDS["greedy"]) == expected["greedy"]
-        assert "gave no sign of life for " in (tmp_path / "log").read_text()
+        assert "sent no heartbeat for " in (tmp_path / "log").read_text()
 
 
 def listeners(port: int) -> int:

@@ -71,7 +71,7 @@ async def test_a_request_that_kills_the_engine_among_64(replicas: int, tmp_path:
     [
         ("exception", "exited with code 1"),
         ("hang", r"hung in a step for \d+ s"),
-        ("silence", r"gave no sign of life for \d+ s"),
+        ("silence", r"sent no heartbeat for \d+ s"),
     ],
 )
 async def test_requests_that_raise_hang_or_freeze_the_engine(tmp_path: Path, way: str, how: str) -> None:

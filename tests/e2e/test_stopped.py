@@ -152,7 +152,7 @@ async def test_api_processes_say_that_the_process_behind_them_is_stopped(tmp_pat
             found = await asyncio.gather(*[ended(client, "completion") for _ in range(4)])
             for _, end in found:  # before a stream has begun, or within it
                 assert isinstance(end, AssertionError), end
-                assert "no sign of life" in str(end)
+                assert "no heartbeat" in str(end)
             assert (await client.get("/health")).status_code == 503
             os.kill(server.process.pid, signal.SIGCONT)
             while (await client.get("/health")).status_code != 200:  # noqa: ASYNC110

@@ -141,7 +141,7 @@ def test_a_context_that_one_rank_has_no_room_for(tmp_path: Path) -> None:
         ("llama", {"tensor_parallel_size": 4}, "all ranks of tensor_parallel_size, 4"),
         ("lfm2", {}, "state of a whole sequence"),
         ("qwen3_5", {}, "state of a whole sequence"),
-        ("llama", {"model_impl": "transformers"}, "keeps its own keys"),
+        ("llama", {"model_impl": "transformers"}, "keeps keys and values in its own type"),
         ("llama", {"kv_offload_memory": 0.01}, "tensor_parallel_size"),
         ("llama", {"speculative_config": {"method": "draft_model", "model": "embedded"}}, "its own KV cache"),
     ],

@@ -175,7 +175,7 @@ def test_a_full_disk_and_a_disk_in_memory_are_named(tmp_path: Path, monkeypatch:
             engine(path, dtype="bfloat16", weights_on_disk=str(tmp_path))
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
-        pytest.raises(ConfigError, match=r"weights_on_disk: .* is in memory itself \(tmpfs\)"),
+        pytest.raises(ConfigError, match=r"weights_on_disk: .* is on an in-memory file system \(tmpfs\)"),
     ):
         engine(path, dtype="bfloat16", weights_on_disk=memory)
 

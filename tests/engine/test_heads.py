@@ -290,7 +290,7 @@ def test_a_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     refused("vocabulary is 9, the served model's 320", "eagle", eagle, config | {"vocab_size": 9}, "b")
     refused("the weights lack", "eagle", {k: v for k, v in eagle.items() if "fc." not in k}, config, "c")
     refused("hidden_act 'gelu'", "eagle", eagle, config | {"hidden_act": "gelu"}, "d")
-    refused("are no layers of the served 3", "eagle3", third, config | {"draft_vocab_size": 160}, "e")
+    refused("are not layers of the served 3", "eagle3", third, config | {"draft_vocab_size": 160}, "e")
     wrong = third | {"d2t": third["d2t"] + 9}
     refused("d2t: has a token", "eagle3", wrong, config | {"draft_vocab_size": 160} | TAPS, "f")
     refused("tensors are those of 0 Medusa heads", "medusa", eagle, {}, "g")

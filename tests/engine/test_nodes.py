@@ -280,8 +280,11 @@ def test_who_never_comes_ends_the_start() -> None:
     [
         ({"nnodes": 2}, "nnodes: tensor_parallel_size 1 cannot be divided evenly among 2 machines"),
         ({"nnodes": 2, "tensor_parallel_size": 3}, "nnodes: tensor_parallel_size 3 cannot be divided evenly"),
-        ({"nnodes": 2, "tensor_parallel_size": 2, "node_rank": 2}, "node_rank: machine 2 is none of the 2 of nnodes"),
-        ({"node_rank": 1}, "node_rank: machine 1 is none of the 1 of nnodes"),
+        (
+            {"nnodes": 2, "tensor_parallel_size": 2, "node_rank": 2},
+            "node_rank: machine 2 is not one of the 2 of nnodes",
+        ),
+        ({"node_rank": 1}, "node_rank: machine 1 is not one of the 1 of nnodes"),
         ({"nnodes": 2, "pipeline_parallel_size": 2}, "nnodes: .* pipeline_parallel_size"),
         ({"nnodes": 2, "tensor_parallel_size": 2, "data_parallel_size": 2}, "nnodes: .* data_parallel_size"),
         ({"nnodes": 2, "tensor_parallel_size": 2, "master_addr": "0.0.0.0"}, "master_addr: 0.0.0.0 is no address"),

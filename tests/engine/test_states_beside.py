@@ -140,7 +140,7 @@ def with_tokenizer(folder: Path, family: str) -> Path:
     "family", ["qwen3_5", "lfm3", *slow(*(each for each in (*LARGE, "lfm2") if each != "qwen3_5"))]
 )
 def test_grammars_with_what_they_force(family: str, tmp_path: Path) -> None:
-    """Tokens that a grammar leaves no choice about are guesses, and states are put back behind wrong ones."""
+    """Tokens that a grammar forces are guesses, and states are put back behind wrong ones."""
     schema = {"type": "object", "properties": {"name": {"enum": ["Tom", "Anna"]}}, "required": ["name"]}
     path, grammar = with_tokenizer(tmp_path, family), json_grammar(schema)
     kinds: list[dict[str, Any]] = [{"grammar": grammar, "temperature": t, "ignore_eos": False} for t in (0.0, 1.1)]

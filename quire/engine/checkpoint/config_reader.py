@@ -125,7 +125,7 @@ def uses_transformers_backend(content: Mapping[str, Any], impl: str) -> bool:
         return False
     if impl == "quire" and content.get("model_type"):
         known = ", ".join(decoder_model_types())
-        raise ModelError(f"model_impl: no file of Quire serves a {content['model_type']}; it has {known}")
+        raise ModelError(f"model_impl: Quire has no implementation of a {content['model_type']}; it has {known}")
     return bool(content.get("model_type"))
 
 

@@ -111,5 +111,5 @@ def _aux_layers(eagle_config: Any, layers: int) -> tuple[int, ...]:
         raise ModelError("model: config.json: eagle_config: use_aux_hidden_state: false is not supported")
     ids = tuple(eagle_config.get(name) or (2, layers // 2, layers - 3))
     if list(ids) != sorted(set(ids)) or ids[-1] >= layers:
-        raise ModelError(f"model: config.json: eagle_config: {name}: {list(ids)} are no layers of the served {layers}")
+        raise ModelError(f"model: config.json: eagle_config: {name}: {list(ids)} are not layers of the served {layers}")
     return ids

@@ -222,7 +222,7 @@ class _HubRangeReader:
         headers = build_hf_headers() | {"Range": f"bytes={self._offset}-{last}", "Accept-Encoding": "identity"}
         with get_session().stream("GET", self._url, headers=headers, follow_redirects=True) as answer:
             if answer.status_code == 200:  # the whole file
-                raise ModelError("model: this hub gives no parts of files; `quire pull` downloads it whole")
+                raise ModelError("model: this hub serves no byte ranges; `quire pull` downloads the whole file")
             content = answer.read()
             hf_raise_for_status(answer)
         self._offset += len(content)

@@ -66,7 +66,7 @@ def _explain_hub_refusal(error: Exception, repo: str, revision: str | None) -> s
         page = f"{_hub_endpoint()}/{repo}"
         if token is None:
             return f"{repo} is gated: accept its terms at {page}, and set HF_TOKEN to a token of that account"
-        return f"{repo} is gated, and the account of HF_TOKEN may not read it: ask for that at {page}"
+        return f"{repo} is gated, and the account of HF_TOKEN has no access to it: request access at {page}"
     if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
         return _not_found_message(repo, private=token is None)
     if isinstance(error, errors.RevisionNotFoundError):
@@ -88,7 +88,7 @@ def _explain_write_failure(error: OSError, name: HubName) -> str | None:
     if error.errno in _NOT_WRITABLE_ERRNOS:
         return (
             f"{name.repo!r} cannot be stored: {error.filename} cannot be written by uid {os.getuid()} "
-            f"({(error.strerror or '').lower()}); make it this user's, or let HF_HOME name another folder"
+            f"({(error.strerror or '').lower()}); change its owner, or set HF_HOME to another folder"
         )
     if error.errno in _DISK_FULL_ERRNOS:
         return _disk_full_message(name)
@@ -100,7 +100,7 @@ def _explain_write_failure(error: OSError, name: HubName) -> str | None:
 def _not_found_message(repo: str, *, private: bool) -> str:
     similar_repo = _find_similar_repo(repo)
     suggestion = f"; did you mean {similar_repo}?" if similar_repo else ""
-    access_hint = "; if it is private, HF_TOKEN opens it" if private else ", or HF_TOKEN may not see it"
+    access_hint = "; if it is private, set HF_TOKEN" if private else ", or HF_TOKEN has no access to it"
     return f"{repo!r} is neither a directory nor found on the hub{access_hint}{suggestion}"
 
 
@@ -128,7 +128,7 @@ def _disk_full_message(name: HubName) -> str:
 
     return (
         f"the disk of {constants.HF_HUB_CACHE} is too full for {name.repo}: `quire list` shows what is there, "
-        "`quire rm` frees it, HF_HOME names another folder"
+        "`quire rm` frees it, HF_HOME selects another folder"
     )
 
 

@@ -52,7 +52,7 @@ def parse_hub_name(name: str) -> HubName | None:
         or (colon and not _TAG_PATTERN.fullmatch(tag))
     ):
         if is_address:
-            raise ModelError(f"model: {name!r} is not the address of a model: OWNER/REPO, and maybe :TAG")
+            raise ModelError(f"model: {name!r} is not the address of a model: OWNER/REPO or OWNER/REPO:TAG")
         return None
     repo = "/".join(parts[:2])
     subpath = parts[2:]

@@ -289,7 +289,7 @@ def _describe_blocks(block_needs: KVBlockNeeds, block: BlockBytes, blocks: int, 
     return (
         f"KV: {block.formula or 'nothing'} = {block.num_bytes / 1024:,.0f} KiB per block; "
         f"{blocks:,} blocks = {blocks * block.num_bytes / GIB:.2f} GiB = {blocks * block_needs.block_size:,} tokens; "
-        f"context {length:,}, {num_contexts} full ones at once"
+        f"context {length:,}, {num_contexts} of this length at once"
     )
 
 

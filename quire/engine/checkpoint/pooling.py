@@ -146,7 +146,9 @@ def read_pooling_config(
     else:
         model_pooling = _read_embedding_pooling(path, config, is_encoder)
     if pooling_type == "none" and model_pooling.labels:
-        raise ConfigError("pooling_type: none is about embeddings, and this model scores texts", param="pooling_type")
+        raise ConfigError(
+            "pooling_type: none is only for embeddings, and this model scores texts", param="pooling_type"
+        )
     chosen_type = model_pooling.pooling_type if pooling_type == "auto" else _POOLING_TYPES[pooling_type]
     settings = _read_json_fields(path, "sentence_bert_config.json", _SentenceBertFields)
     prompts = _read_json_fields(path, "config_sentence_transformers.json", _PromptFields)
@@ -213,7 +215,7 @@ def read_pooling_and_tasks(
     tasks = choose_tasks(path, config, pooling, settings)
     has_drafter = settings.speculative_config is not None and settings.speculative_config.method != "none"
     if has_drafter and "generate" not in tasks:
-        wrong = "speculative_config: this model, served so, makes no text to guess"
+        wrong = "speculative_config: this model generates no text with these settings, so nothing can be drafted"
         raise ConfigError(wrong, param="speculative_config")
     return pooling, tasks
 
@@ -270,7 +272,7 @@ def _read_embedding_pooling(path: Path, config: ModelConfig, is_encoder: bool) -
     for each in dense:
         if each.in_features != size:
             raise ModelError(
-                f"model: {each.folder}/config.json: in_features: {size} numbers come, not {each.in_features}"
+                f"model: {each.folder}/config.json: in_features: {size} numbers arrive, not {each.in_features}"
             )
         size = each.out_features
     return PoolingConfig(_read_pooling_type(path, modules[1]["path"]), size, "Normalize" in kinds, dense)
@@ -294,7 +296,7 @@ def _read_pooling_type(path: Path, folder: str) -> PoolingType:
     file = f"{folder}/config.json"
     fields = _read_json_fields(path, file, _PoolingFields)
     if fields.get("include_prompt") is False:
-        raise ModelError(f"model: {file}: include_prompt: false is not supported: prompts are pooled with their text")
+        raise ModelError(f"model: {file}: include_prompt: false is not supported: the tokens of prompts are pooled too")
     modes = [mode for flag, mode in _MODE_FLAGS.items() if fields.get(flag)]
     modes += [flag.removeprefix("pooling_mode_") for flag in _UNSUPPORTED_MODE_FLAGS if fields.get(flag)]
     modes = modes or [fields.get("pooling_mode") or "mean"]

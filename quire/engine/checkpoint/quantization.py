@@ -171,7 +171,7 @@ def _parse_compressed_tensors(config: QuantizationConfig) -> FormatGroups:
         field_path = f"config_groups.{name}"
         weights, targets = group.get("weights"), group.get("targets") or []
         if weights is None:
-            raise _field_error(f"{field_path}.weights", "is not there: only weights that are quantized are served")
+            raise _field_error(f"{field_path}.weights", "is missing: only quantized weights are served")
         storage_format = group.get("format") or config.get("format") or ""
         groups.append((tuple(targets), _parse_compressed_group(field_path, storage_format, weights)))
     if not groups and not config.get("kv_cache_scheme"):  # otherwise only the KV cache is quantized
@@ -242,7 +242,7 @@ def _check_pattern(pattern: str) -> None:
     except (re.error, RecursionError, OverflowError):
         raise ModelError(f"{_FIELD_PREFIX}: {pattern[:80]!r} is not a regular expression") from None
     if is_suspicious_regex(expression.removeprefix(".*").removesuffix("$").removesuffix(".*")):
-        raise ModelError(f"{_FIELD_PREFIX}: {pattern[:80]!r} might take too long to match")
+        raise ModelError(f"{_FIELD_PREFIX}: {pattern[:80]!r} could take too long to match")
 
 
 def _matches_pattern(linear: str, pattern: str) -> bool:

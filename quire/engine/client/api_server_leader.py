@@ -221,7 +221,7 @@ class ApiServerLeader:
         try:
             result = await run_call_in_task(LeaderMethods, _ApiProcessCalls(self, identity, channel), call)
         except Exception:
-            log.exception("the question %r of another process could not be answered", call.method)
+            log.exception("the call %r from another process failed", call.method)
             result = UtilityResult(call.id, error=Fault.of(EngineError(CANNOT_ANSWER)))
         channel.send(result, self._stats())
 

@@ -161,7 +161,7 @@ class EngineProcess:
         what = f"the engine {cause.description} while it started"
         if cause.external:
             raise KilledDuringStart(what)
-        raise EngineError(f"{what}. Its last words:\n{self.last_stderr}")
+        raise EngineError(f"{what}. The end of its output:\n{self.last_stderr}")
 
     async def wait_for_exit(self) -> ExitCause:
         """Wait until the process has ended; kill it when its heartbeats stop or a step makes no progress."""
@@ -241,10 +241,10 @@ class EngineProcess:
         silent = self._clock.seconds - self._heartbeat_clock
         stuck = min(self._stuck_ms / 1000, self._clock.seconds - self._progress_clock)
         if silent > self._config.engine_heartbeat_timeout and is_stopped(self.pid):
-            self._hang = ExitCause(f"was stopped and gave no sign of life for {silent:.0f} s", external=True)
+            self._hang = ExitCause(f"was stopped and sent no heartbeat for {silent:.0f} s", external=True)
         # A starting engine gets the longer limit: imports and loading can block its heartbeat thread.
         elif silent > (self._config.engine_heartbeat_timeout if self._ready else self._config.engine_step_timeout):
-            self._hang = ExitCause(f"gave no sign of life for {silent:.0f} s", external=False)
+            self._hang = ExitCause(f"sent no heartbeat for {silent:.0f} s", external=False)
         elif stuck > self._config.engine_step_timeout:
             self._hang = ExitCause(f"hung in a step for {stuck:.0f} s", external=False)
         if self._hang is not None:

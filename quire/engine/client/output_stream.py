@@ -126,8 +126,8 @@ class OutputStream(OutputSource):
                 self.ended(output, bool(self._unread[output.id].new_ids))
         self._backlog += len(output.new_ids) * (1 + (len(output.logprobs[0].top) if output.logprobs else 0))
         if self._backlog > MAX_BACKLOG and self._open:
-            log.warning("request %s: %d tokens wait for a reader, and the answer is given up", output.id, self._backlog)
-            raise SlowReader("the answer was not read in time, and was given up")
+            log.warning("request %s: %d tokens wait to be read, and the answer is aborted", output.id, self._backlog)
+            raise SlowReader("the answer was not read in time and was aborted")
         if self._waiting_reader is None or self._due:
             return None
         if self._sink is None:

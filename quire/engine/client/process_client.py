@@ -306,7 +306,7 @@ class ProcessClient(ExclusiveClient):
             if not self._ending:
                 self._on_engine_exit(cause)
             if self._failures >= self._config.max_engine_starts:
-                raise EngineError(f"it {cause.description} with nothing to do, {self._failures} times in a row")
+                raise EngineError(f"it {cause.description} while idle, {self._failures} times in a row")
             await self._discard_process()
             self._ending = False
             if self.asleep:
@@ -401,7 +401,7 @@ class ProcessClient(ExclusiveClient):
         if started.failure is None:
             self._finish_change()
         else:
-            self._give_up_change(ConfigError(f"{started.failure}; the weights before are back"))
+            self._give_up_change(ConfigError(f"{started.failure}; the previous weights were restored"))
         self._submit_ready()
 
     def _finish_change(self) -> None:
@@ -426,7 +426,7 @@ class ProcessClient(ExclusiveClient):
             self._failures += 1  # an engine that crashes while idle is as useless as one that cannot start
         self._on_engine_gone(external=cause.external or self.changing)
         self.replays += len(self._replay)
-        log.warning("the engine %s; %d open requests go on with another", cause.description, len(self._replay))
+        log.warning("the engine %s; %d open requests continue on a new one", cause.description, len(self._replay))
         self._give_up_change(Overloaded(f"the engine {cause.description} before its weights changed; please try again"))
         self.owner.handle_engine_change(self.number)
 

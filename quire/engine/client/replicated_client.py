@@ -208,7 +208,12 @@ class ReplicatedClient(ExclusiveClient):
             self._forget_place(request_id)
         self._unplaced |= dict.fromkeys(leaving)
         staying = sum(place is replica for place in self._places.values())
-        log.warning("engine %d: %d requests leave it, %d wait for the next", replica.number, len(leaving), staying)
+        log.warning(
+            "engine %d: %d requests move to other engines, %d wait for its successor",
+            replica.number,
+            len(leaving),
+            staying,
+        )
 
     # RequestOwner
 
@@ -249,10 +254,10 @@ class ReplicatedClient(ExclusiveClient):
             return
         if all(each.failure is not None for each in self._replicas):
             return self.die("the engine could not be restarted")
-        log.error("engine %d is gone for good; the others go on without it", engine)
+        log.error("engine %d has ended for good; the others continue without it", engine)
         self._move(self._replicas[engine])
         self._place()
-        gone = EngineError("the engine that this request may have ended could not be replaced")
+        gone = EngineError("this request may have crashed its engine, which could not be replaced")
         for request_id in [each for each, place in self._places.items() if place is self._replicas[engine]]:
             self.owner.give_up(request_id, gone)
 

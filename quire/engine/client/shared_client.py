@@ -184,7 +184,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
             return None
 
     async def call(self, content: bytes) -> list[bytes] | None:
-        raise InvalidRequest("collective_rpc: with several API processes (api_server_count) no calls are passed on")
+        raise InvalidRequest("collective_rpc: not supported with several API processes (api_server_count)")
 
     def _write(self, message: ToLeader) -> None:
         if self._wire is None:
@@ -202,7 +202,7 @@ class SharedClient(EngineCoreClient, ApiProcessMethods):
             self._write(Alive(0))
             self._silence += timer.measure_elapsed()
             if self._silence > self._silence_seconds:
-                self._give_up(Overloaded("the server's main process gives no sign of life; please try again"))
+                self._give_up(Overloaded("the server's main process does not respond; please try again"))
 
     def _give_up(self, error: QuireError) -> None:
         """End everything that waits for the leader with this error."""
@@ -286,4 +286,6 @@ class NoWeightsGroup(WeightsGroup):
     """Each group has only one member here, so calls for it may come to any API process."""
 
     async def join(self, group: Group) -> None:
-        raise InvalidRequest("a server with --api-server-count above 1 joins no group: its weights come from a path")
+        raise InvalidRequest(
+            "a server with --api-server-count above 1 cannot join a process group: give its weights as a path"
+        )

@@ -152,7 +152,7 @@ class WeightsGroup:
                 place = _MEMORY if os.access(_MEMORY, os.W_OK) else None
                 self._root = Path(tempfile.mkdtemp(prefix="quire-weights-", dir=place))
             except OSError as error:
-                raise EngineError(f"no folder for weights can be made: {error.strerror}") from None
+                raise EngineError(f"no folder for weights can be created: {error.strerror}") from None
         return self._root
 
     async def _call(self, method: Callable[Concatenate[Any, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
@@ -168,7 +168,7 @@ class WeightsGroup:
                 content = await asyncio.wait_for(receive_frame(reader), timeout)
         if not content:
             await self._end()
-            raise EngineError("the process that receives weights has ended, or hung: the group is gone")
+            raise EngineError("the process that receives weights has ended or hung: the process group is gone")
         decode_result(method, decode_utility_result(content))
 
     async def _start(self) -> None:

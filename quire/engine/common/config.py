@@ -400,7 +400,9 @@ class EngineConfig(BaseModel):
                 f"the tokens, or none (1), not {self.decode_context_parallel_size} of them"
             )
         if self.node_rank >= self.nnodes:
-            raise ValueError(f"node_rank: machine {self.node_rank} is none of the {self.nnodes} of nnodes, from 0 on")
+            raise ValueError(
+                f"node_rank: machine {self.node_rank} is not one of the {self.nnodes} of nnodes, counted from 0"
+            )
         if self.nnodes == 1:
             return self
         for name in ("pipeline_parallel_size", "data_parallel_size"):

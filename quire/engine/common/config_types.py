@@ -31,7 +31,7 @@ def _normalize_dtype(value: Any) -> Any:
 def normalize_quantization(value: Any) -> Any:
     """Maps vLLM's other names. Raises ValueError for names of unsupported devices."""
     if (why := unsupported_device_reason(value)) is not None:
-        raise ValueError(f"{why}: name a checkpoint in another format")
+        raise ValueError(f"{why}: give a checkpoint in another format")
     return _QUANTIZATION_ALIASES.get(value, value) if isinstance(value, str) else value
 
 
@@ -146,7 +146,7 @@ class SpeculativeConfig(BaseModel):
         if self.method == "mtp":
             return self
         if self.has_weights != (self.model is not None):
-            raise ValueError("draft_model, eagle, eagle3 and medusa need a model, and no other method takes one")
+            raise ValueError("draft_model, eagle, eagle3 and medusa need a model; other methods take none")
         return self
 
 
@@ -160,9 +160,9 @@ def ignored_speculative_keys_reason(value: object) -> str:
     if not isinstance(value, dict):
         return ""
     if value.get("method") in UNSUPPORTED_DRAFT_METHODS:
-        return f"nothing guesses as {value['method']} does, and no guess changes an answer"
+        return f"there is no draft method {value['method']} here; drafts never change an answer"
     names = sorted(value.keys() & _IGNORED_VLLM_KEYS)
-    return f"{', '.join(names)}: guesses are made with the served model's settings" if names else ""
+    return f"{', '.join(names)}: drafts are made with the served model's settings" if names else ""
 
 
 def infer_draft_method_from_name(model: str) -> str:

@@ -128,5 +128,5 @@ def refuse_setting_if(param: str, *reasons: str | bool | None) -> None:
 def check_task(task: str, tasks: Collection[str]) -> None:
     """Raises InvalidRequest."""
     if task not in tasks:
-        hint = "; with pooling_type='last' it makes vectors" if task == "embed" and "generate" in tasks else ""
+        hint = "; with pooling_type='last' it computes embeddings" if task == "embed" and "generate" in tasks else ""
         raise InvalidRequest(f"the model serves {' and '.join(tasks)}, not {task}{hint}", param="model")

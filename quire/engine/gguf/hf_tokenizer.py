@@ -51,14 +51,14 @@ def tokenizer_json(header: GGUFHeader) -> dict[str, Any]:
     tokens, types = _tokens_and_types(header)
     vocabulary = {token: index for index, token in enumerate(tokens) if types[index] != _UNUSED}
     if len(vocabulary) + types.count(_UNUSED) != len(tokens):
-        raise _key_error(header, "tokens", "some are there twice")
+        raise _key_error(header, "tokens", "some appear twice")
     kind = header.get_string(f"{_PREFIX}model")
     if kind == "gpt2":
         parts, adds_bos = _byte_level_fields_and_bos_flag(header, vocabulary)
     elif kind == "llama":
         parts, adds_bos = _sentence_piece_fields(header, vocabulary, types), True
     else:
-        raise _key_error(header, "model", f"tokenizers of the kind {str(kind)[:40]!r} are not read (gpt2, llama)")
+        raise _key_error(header, "model", f"tokenizers of type {str(kind)[:40]!r} are not supported (gpt2, llama)")
     added = [
         {
             "id": index,
@@ -193,7 +193,7 @@ def _derive_merges(
     """SentencePiece has scores instead of merges: yield all pairs that form a token, highest score first."""
     usual = {token for token, index in vocabulary.items() if types[index] not in (_UNKNOWN, _CONTROL)}
     if sum(len(token) ** 2 for token in usual) > _MAX_SPLIT_CHARACTERS:
-        raise _key_error(header, "tokens", "are too long, all together, to be cut in two in all ways")
+        raise _key_error(header, "tokens", "are too long in total to be split into merges")
     ranked = sorted((token for token in usual if len(token) > 1), key=lambda token: -scores[vocabulary[token]])
     for token in ranked:
         pairs = [(token[:at], token[at:]) for at in range(1, len(token))]

@@ -90,7 +90,7 @@ def read_gguf_header(path: Path) -> GGUFHeader:
         if later.get_integer("split.no") != number - 1 or later.get_integer("split.count") != count:
             raise ModelError(f"model: {later.name}: split.no: expected {number - 1}")
         if twice := tensors.keys() & later.tensors.keys():
-            raise ModelError(f"model: {later.name}: {min(twice)[:100]}: is in another part too")
+            raise ModelError(f"model: {later.name}: {min(twice)[:100]}: is also in another part")
         tensors |= later.tensors
     expected = header.get_integer("split.tensors.count")
     if expected is not None and expected != len(tensors):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 IMAGE_ROLES = ("user", "tool")
-IMAGE_ROLES_MESSAGE = "images are read in messages of the user and in results of tools"
+IMAGE_ROLES_MESSAGE = "images are accepted in user messages and in tool results"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,4 +171,4 @@ def make_tiles_by_tile_digest(
 
 
 def _placeholder_mismatch_error() -> InvalidRequest:
-    return image_error("messages", "the model's tokenizer does not write images as its config.json says")
+    return image_error("messages", "the model's tokenizer does not encode images as its config.json says")

@@ -57,7 +57,7 @@ def _make_vision_spec(
     text = {**content, **(text if isinstance(text, dict) else {})}
     family = find_multimodal_family(content.get("model_type"))
     read = None if family is None else family.read_vision_spec
-    assert read is not None, f"no images are read for a {content.get('model_type')}"
+    assert read is not None, f"images are not supported for a {content.get('model_type')}"
     return read(VisionConfig(tower, outer, preprocessor, text, label, parameters_only))
 
 

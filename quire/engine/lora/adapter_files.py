@@ -124,7 +124,7 @@ def _read_config(folder: Path) -> _AdapterConfig:
     initialized = str(config.get("init_lora_weights") or "").lower()
     if initialized.startswith(_BASE_CHANGING_INITS):
         raise AdapterError(
-            f"{CONFIG_FILE}: init_lora_weights: {initialized[:40]!r} changes the model's own weights; save the adapter "
+            f"{CONFIG_FILE}: init_lora_weights: {initialized[:40]!r} changes the base model's weights; save it "
             "converted to plain LoRA"
         )
     for name, patterns in (

@@ -46,9 +46,13 @@ def check_base_weights(file: Path, names: Mapping[str, str], weights: Path | Non
         where = f"{file.name}: {tensor_name[:120]}"
         location = None if weights is None or not weights.is_dir() else _find_model_weight(weights, module)
         if location is None:
-            raise AdapterError(f"{where}: cannot be compared with the model's weights, and others are not served")
+            raise AdapterError(
+                f"{where}: cannot be compared with the model's weights, and adapters that change them are not served"
+            )
         if not _are_close((file, *read_tensor_ranges(file)[tensor_name]), location):
-            raise AdapterError(f"{where}: differs from the model's weights: merge it into them, it is not served")
+            raise AdapterError(
+                f"{where}: differs from the model's weights: it cannot be served as an adapter; merge it into them"
+            )
 
 
 def _find_model_weight(weights: Path, module: str) -> _TensorLocation | None:

@@ -62,7 +62,7 @@ async def _generate_next_tokens(
         async for outputs in stream:
             for output in outputs:
                 if output.error is not None or output.logprobs is None:
-                    raise EngineError(output.error or "the request was ended")
+                    raise EngineError(output.error or "the request was aborted")
                 outputs_by_id[output.id] = output
     finally:
         stream.close()

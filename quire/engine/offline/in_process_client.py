@@ -49,7 +49,7 @@ class InProcessClient(ExclusiveClient):
     async def compute_logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool) -> Logprobs:
         """Raises EngineError without weights."""
         if self._engine is None:
-            raise EngineError("the model sleeps: wake_up() or load_weights() comes first")
+            raise EngineError("the model is asleep: call wake_up() or load_weights() first")
         return self._engine.compute_logprobs(token_ids, full_vocabulary=full_vocabulary)
 
     async def stop(self) -> None:
@@ -68,7 +68,7 @@ class InProcessClient(ExclusiveClient):
 
     async def load(self, weights: str | None, version: str) -> None:
         if weights is None and self._has_given_tensors:
-            raise ConfigError("the weights that slept are in no file: load_weights gives them, and wakes the model")
+            raise ConfigError("the weights before sleep are not in a file: load_weights loads them and wakes the model")
         if weights is not None:
             await self.check(weights)
         await self._replace_engine(self._config_with_weights(weights), version)

@@ -159,7 +159,9 @@ class LLM(LLMBase):
         """See `quire.Forward.logprobs`. Raises InvalidRequest unless the engine runs in this process."""
         engine_core = self._client.engine_core
         if not isinstance(engine_core, InProcessClient):
-            message = "logprobs are computed by an engine in this process: not with multiprocessing or replicas"
+            message = (
+                "logprobs are computed by an engine in this process: not available with multiprocessing or replicas"
+            )
             raise InvalidRequest(message, param="multiprocessing")
         return self._run_coroutine(engine_core.compute_logprobs(token_ids, full_vocabulary=full_vocabulary))
 
@@ -261,7 +263,7 @@ class LLM(LLMBase):
         """
         engine_core = self._client.engine_core
         if not isinstance(engine_core, InProcessClient):
-            message = "load_weights gives tensors to an engine in this process: not with multiprocessing or replicas"
+            message = "load_weights needs an engine in this process, without multiprocessing or replicas"
             raise InvalidRequest(f"{message}, but update_weights takes a folder", param="multiprocessing")
         stream = tensors.items() if isinstance(tensors, Mapping) else tensors
         return self._register_version_for_receipts(
@@ -358,7 +360,7 @@ class LLM(LLMBase):
         """
         firsts, seconds = ([each] if isinstance(each, str) else list(each) for each in (text_1, text_2))
         if len(firsts) not in (1, len(seconds)):
-            message = f"text_1 has {len(firsts)} texts and text_2 {len(seconds)}: give one or as many"
+            message = f"text_1 has {len(firsts)} texts and text_2 {len(seconds)}: give one text or equally many"
             raise InvalidRequest(message, param="text_1")
         pairs = [(firsts[0] if len(firsts) == 1 else firsts[i], second) for i, second in enumerate(seconds)]
         limit = self.info.max_model_len if truncate_prompt_tokens == -1 else truncate_prompt_tokens

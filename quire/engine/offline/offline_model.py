@@ -108,7 +108,7 @@ class OfflineModel:
         if isinstance(prompt, Mapping):
             more = sorted(set(prompt) - {"prompt", "prompt_token_ids", "multi_modal_data"})
             if more:
-                raise InvalidRequest(f"{name} has {', '.join(more)}, which is not read", param="prompts")
+                raise InvalidRequest(f"{name} has {', '.join(more)}, which is not supported", param="prompts")
             request_images = multi_modal_images(prompt.get("multi_modal_data") or {}, name)
             if request_images and isinstance(prompt.get("prompt"), str):
                 return self._encode_with_images(prompt["prompt"], request_images, add_special_tokens=True)
@@ -218,7 +218,7 @@ class OfflineModel:
         if prompt.spans and info.no_images:
             raise InvalidRequest(f"multi_modal_data: {info.no_images}", param="prompts")
         if prompt.spans and params.truncate_prompt_tokens is not None:
-            message = "truncate_prompt_tokens: a prompt with images is not cut"
+            message = "truncate_prompt_tokens: a prompt with images cannot be truncated"
             raise InvalidRequest(message, param="truncate_prompt_tokens")
         if params.truncate_prompt_tokens is not None:
             max_tokens = (
@@ -303,7 +303,7 @@ def as_prompt_list(prompts: Any) -> list[Any]:
     sized = hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__") and getattr(prompts, "ndim", 1) != 0
     if isinstance(prompts, bytes) or not sized:
         advice = (
-            "; list(...) makes one of it" if hasattr(prompts, "__iter__") and not isinstance(prompts, bytes) else ""
+            "; convert it with list(...)" if hasattr(prompts, "__iter__") and not isinstance(prompts, bytes) else ""
         )
         message = f"prompts must be a text, token ids, or a list of these, got {type(prompts).__name__}{advice}"
         raise InvalidRequest(message, param="prompts")

@@ -22,7 +22,7 @@ from quire.engine.unsupported_options import suggest_nearest
 
 _STRUCTURED_HINT = "use structured_outputs=StructuredOutputsParams(json=SCHEMA), or another way than json"
 _VLLM_ALTERNATIVES = {
-    "best_of": "ask for n answers and take the one of the highest cumulative_logprob",
+    "best_of": "request n answers and take the one with the highest cumulative_logprob",
     **dict.fromkeys(("guided_decoding", "response_format", "json_schema", "guided_json"), _STRUCTURED_HINT),
     "use_beam_search": "use LLM.beam_search",
     "length_penalty": "it is a parameter of LLM.beam_search's BeamSearchParams",
@@ -30,8 +30,8 @@ _VLLM_ALTERNATIVES = {
     "spaces_between_special_tokens": "texts are decoded as the tokenizer says",
     "thinking_token_budget": "use thinking=ThinkingBudget(...)",
     "flat_logprobs": "logprobs are a list with a dict for each token",
-    "repetition_detection": "not there for programs; the server's requests have it",
-    "extra_args": "there are no plugins that would read it",
+    "repetition_detection": "only available in requests to the server",
+    "extra_args": "no plugins read it",
 }
 """Replacements of missing vLLM parameters."""
 _NON_ENGINE_FIELDS = (
@@ -198,8 +198,8 @@ class SamplingParams:
         """Raises InvalidRequest."""
         if self.logits_processors is not None:
             message = (
-                "logits_processors are not supported: an answer depends on what can be sent, checked and replayed, and "
-                "functions cannot; use logit_bias, allowed_token_ids, bad_words or structured_outputs"
+                "logits_processors are not supported: functions cannot be sent, checked or replayed; use logit_bias, "
+                "allowed_token_ids, bad_words or structured_outputs"
             )
             raise InvalidRequest(message, param="logits_processors")
         kinds: dict[str, Any] = {
@@ -252,7 +252,9 @@ class BeamSearchParams:
             if not isinstance(value, int) or not 1 <= value <= most:
                 raise InvalidRequest(f"{name} must be at least 1 and at most {most}, got {value!r}", param=name)
         if self.temperature != 0:
-            raise InvalidRequest("temperature must be 0: beam search looks for the most likely", param="temperature")
+            raise InvalidRequest(
+                "temperature must be 0: beam search looks for the most likely answer", param="temperature"
+            )
 
 
 def params_per_prompt(

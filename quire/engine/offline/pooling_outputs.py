@@ -66,7 +66,7 @@ def encode_pairs_with_pooling_params(
         prompts = encode_reranker_prompts(tokenizer, pairs, instruction, limit)
         return prompts, [PoolingParams(task="classify")] * len(prompts)
     if len(pooling.labels) != 1:
-        raise InvalidRequest(f"the model tells {len(pooling.labels)} labels apart and gives no score", param="model")
+        raise InvalidRequest(f"the model classifies {len(pooling.labels)} labels and gives no score", param="model")
     encoded = encode_pairs_with_second_start(tokenizer, pairs, limit)
     return [ids for ids, _ in encoded], [PoolingParams(task="classify", second_segment=begin) for _, begin in encoded]
 
@@ -100,7 +100,7 @@ async def pool_prompts(
         async for outputs in stream:
             for output in outputs:
                 if output.vector is None:
-                    raise EngineError(output.error or "the request was ended")
+                    raise EngineError(output.error or "the request was aborted")
                 data = np.frombuffer(output.vector, dtype="<f4")
                 tokens = len(prompts_by_id[output.id][1])
                 vector = PoolingOutput(data.reshape(tokens, -1) if pooling.pooling_type == "none" else data)

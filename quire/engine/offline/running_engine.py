@@ -63,13 +63,13 @@ class RunningEngine:
         """Raises EngineError if the loop has ended, or belongs to another process."""
         if not self.close.alive or self._pid != os.getpid():
             work.close()
-            raise EngineError("this LLM was closed" if not self.close.alive else "this LLM is another process's")
+            raise EngineError("this LLM was closed" if not self.close.alive else "this LLM belongs to another process")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def check_awake(self) -> None:
         """Raises EngineError while the model sleeps."""
         if self.client.engine_core.asleep:
-            raise EngineError("the model sleeps: wake_up() or load_weights() comes first")
+            raise EngineError("the model is asleep: call wake_up() or load_weights() first")
 
 
 def _stop_engine(client: EngineClient, loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) -> None:

@@ -17,7 +17,7 @@ class Answering:
         self._answers: dict[str, Answer] = {}
 
     def add(self, topic: str, answer: Answer) -> None:
-        assert topic not in self._answers, f"{topic} would be answered in two ways"
+        assert topic not in self._answers, f"{topic} has two handlers"
         self._answers[topic] = answer
 
     def find(self, topic: str) -> Answer | None:
@@ -28,5 +28,5 @@ class Answering:
         try:
             return None if (handler := self.find(topic)) is None else await handler(body)
         except Exception:
-            log.exception("the question %r of another process could not be answered", topic)
+            log.exception("the call %r from another process failed", topic)
             return None

@@ -18,7 +18,7 @@ distinguishes the two cases.
 _RESOURCE_LIMIT_SIGNALS = frozenset({signal.SIGXCPU, signal.SIGXFSZ})
 """The kernel sends these to a process that exceeds one of its resource limits."""
 
-_LESS = "--quantization int4, --kv-cache-memory and a smaller --max-model-len take less"
+_LESS = "--quantization int4, --kv-cache-memory and a smaller --max-model-len need less memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def exit_cause(code: int, *, sender: int | None, oom_kills: int | None) -> ExitC
     except ValueError:
         name = f"signal {-code}"
     if -code == signal.SIGKILL:
-        note = " (out of memory?)" if oom_kills is None else f" for want of memory; {_LESS}" if oom_kills else ""
+        note = " (out of memory?)" if oom_kills is None else f" because memory ran out; {_LESS}" if oom_kills else ""
         return ExitCause(f"was killed by {name}{note}", external=oom_kills == 0)
     if -code in FAULT_SIGNALS:
         note = "" if sender is None else f", sent by process {sender}"

@@ -38,11 +38,13 @@ class SocketFolder:
                 (new_folder / _LOCK).unlink()
             self._path = new_folder.rename(root / new_folder.name.removeprefix("."))
         except OSError as error:
-            raise EngineError(f"TMPDIR: no folder for sockets can be made: {error.strerror}") from None
+            raise EngineError(f"TMPDIR: no folder for sockets can be created: {error.strerror}") from None
         longest = max(len(os.fsencode(self._path / name)) for name in _SOCKETS)
         if longest > _MOST_BYTES:
             self.close()
-            raise EngineError(f"TMPDIR: a socket in it has a path of {longest} bytes, and {_MOST_BYTES} are allowed")
+            raise EngineError(
+                f"TMPDIR: a socket's path in it has {longest} bytes, and at most {_MOST_BYTES} are allowed"
+            )
 
     @property
     def engine(self) -> Path:

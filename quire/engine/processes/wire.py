@@ -39,7 +39,7 @@ class Wire:
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
-            raise EngineError(f"TMPDIR: no socket can be made in it: {error.strerror}") from None
+            raise EngineError(f"TMPDIR: no socket can be created in it: {error.strerror}") from None
 
     def send(self, *frames: bytes) -> None:
         self._socket.send_multipart(frames)  # never blocks, so the future that this returns is already done

@@ -101,7 +101,7 @@ def check_exact_numbers(schema: Schema) -> None:
 
 def _inexact_error(place: str, number: int) -> InvalidRequest:
     shown = str(number) if abs(number) < 10**40 else "an integer of many digits"
-    why = "is beyond 2^53, and answers could not be held to it exactly; a text can: as a string in the schema"
+    why = "is beyond 2^53, which cannot be enforced exactly; use a string in the schema"
     return InvalidRequest(f"{place.lstrip('/').replace('/', '.')}: {shown} {why}", param="grammar")
 
 

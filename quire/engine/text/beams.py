@@ -91,5 +91,5 @@ def expand_to_best_and_ended(
 
 
 def top_logprobs(output: EngineCoreOutput) -> list[tuple[int, float]]:
-    assert output.logprobs is not None, "beams ask for them"
+    assert output.logprobs is not None, "beam search needs them"
     return output.logprobs[0].top

@@ -117,7 +117,7 @@ class ChatRenderer:
         for name in sorted(RESERVED_VARIABLES):
             if name in variables:
                 raise InvalidRequest(
-                    f"chat_template_kwargs must not set {name}: it has a parameter of its own",
+                    f"chat_template_kwargs must not set {name}: it has its own parameter",
                     param="chat_template_kwargs",
                 )
         if not self._allow_unknown_roles:

@@ -191,7 +191,7 @@ class GrammarCompiler:
                 break
             del self._cache[cached]
         if self._live_grammar_bytes > MAX_COMPILED_BYTES:
-            raise Overloaded("Other answers follow grammars as large as this one. Please try again later")
+            raise Overloaded("Other requests use grammars as large as this one. Please try again later")
         return compiled
 
     @property
@@ -210,7 +210,7 @@ class GrammarCompiler:
                 del self._cache[grammar]
         if self._num_live_large_lexers >= _MAX_LARGE_LEXERS:
             raise Overloaded(
-                f"{_MAX_LARGE_LEXERS} answers follow grammars as complex as this one. Please try again later"
+                f"{_MAX_LARGE_LEXERS} requests use grammars as complex as this one. Please try again later"
             )
 
     def tokenize_bytes(self, text: bytes) -> list[int]:
@@ -229,7 +229,7 @@ class GrammarCompiler:
         matcher, size = self._compile_matcher(grammar, LARGE_LEXER_STATES)
         if size > MAX_COMPILED_BYTES_PER_GRAMMAR:
             taken, most = size >> 20, MAX_COMPILED_BYTES_PER_GRAMMAR >> 20
-            raise InvalidRequest(f"too complex: compiled it takes {taken} MiB, at most {most}", param="grammar")
+            raise InvalidRequest(f"too complex: it compiles to {taken} MiB, at most {most}", param="grammar")
         for _ in range(_CHECK_TOKENS):
             allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little").nonzero()[0]
             if matcher.is_error() or not len(allowed):
@@ -268,7 +268,7 @@ def _to_lark(text: str) -> str:
     try:
         return gbnf_to_lark(_LONG_ESCAPE.sub(_unescape_gbnf, text))
     except Exception as error:
-        raise InvalidRequest(f"not a grammar of Lark's kind nor of GBNF's: {error}"[:1000], param="grammar") from None
+        raise InvalidRequest(f"neither a Lark nor a GBNF grammar: {error}"[:1000], param="grammar") from None
 
 
 def _unescape_gbnf(escape: re.Match[str]) -> str:
@@ -282,7 +282,7 @@ def _unescape_gbnf(escape: re.Match[str]) -> str:
 def check_forced_text_length(matcher: LLMatcher) -> None:
     """Raise InvalidRequest if more than MAX_FORCED_BYTES are forced."""
     if (size := len(matcher.compute_ff_bytes())) > MAX_FORCED_BYTES:
-        message = f"leaves no choice about {size} bytes of text, at most {MAX_FORCED_BYTES}"
+        message = f"forces {size} bytes of text, at most {MAX_FORCED_BYTES}"
         raise InvalidRequest(message, param="grammar")
 
 

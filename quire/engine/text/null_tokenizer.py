@@ -11,7 +11,7 @@ import tokenizers
 from quire.engine.common.errors import InvalidRequest
 from quire.engine.text.tokenizer import Tokenizer
 
-_NO_TOKENIZER_MESSAGE = "the model is served without a tokenizer (skip_tokenizer_init)"
+_NO_TOKENIZER_MESSAGE = "the model is served without a tokenizer (--skip-tokenizer-init)"
 
 
 class NullTokenizer(Tokenizer):

@@ -220,7 +220,7 @@ def _extra_steps_of_body(body: list[nodes.Node]) -> int:
 
 def _check_result_size(name: str, size: int, max_size: int = MAX_RESULT_SIZE) -> None:
     if size > max_size:
-        raise TemplateStepLimitExceeded(f"{name} makes something larger than {max_size:,}")
+        raise TemplateStepLimitExceeded(f"{name} creates a value larger than {max_size:,}")
 
 
 def _binop_result_size(operator: str, left: Any, right: Any) -> int:

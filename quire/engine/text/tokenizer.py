@@ -160,11 +160,11 @@ class Tokenizer:
         try:
             return list(self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens))
         except TypeError:
-            raise InvalidRequest("a text has half a character (a surrogate) in it", param="prompt") from None
+            raise InvalidRequest("the text has half a character (a lone surrogate)", param="prompt") from None
         except BaseException as error:
             if not is_rust_panic(error):
                 raise
-            raise InvalidRequest("the tokenizer fails on this text", param="prompt") from None
+            raise InvalidRequest("the tokenizer failed on this text", param="prompt") from None
 
     def require_model_token_ids(self, ids: list[int]) -> list[int]:
         """Raise InvalidRequest for an id that would end the engine."""
@@ -296,7 +296,7 @@ def warn_if_added_tokens_load_slowly(content: bytes, name: str) -> None:
     count = content.count(b'"single_word"')  # one per added token
     if count >= ADDED_TOKENS_WARNING_THRESHOLD:
         seconds = count * _SECONDS_PER_ADDED_TOKEN
-        log.warning("%s has %s added tokens: reading them takes some %.0f s", name, f"{count:,}", seconds)
+        log.warning("%s has %s added tokens: reading them takes about %.0f s", name, f"{count:,}", seconds)
 
 
 def _add_missing_tokens(

@@ -58,7 +58,9 @@ def check_regexes(backend: tokenizers.Tokenizer) -> None:
         ) from None
     num_started = len(done.stdout.splitlines())
     if done.returncode and not num_started:
-        raise ModelError("model: tokenizer.json: its patterns could not be checked: the process for it did not start")
+        raise ModelError(
+            "model: tokenizer.json: its patterns could not be checked: the process that checks them did not start"
+        )
     if done.returncode:
         which = suspects[num_started - 1][:80]
         raise ModelError(f"model: tokenizer.json: the pattern {which!r} takes too long on some short texts")

@@ -72,7 +72,7 @@ class GuardedTier:
             return future.result(self._timeout)
         except TimeoutError:
             if not self.is_disabled:
-                log.error("the %s tier hangs, and is not used any more", self.name)
+                log.error("the %s tier hangs and is no longer used", self.name)
             self.is_disabled = True
             return None
 

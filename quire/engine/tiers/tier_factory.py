@@ -100,9 +100,9 @@ def _make_custom_tier(name: str, identity: bytes) -> Tier:
     try:
         tier: Tier = getattr(import_module(module), function)(identity)
         if tier.name in ("host", "disk"):
-            raise ValueError(f"its name is {tier.name!r}, as that of another tier")
+            raise ValueError(f"its name {tier.name!r} is already that of another tier")
     except Exception as error:
-        problem = f"{name!r} makes no tier: {type(error).__name__}: {error}"
+        problem = f"{name!r} creates no tier: {type(error).__name__}: {error}"
         raise ConfigError(f"kv_offload_tier: {problem}", param="kv_offload_tier") from error
     return tier
 

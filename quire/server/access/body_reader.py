@@ -111,8 +111,8 @@ class BodyReader:
             except TimeoutError:
                 raise HTTPException(
                     408,
-                    f"The body came too slowly: it takes {self._timeouts.total_seconds:g} s at most, "
-                    "and less while others wait",
+                    f"The body arrived too slowly: at most {self._timeouts.total_seconds:g} s are allowed, "
+                    "and less while other requests wait",
                 ) from None
             body.deadline = None
             if encodings and body.received_bytes:

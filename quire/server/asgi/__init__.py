@@ -27,7 +27,9 @@ def create_app() -> FastAPI:
     """The lifespan starts and stops the engine. Raises ConfigError."""
     config = load_settings(ServerConfig, {}, other_settings=ServerConfig.model_fields)
     for name in ("api_server_count", "nnodes"):
-        refuse_setting_if(name, getattr(config, name) > 1 and "is for `quire serve`, not for an application factory")
+        refuse_setting_if(
+            name, getattr(config, name) > 1 and "works only with `quire serve`, not with an application factory"
+        )
     log_setup.set_up_logging(config)
     pull_configured_model_if_missing(config)
     client = processes(config)

@@ -74,6 +74,6 @@ def _check_line_request(job: LineRequest, endpoint: str, max_bytes: int, earlier
     if job.url != endpoint:
         raise InvalidRequest(f"url is {job.url}, the batch is for {endpoint}", param="url")
     if job.custom_id in earlier_names:
-        raise InvalidRequest("the custom_id is an earlier line's", param="custom_id")
+        raise InvalidRequest("an earlier line has the same custom_id", param="custom_id")
     if not 0 < len(job.custom_id) <= MAX_CUSTOM_ID or not is_encodable(job.custom_id):
         raise InvalidRequest(f"custom_id must have 1 to {MAX_CUSTOM_ID} characters", param="custom_id")

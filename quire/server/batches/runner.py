@@ -151,7 +151,7 @@ class BatchRunner:
             ):
                 await self._retry_until_written(lambda: finish_batch(self.batches, self.contents, owner, now))
         except Exception:
-            log.exception("the batch %s stopped; the next start goes on with it", batch.id)
+            log.exception("the batch %s stopped; the next start resumes it", batch.id)
         finally:
             del self._cancel_events[batch.id]
 
@@ -222,7 +222,7 @@ class BatchRunner:
             content = await asyncio.to_thread(_read_line_bytes, self.contents.content_path(batch.input_file_id), line)
             job = parse_line(content)
         except (OSError, InvalidRequest) as error:
-            result = encode_error_line(line.custom_id, "file_lost", f"The input file cannot be read any more: {error}")
+            result = encode_error_line(line.custom_id, "file_lost", f"The input file can no longer be read: {error}")
             await self._store_result(batch, LineResult(line.position, failed=True, line=result))
             return
         if (response := await client.post_with_retries(job.url, job.body)) is not None:

@@ -227,7 +227,7 @@ class ApiProcessManager:
                 silent = channel.silence if channel.welcomed else 0.0
                 seconds = stopped.advance(process.pid, timer.measure_elapsed())
                 if (silent > _SILENCE_SECONDS or seconds > _STOPPED_SECONDS) and not exited.done():
-                    log.error("API process %d gave no sign of life for %g s", channel.number, max(silent, seconds))
+                    log.error("API process %d sent no heartbeat for %g s", channel.number, max(silent, seconds))
                     process.kill()
         finally:
             exited.cancel()

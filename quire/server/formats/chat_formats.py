@@ -80,7 +80,7 @@ def _choose_tool_format_with_source(
     known = find_tool_format("auto", template)
     name = next((row.name for row in TOOL_FORMATS if row.format is known), "")
     form: CallForm | None = None
-    reason = "it does not show an assistant's turn"
+    reason = "it does not render an assistant's turn"
     try:
         if turn is not None:
             form = infer_call_form(renderer, turn)
@@ -94,9 +94,7 @@ def _choose_tool_format_with_source(
         return form, "derived from the chat template", renderer.capabilities.shows_tools
     if known is not None:
         return known, f"{name}, by the chat template's text", renderer.capabilities.shows_tools
-    source = (
-        f"{GENERIC_FORMAT}, described in the system message, for the chat template has no form of its own: {reason}"
-    )
+    source = f"{GENERIC_FORMAT}, described in the system message, as the chat template has no tool calls: {reason}"
     return find_tool_format(GENERIC_FORMAT, ""), source, False
 
 

@@ -75,13 +75,13 @@ def _parse_statements(grammar: str) -> tuple[dict[str, str], dict[str, str]]:
                 raise InvalidRequest(f"the grammar has two rules named {match[1]}")
             rules[match[1]] = match[2]
         else:
-            raise InvalidRequest(f"the grammar has a line that is not understood: {text[:80]}")
+            raise InvalidRequest(f"the grammar has a line that cannot be parsed: {text[:80]}")
     return rules, terminals
 
 
 def _common_terminal(name: str) -> str:
     if name not in COMMON_TERMINALS:
-        raise InvalidRequest(f"the grammar imports common.{name[:80]}, which is not known here")
+        raise InvalidRequest(f"the grammar imports common.{name[:80]}, which is not supported")
     return COMMON_TERMINALS[name]
 
 
@@ -96,7 +96,7 @@ class _RegexWriter:
         if name in self.terminals:
             return f"(?:{self.terminals[name]})"
         if name in self.open_rules:
-            raise InvalidRequest(f"the grammar is not regular, as its rule {name} leads back to itself")
+            raise InvalidRequest(f"the grammar is not regular, because its rule {name} is recursive")
         if len(self.open_rules) == MAX_RULE_DEPTH:
             raise InvalidRequest("the grammar's rules are nested too deeply")
         if name not in self.rules:
@@ -124,7 +124,7 @@ class _RegexWriter:
             if length > MAX_REGEX_LENGTH:
                 raise InvalidRequest("the grammar is too long when its rules are written out")
         if closing:
-            raise InvalidRequest(f"the grammar's rule {name} leaves a bracket open")
+            raise InvalidRequest(f"the grammar's rule {name} has an unclosed bracket")
         return "".join(written)
 
     def _token_regex(self, match: re.Match[str], closing: list[str], name: str) -> str:
@@ -151,7 +151,7 @@ class _RegexWriter:
             return "(?:"
         if text in ")]":
             if not closing or closing.pop() != text:
-                raise InvalidRequest(f"the grammar's rule {name} closes a bracket that is not open")
+                raise InvalidRequest(f"the grammar's rule {name} has an unmatched closing bracket")
             return ")" if text == ")" else ")?"
         return text
 

@@ -65,7 +65,7 @@ def make_engine_thinking_budget(
             begin = None
     if end is None or (begin is None and starts_in_thinking is None):
         raise InvalidRequest(
-            "thinking_token_budget is not available: this model has no tokens known here that begin and end thinking",
+            "thinking_token_budget is not available: no tokens are known that begin and end this model's reasoning",
             param="thinking_token_budget",
         )
     return ThinkingBudget(tokens, end, None if starts_in_thinking else begin)

@@ -128,7 +128,7 @@ class LogprobBudget:
             if self._total_logprobs > MAX_LOGPROBS_IN_ALL and self._logprobs_by_call[call_key] == max(
                 self._logprobs_by_call.values()
             ):
-                raise Overloaded("Other answers with log probabilities take the memory that is set aside for them")
+                raise Overloaded("Other answers with log probabilities use all the memory reserved for them")
 
         try:
             yield count_logprobs

@@ -188,7 +188,7 @@ class HttpConnection(HttpToolsProtocol):
         if self._will_reparse_head:
             return
         if len(self.pipeline) >= MAX_PIPELINED_REQUESTS:
-            self._abort_parsing(400, f"More than {MAX_PIPELINED_REQUESTS} requests wait in this connection")
+            self._abort_parsing(400, f"More than {MAX_PIPELINED_REQUESTS} requests are waiting on this connection")
         if not self.url.startswith(b"/") and b"://" in self.url:
             # The host of an absolute target replaces the header's (RFC 9112, 3.2.2).
             authority = re.split(rb"[/?#]", self.url.partition(b"://")[2], maxsplit=1)[0].rpartition(b"@")[2]
@@ -264,7 +264,7 @@ class HttpConnection(HttpToolsProtocol):
         if is_waiting_for_server or is_body_arriving:
             self._set_read_timer()
         else:
-            self._refuse_request(408, f"The request did not come within {self._limits.read_timeout:g} seconds")
+            self._refuse_request(408, f"The request did not arrive within {self._limits.read_timeout:g} seconds")
 
     def _abort_parsing(self, status: int, message: str) -> None:
         """uvicorn then calls send_400_response."""
@@ -332,7 +332,7 @@ class HttpConnection(HttpToolsProtocol):
             self._write_timer = None
 
     def _on_write_timeout(self) -> None:
-        log.warning("a client left its answer unread for %g s and was cut off", self._limits.write_timeout)
+        log.warning("a client did not read its answer for %g s and was disconnected", self._limits.write_timeout)
         self._limits.client.slow_readers += 1
         self.transport.abort()
 

@@ -111,7 +111,7 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
             context.verify_mode = ssl.CERT_REQUIRED
     except (ssl.SSLError, ValueError) as error:
         if config.ssl_keyfile is None and _lacks_private_key(config.ssl_certfile):
-            lacking = f"{config.ssl_certfile} holds no private key; name it with --ssl-keyfile"
+            lacking = f"{config.ssl_certfile} has no private key; give it with --ssl-keyfile"
             raise ConfigError(f"ssl_certfile: {lacking}") from None
         raise ConfigError(f"ssl_certfile: cannot be used with its key and authorities: {error}") from None
     return context

@@ -163,9 +163,9 @@ class ImageFetcher:
                     if content is not None:
                         return content
         except TimeoutError:
-            raise image_error(where, f"the image did not come within {FETCH_TIMEOUT:g} seconds") from None
+            raise image_error(where, f"the image did not arrive within {FETCH_TIMEOUT:g} seconds") from None
         except ForbiddenAddress:
-            raise image_error(where, "its host is not of the public network") from None
+            raise image_error(where, "its host is not on the public network") from None
         except (
             OSError,
             UnicodeError,
@@ -175,7 +175,7 @@ class ImageFetcher:
             httpcore.TimeoutException,
         ):
             raise image_error(where, "the image cannot be fetched from its address") from None
-        raise image_error(where, f"its address leads on more than {MAX_REDIRECTS} times")
+        raise image_error(where, f"its address redirects more than {MAX_REDIRECTS} times")
 
     def _validate_url_to_ascii(self, url: str, where: str) -> str:
         """Raises InvalidRequest."""
@@ -183,9 +183,11 @@ class ImageFetcher:
         split = urlsplit(url)
         host = (split.hostname or "").rstrip(".")
         if split.scheme not in ("http", "https") or not host or split.username or split.password:
-            raise image_error(where, "must be an http or https address of a host, without a user's name")
+            raise image_error(where, "must be an http or https address of a host, without a user name")
         if not matches_any_host_pattern(host, self._domains):
-            raise image_error(where, f"images are not fetched from {host[:100]} here (--allowed-media-domains)")
+            raise image_error(
+                where, f"this server does not download images from {host[:100]} (--allowed-media-domains)"
+            )
         return url
 
     async def _fetch_once(
@@ -199,7 +201,7 @@ class ImageFetcher:
                 location = next((value for name, value in response.headers if name.lower() == b"location"), b"")
                 return None, urljoin(url, location.decode("ascii", "replace"))
             if response.status != 200:
-                raise image_error(where, f"its address answered with status {response.status}")
+                raise image_error(where, f"its address returned status {response.status}")
             async for piece in response.aiter_stream():
                 pieces.append(piece)
                 size += len(piece)

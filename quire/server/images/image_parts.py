@@ -14,8 +14,8 @@ MAX_FETCHED_IMAGES = 16
 """Per request."""
 _MAX_SCHEME_LENGTH = 100
 FETCHING_DISABLED = (
-    "images are not fetched from addresses here: send a data: URL with the image in base64; the server's operator may "
-    "pass --allowed-media-domains"
+    "this server does not download images: send a data: URL with the image in base64; the operator can allow hosts "
+    "with --allowed-media-domains"
 )
 
 
@@ -51,7 +51,7 @@ def collect_images(messages: Sequence[ChatMessage], model: ServedModel) -> list[
             images.append(RequestImage(where, decode_data_url(url, where), low))
     if len(unfetched) > MAX_FETCHED_IMAGES:
         raise InvalidRequest(
-            f"messages: images are at {len(unfetched)} addresses; at most {MAX_FETCHED_IMAGES}", param="messages"
+            f"messages: images come from {len(unfetched)} addresses; at most {MAX_FETCHED_IMAGES}", param="messages"
         )
     if unfetched:
         error = UnfetchedImagesError()
@@ -65,7 +65,7 @@ def check_images_rendered(text: str, placeholder: str, messages: Sequence[ChatMe
     parts = list(_image_parts(messages))
     if text.count(placeholder) < len(parts):
         where = next((where for where, role, _ in parts if role != "user"), parts[-1][0])
-        raise InvalidRequest(f"{where}: this model's chat template shows no image there", param="messages")
+        raise InvalidRequest(f"{where}: this model's chat template supports no image there", param="messages")
 
 
 def _image_parts(messages: Sequence[ChatMessage]) -> Iterator[tuple[str, str, ImagePart]]:

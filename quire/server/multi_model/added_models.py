@@ -30,7 +30,7 @@ class AddedModels:
             try:
                 entries.append(self._config.parse_added_entry(name, settings))
             except ConfigError as error:
-                log.warning("the model %s, added before, is not served: %s", name, error.message)
+                log.warning("the model %s, added earlier, is not served: %s", name, error.message)
             else:
                 self._settings[name] = settings
         return entries
@@ -54,6 +54,6 @@ class AddedModels:
             if not all(isinstance(each, dict) for each in settings_by_name.values()):
                 raise ValueError("not an object of objects")
         except (OSError, ValueError, AttributeError, RecursionError) as error:
-            log.error("the models added before cannot be read from %s: %s", self._file, error)
+            log.error("the models added earlier cannot be read from %s: %s", self._file, error)
             return {}
         return dict(settings_by_name)

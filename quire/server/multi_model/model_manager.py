@@ -123,7 +123,7 @@ class ModelManager:
         for name in (*entry.config.model_names, *configured_adapter_names(entry.config)):
             if any(name in member.served_names for member in self.managed_models):
                 raise InvalidRequest(
-                    f"model: there is a model or an adapter called {name[:200]!r} already", param="model"
+                    f"model: there is already a model or an adapter called {name[:200]!r}", param="model"
                 )
         self.managed_models.append(member := ManagedModel(entry))
         return member
@@ -269,7 +269,10 @@ class ModelManager:
         """Raises ConfigError."""
         if self._config.memory_limit_bytes is not None and size > self._config.memory_limit_bytes:
             needed, bound = size / 2**30, self._config.memory_limit_bytes / 2**30
-            raise ConfigError(f"memory: it needs {needed:.2f} GiB awake, and all may take {bound:.2f}", param="memory")
+            raise ConfigError(
+                f"memory: it needs {needed:.2f} GiB while awake, and all models together may use {bound:.2f}",
+                param="memory",
+            )
 
     def _record_failure(self, member: ManagedModel, error: QuireError) -> None:
         """The model's requests get this error for a while."""

@@ -144,7 +144,7 @@ def parse_model_tables(
     for entry in entries:
         entry_names = (*entry.config.model_names, *configured_adapter_names(entry.config))
         if duplicate := next((name for name in entry_names if entry_names.count(name) > 1), None):
-            raise ConfigError(f"{where}: {entry.name} is called {duplicate!r} twice")
+            raise ConfigError(f"{where}: {entry.name} uses the name {duplicate!r} twice")
         for name in entry_names:
             if (other := seen.setdefault(name, entry.name)) != entry.name:
                 raise ConfigError(f"{where}: {other} and {entry.name} are both called {name!r}")
@@ -166,9 +166,9 @@ def _check_alias_table_keys(where: str, table: Mapping[str, Any], names: Mapping
     if not any(table is each for each in names.values()):
         return
     if table["model"] in names:
-        raise ConfigError(f"{where}: model: {table['model']} is a name too; give the table that has the model")
+        raise ConfigError(f"{where}: model: {table['model']} is itself a preset; give the table that has the model")
     if more := sorted(table.keys() - {"model", "served_model_name", *_PRESET_KEYS}):
-        raise ConfigError(f"{where}: {more[0]} is the engine's, which is that of {table['model']}: say it there")
+        raise ConfigError(f"{where}: {more[0]} is an engine setting: set it in the table of {table['model']}")
     aliases = table.get("served_model_name", [])
     if not isinstance(aliases, list) or not all(isinstance(each, str) for each in aliases):
         raise ConfigError(f"{where}: served_model_name: must be a list of names")
@@ -185,7 +185,7 @@ def _parse_entry(
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {describe_validation_error(error)}") from None
     if foreign := sorted(settings.keys() & ServerConfig.model_fields.keys() - _MODEL_SETTINGS):
-        raise ConfigError(f"{where}: {foreign[0]} is the whole server's: give it on the command line")
+        raise ConfigError(f"{where}: {foreign[0]} applies to the whole server: give it on the command line")
     if "model" not in settings:
         raise ConfigError(f"{where}: model is missing: a folder, a GGUF file, a hub id or smollm2")
     settings = {"kv_cache_memory": _DEFAULT_KV_GIB} | dict(flags) | settings

@@ -72,11 +72,11 @@ class HttpMetrics(Collector):
         )
         self._all_seconds = Histogram(
             "http_request_duration_highr_seconds",
-            "The same of all routes together, in more buckets.",
+            "The same for all routes together, with more buckets.",
             buckets=_FINE_BUCKETS,
             registry=registry,
         )
-        self._open_requests = Gauge(_IN_FLIGHT_METRIC, "HTTP requests that are being answered.", registry=registry)
+        self._open_requests = Gauge(_IN_FLIGHT_METRIC, "HTTP requests in progress.", registry=registry)
         ProcessCollector(registry=registry)
 
     def collect(self) -> Iterable[Metric]:

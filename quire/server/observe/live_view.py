@@ -89,7 +89,7 @@ class LiveView:
                     return table
                 raise RequestNotFound(f"No engine has a request with the id `{request_id}`", param="request_id")
             asking.cancel()
-        raise Overloaded("the engine is in a long step, sleeps, or is being replaced")
+        raise Overloaded("the engine is in a long step, asleep, or being replaced")
 
     def _describe_state(self, engine_view: EngineView | None, now: float) -> dict[str, object]:
         client = self._client

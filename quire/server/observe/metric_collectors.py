@@ -17,7 +17,7 @@ LABELS = ("model_name", "engine")
 GAUGES = (
     ("vllm:num_requests_running", "Requests in the running batch.", "running"),
     ("vllm:num_requests_waiting", "Requests waiting for a place in the batch.", "waiting"),
-    ("quire:kv_pages_used", "Pages of KV in use, of single groups of layers.", "used_blocks"),
+    ("quire:kv_pages_used", "KV blocks in use, counted per group of layers.", "used_blocks"),
     ("quire:kv_pages_kept", "KV blocks held for paused conversations; they are evicted last.", "kept_blocks"),
     ("quire:sessions_kept", "Conversations whose KV blocks are held.", "kept_sessions"),
     ("quire:kv_pages_saved", "KV blocks that requests would use in addition without sliding windows.", "saved_blocks"),
@@ -26,12 +26,12 @@ COUNTERS = (
     ("vllm:generation_tokens", "Tokens generated since the engine's start.", "generation_tokens"),
     ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_queries"),
     ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hits"),
-    ("vllm:num_preemptions", "Requests preempted for want of KV blocks.", "preemptions"),
+    ("vllm:num_preemptions", "Requests preempted because KV blocks ran out.", "preemptions"),
     ("quire:captured_steps", "Steps that a CUDA graph computed.", "captured_steps"),
-    ("quire:captured_prompt_steps", "Of these, those with prompts.", "captured_prompt_steps"),
-    ("vllm:spec_decode_num_drafts", "Times that a sequence's next tokens were guessed and verified.", "drafts"),
+    ("quire:captured_prompt_steps", "Of these, steps with prompt tokens.", "captured_prompt_steps"),
+    ("vllm:spec_decode_num_drafts", "Times that draft tokens of a sequence were verified.", "drafts"),
     ("vllm:spec_decode_num_draft_tokens", "Tokens guessed.", "draft_tokens"),
-    ("quire:session_returns", "Prompts that went on with a conversation.", "session_returns"),
+    ("quire:session_returns", "Prompts that continued a conversation.", "session_returns"),
     ("quire:session_return_tokens", "Tokens of them that were cached.", "session_return_tokens"),
     (
         "quire:sessions_given_up",
@@ -39,11 +39,11 @@ COUNTERS = (
         "sessions_given_up",
     ),
     ("quire:kv_load_seconds", "Seconds that requests waited for KV from tiers.", "load_seconds"),
-    ("quire:experts_read", "Experts on a disk that steps read, each once a step.", "experts_read"),
+    ("quire:experts_read", "Experts on disk that steps read, each once per step.", "experts_read"),
     ("quire:experts_kept", "Of these, the experts that were in memory.", "experts_kept"),
     ("quire:experts_guessed", "Experts on disk that were prefetched before the router chose them.", "experts_guessed"),
     ("quire:experts_guessed_right", "Of these, the experts that the router chose.", "experts_guessed_right"),
-    ("quire:weights_disk_bytes", "Bytes that the engine has read from disks, where weights are on one.", "disk_bytes"),
+    ("quire:weights_disk_bytes", "Bytes that the engine has read from disk, if weights are on disk.", "disk_bytes"),
     (
         "quire:kv_pages_lost",
         "KV blocks that were not offloaded because they came faster than they could be written.",
@@ -52,31 +52,31 @@ COUNTERS = (
 )
 STATE_GAUGES = (
     ("quire:engine_asleep", "1 while weights and KV cache are released (sleep).", "asleep"),
-    ("quire:engine_responsive", "1 while the engine can compute; 0 while it is replaced or sleeps.", "responsive"),
+    ("quire:engine_responsive", "1 while the engine can compute; 0 while it is replaced or asleep.", "responsive"),
 )
 TIER_METRICS: tuple[tuple[MetricFamilyClass, str, str, str], ...] = (
-    (GaugeMetricFamily, "quire:kv_tier_pages", "Pages of KV in a tier below the KV cache.", "pages"),
+    (GaugeMetricFamily, "quire:kv_tier_pages", "KV blocks in a tier below the KV cache.", "pages"),
     (GaugeMetricFamily, "quire:kv_tier_bytes", "Bytes of KV in a tier.", "bytes"),
-    (GaugeMetricFamily, "quire:kv_tier_off", "1 where a tier hung, and is not used any more.", "off"),
+    (GaugeMetricFamily, "quire:kv_tier_off", "1 if a tier hung and is no longer used.", "off"),
     (
         CounterMetricFamily,
         "quire:kv_tier_hit_tokens",
         "Tokens whose KV blocks were loaded from a tier.",
         "fetched_tokens",
     ),
-    (CounterMetricFamily, "quire:kv_tier_fetched_bytes", "Bytes that came from a tier.", "fetched_bytes"),
+    (CounterMetricFamily, "quire:kv_tier_fetched_bytes", "Bytes loaded from a tier.", "fetched_bytes"),
     (
         CounterMetricFamily,
         "quire:kv_tier_fetch_seconds",
         "Seconds spent loading KV blocks from tiers.",
         "fetch_seconds",
     ),
-    (CounterMetricFamily, "quire:kv_tier_stored_bytes", "Bytes that were put into a tier.", "stored_bytes"),
+    (CounterMetricFamily, "quire:kv_tier_stored_bytes", "Bytes stored in a tier.", "stored_bytes"),
 )
 SUPERVISION_COUNTERS = (
-    ("quire:engine_deaths", "Engines that died under way.", "deaths"),
-    ("quire:request_replays", "Requests submitted again after a death.", "replays"),
-    ("quire:quarantined_requests", "Requests given up because they end every engine.", "quarantined"),
+    ("quire:engine_deaths", "Engines that died while running.", "deaths"),
+    ("quire:request_replays", "Requests replayed after an engine died.", "replays"),
+    ("quire:quarantined_requests", "Requests given up because they crash every engine.", "quarantined"),
 )
 
 
@@ -120,7 +120,7 @@ def engine_metrics(client: EngineClient, model_name: str) -> Iterator[Metric]:
         yield per_engine(GaugeMetricFamily, name, text, [getattr(each, field) for each in stats])
     # Requests wait for a slot or KV blocks only.
     reasons = [{"capacity": each.waiting, "deferred": 0} for each in stats]
-    name, text = "vllm:num_requests_waiting_by_reason", "Requests waiting, by why."
+    name, text = "vllm:num_requests_waiting_by_reason", "Requests waiting, by reason."
     yield per_engine_and_label(GaugeMetricFamily, name, text, "reason", reasons)
     for name, text, field in STATE_GAUGES:
         yield per_engine(GaugeMetricFamily, name, text, [float(getattr(each, field)) for each in engines])
@@ -128,12 +128,12 @@ def engine_metrics(client: EngineClient, model_name: str) -> Iterator[Metric]:
     yield per_engine(GaugeMetricFamily, "vllm:kv_cache_usage_perc", "KV cache in use; 1 is all.", usage)
     for name, text, field in COUNTERS:
         yield per_engine(CounterMetricFamily, name, text, [getattr(each, field) for each in stats])
-    accepted, text = [each.accepted_drafts for each in stats], "Guessed tokens that were right"
+    accepted, text = [each.accepted_drafts for each in stats], "Draft tokens that were accepted"
     name = "vllm:spec_decode_num_accepted_tokens"
     yield per_engine(CounterMetricFamily, name, f"{text}.", [sum(each) for each in accepted])
     if any(accepted):
         accepted_by_position = [{str(position): count for position, count in enumerate(each)} for each in accepted]
-        text = f"{text}, by their place in the guess."
+        text = f"{text}, by position in the draft."
         yield per_engine_and_label(CounterMetricFamily, f"{name}_per_pos", text, "position", accepted_by_position)
     for kind, name, text, field in TIER_METRICS if any(each.tiers for each in stats) else ():
         tiers = [{tier.name: getattr(tier, field) for tier in each.tiers} for each in stats]
@@ -149,7 +149,7 @@ def refusal_metrics(client: EngineClient, model_name: str, rejections: Mapping[s
         CounterMetricFamily, "quire:slow_readers", text, LABELS[:1], {(model_name,): client.slow_readers}
     )
     values_by_labels = {(model_name, "0", reason): count for reason, count in rejections.items()}
-    name, text = "vllm:admission_rejections", "Requests answered 503, by why."
+    name, text = "vllm:admission_rejections", "Requests answered 503, by reason."
     yield build_metric_family(CounterMetricFamily, name, text, (*LABELS, "reason"), values_by_labels)
 
 

@@ -128,7 +128,7 @@ REQUEST_HISTOGRAMS: tuple[tuple[str, str, Sequence[float] | None], ...] = (
     ("request_params_max_tokens", "The max_tokens parameter.", None),
     ("iteration_tokens_total", "Prompt and answer tokens of a step.", STEP_TOKEN_BUCKETS),
     *((name, text, REQUEST_BUCKETS) for name, text, _ in PHASE_HISTOGRAMS),
-    ("request_prefill_kv_computed_tokens", "Prompt tokens of a request that no cache held.", None),
+    ("request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not cached.", None),
     ("request_num_preemptions", "Preemptions of a request.", PREEMPTION_BUCKETS),
 )
 """Name, help text, buckets; None: token buckets up to the context."""
@@ -167,9 +167,7 @@ class Metrics:
         }
         counters = partial(_labeled_counters, self._registry, model_name)
         sources = ("local_compute", "local_cache_hit")
-        self._tokens_by_source = counters(
-            "vllm:prompt_tokens_by_source", "Prompt tokens by where from.", "source", sources
-        )
+        self._tokens_by_source = counters("vllm:prompt_tokens_by_source", "Prompt tokens by source.", "source", sources)
         self._cached_tokens = counters("vllm:prompt_tokens_cached", "Prompt tokens cached.")
         client.history.listeners.append(self._observe_step)
         end_listeners = (PrefixMissCounters(self._registry, model_name), GenAiHistograms(self._registry, model_name))
@@ -232,7 +230,7 @@ class Metrics:
             "gpu_memory_utilization": config.gpu_memory_utilization,
         }
         names = ("engine", *facts)
-        gauge = Gauge("vllm:cache_config_info", "How the KV cache is cut.", names, registry=self._engine_registry)
+        gauge = Gauge("vllm:cache_config_info", "Layout of the KV cache.", names, registry=self._engine_registry)
         states = info.state_bytes
         numbers = {
             Gauge(f"quire:{name}", what, ("engine",), registry=self._engine_registry): value

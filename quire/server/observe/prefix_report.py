@@ -107,7 +107,7 @@ class PrefixMissCounters:
         text = "Prompt tokens that were computed before, but were not found in the prefix cache."
         tokens = Counter("quire:prefix_missed_tokens", text, (*LABELS, "reason"), registry=registry)
         self._tokens = {reason: tokens.labels(model_name, "0", reason) for reason in MISS_REASON_TEXTS}
-        text = "Seconds of steps that computing them again took."
+        text = "Seconds of steps spent recomputing them."
         seconds = Counter("quire:prefix_missed_seconds", text, LABELS, registry=registry)
         self._seconds = seconds.labels(model_name, "0")
 

@@ -29,7 +29,7 @@ def format_throughput(before: EngineStats, now: EngineStats, seconds: float) -> 
     if queries := now.prefix_queries - before.prefix_queries:
         text += f", prefix hits {_percentage(now.prefix_hits - before.prefix_hits, queries)}"
     if num_drafted := now.draft_tokens - before.draft_tokens:
-        text += f", drafts taken {_percentage(sum(now.accepted_drafts) - sum(before.accepted_drafts), num_drafted)}"
+        text += f", drafts accepted {_percentage(sum(now.accepted_drafts) - sum(before.accepted_drafts), num_drafted)}"
     return text
 
 

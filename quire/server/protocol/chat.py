@@ -146,5 +146,5 @@ def check_final_message_continuation(messages: Sequence[ChatMessage], generation
         )
     if not messages or messages[-1].role != "assistant":
         raise InvalidRequest(
-            "continue_final_message needs the last message to be an assistant's", param="continue_final_message"
+            "continue_final_message needs the last message to be from the assistant", param="continue_final_message"
         )

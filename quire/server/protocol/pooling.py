@@ -19,7 +19,7 @@ MAX_INSTRUCTION_LENGTH = 4096
 
 
 IMAGES_IN_MESSAGES_HINT = (
-    "an input is text, or token ids; where the model reads images, they come in `messages` of /v1/embeddings"
+    "an input is text or token ids; for a model that accepts images, send them in `messages` of /v1/embeddings"
 )
 _IMAGE_KEYS = ("image", "image_url", "content")
 """Keys of image inputs in the APIs of Jina, vLLM and Cohere."""
@@ -62,7 +62,9 @@ class InputBody(PoolingBody):
     @classmethod
     def reject_messages(cls, body: Any) -> Any:
         if isinstance(body, dict) and body.get("messages") and "input" not in body:
-            raise InvalidRequest(f"messages: not read here, send `input`: {IMAGES_IN_MESSAGES_HINT}", param="messages")
+            raise InvalidRequest(
+                f"messages: not accepted here, send `input`: {IMAGES_IN_MESSAGES_HINT}", param="messages"
+            )
         return body
 
 

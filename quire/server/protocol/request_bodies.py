@@ -363,7 +363,7 @@ def ignored_params_header(names: list[str], strict: bool) -> dict[str, str]:
     or long names truncated.
     """
     if names and strict:
-        raise InvalidRequest(f"{names[0]} is not a parameter that has an effect here", param=names[0])
+        raise InvalidRequest(f"{names[0]} has no effect here", param=names[0])
     short = [
         name if len(name) <= MAX_IGNORED_NAME_LENGTH else f"{name[:MAX_IGNORED_NAME_LENGTH]}..."
         for name in names[:MAX_IGNORED_NAMES]

@@ -47,7 +47,7 @@ def resolve_completion_request(
     headers |= clipped_header(max_tokens, model)
     echo_only = body.echo and max_tokens == 0
     if echo_only and body.logprob_token_ids:
-        message = "logprob_token_ids is about generated tokens, and echo with max_tokens 0 generates none"
+        message = "logprob_token_ids applies to generated tokens, and echo with max_tokens 0 generates none"
         raise InvalidRequest(message, param="logprob_token_ids")
     params = resolve_sampling_params(
         body,

@@ -27,7 +27,7 @@ def custom_tool_function(tool: CustomSpec, field_path: str, *, can_enforce: bool
         return FunctionSpec(name=tool.name, description=description, parameters=input_schema(None))
     description += f"\nThe input must match this grammar ({grammar.syntax}):\n{grammar.definition}"
     if not can_enforce:
-        wrong = "calls of this model have escapes of their own in strings, which no grammar can be held to"
+        wrong = "this model's tool calls escape strings in a way that a grammar cannot enforce"
         raise InvalidRequest(f"{field_path}: the grammar of {tool.name}: {wrong}", param="tools")
     try:
         pattern = input_pattern(grammar)

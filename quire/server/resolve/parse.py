@@ -52,7 +52,7 @@ def read_json_object(body: bytes) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise InvalidRequest(f"The body is not valid JSON: {error.msg} at character {error.pos}") from None
     except ValueError:  # not UTF-8, or numbers with thousands of digits
-        message = "The body must be JSON in UTF-8, and the header Content-Encoding tells how it is compressed"
+        message = "The body must be JSON in UTF-8, and the header Content-Encoding must say how it is compressed"
         raise InvalidRequest(message) from None
     if not isinstance(body_fields, dict):
         raise InvalidRequest(NOT_JSON_OBJECT_MESSAGE)
@@ -127,7 +127,7 @@ def _error_message(detail: Any, value: Any) -> str:
 
 
 def _unsupported_tool_message(kind: object) -> str:
-    return f"tools of type {str(kind)[:50]} are not supported: this server runs no tools, callers define and run them"
+    return f"tools of type {str(kind)[:50]} are not supported: this server runs no tools; clients define and run them"
 
 
 def _suggestion(detail: Any, value: Any, model: type[BaseModel]) -> str:

@@ -103,7 +103,7 @@ def token_vector_size(body: EmbeddingRequest | ConversationEmbeddingRequest, mod
 def check_one_vector_per_text(model: ServedModel) -> None:
     """Raises InvalidRequest."""
     if model.pooling is not None and model.pooling.pooling_type == "none":
-        message = "this endpoint needs one vector of each text, and --pooling-type none gives one of each token"
+        message = "this endpoint needs one vector per text, and --pooling-type none gives one per token"
         raise InvalidRequest(message, param="model")
 
 
@@ -115,7 +115,7 @@ def resolve_pooling(body_bytes: bytes, model: ServedModel, config: ServerConfig)
     params = embedding_params(body, model)
     if task == "classify":
         if body.dimensions is not None:
-            raise InvalidRequest("dimensions is about embeddings, and this model gives scores", param="dimensions")
+            raise InvalidRequest("dimensions applies to embeddings, and this model gives scores", param="dimensions")
         params = PoolingParams(task=task, activation=body.wants_activation)
     size = None if task == "classify" else token_vector_size(body, model)
     answer = partial(embeddings_body, body.encoding_format, "pooling", size)
@@ -168,7 +168,7 @@ def build_vector_request(
         and sum(len(each.ids) for each in inputs) * pooling.vector_size > MAX_VECTOR_NUMBERS
     ):
         raise InvalidRequest(
-            f"input: vectors of all tokens are more than {MAX_VECTOR_NUMBERS} numbers: send less", param="input"
+            f"input: the vectors of all tokens have more than {MAX_VECTOR_NUMBERS} numbers: send less", param="input"
         )
     return VectorRequest(
         id_prefix=f"{prefix}-",
@@ -190,7 +190,7 @@ def tokenize_inputs(body: InputBody, model: ServedModel) -> list[list[int]]:
     check_num_inputs(len(inputs), "input")
     texts = [one for one in inputs if isinstance(one, str)]
     if body.prompt_name is not None and len(texts) < len(inputs):
-        raise InvalidRequest("prompt_name needs an input of texts, not of token ids", param="prompt_name")
+        raise InvalidRequest("prompt_name needs text input, not token ids", param="prompt_name")
     before = prompt_by_name(body.prompt_name, model) if texts else ""
     encoded = iter(tokenize_texts(body, [before + text for text in texts], model))
     return [next(encoded) if isinstance(one, str) else truncate_input_ids(body, one, model) for one in inputs]

@@ -133,7 +133,7 @@ def build_chat_prompt(
     longest = model.context_length
     if len(body.messages) > longest:  # Each takes a token at least, and templates are slow.
         raise ContextLengthExceeded(
-            f"{len(body.messages)} messages are more than this model's context of {longest} tokens holds",
+            f"{len(body.messages)} messages do not fit in this model's context of {longest} tokens",
             param="messages",
         )
     images = requested_images(body.messages, model)
@@ -174,7 +174,9 @@ def build_multimodal_chat_prompt(
 ) -> Prompt:
     """Raises InvalidRequest."""
     if body.truncate_prompt_tokens is not None:
-        raise InvalidRequest("truncate_prompt_tokens: a prompt with images is not cut", param="truncate_prompt_tokens")
+        raise InvalidRequest(
+            "truncate_prompt_tokens: a prompt with images cannot be truncated", param="truncate_prompt_tokens"
+        )
     assert model.multimodal_prompt_builder is not None
 
     def encode_text(text: str) -> list[int]:
@@ -193,8 +195,8 @@ def build_dual_encoder_prompt(body: ChatRequest, model: ServedModel) -> Prompt:
     """
     parts = [part for each in body.messages for part in _message_texts(each)]
     if len(parts) != 1:
-        wrong = f"this model makes a vector of one text or of one image, and these are {len(parts)}"
-        raise InvalidRequest(f"messages: {wrong}: send each in a request of its own", param="messages")
+        wrong = f"this model embeds one text or one image, and these are {len(parts)}"
+        raise InvalidRequest(f"messages: {wrong}: send each in its own request", param="messages")
     if body.truncate_prompt_tokens is not None:
         raise InvalidRequest("truncate_prompt_tokens: it is for `input` here", param="truncate_prompt_tokens")
     if images := requested_images(body.messages, model):

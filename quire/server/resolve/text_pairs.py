@@ -42,7 +42,7 @@ def resolve_score(body_bytes: bytes, model: ServedModel, config: ServerConfig) -
         if not texts:
             raise InvalidRequest(f"{name} must not be empty", param=name)
     if len(firsts) not in (1, len(seconds)):
-        message = f"{names[0]} has {len(firsts)} texts and {names[1]} {len(seconds)}: give one or as many"
+        message = f"{names[0]} has {len(firsts)} texts and {names[1]} {len(seconds)}: give one text or equally many"
         raise InvalidRequest(message, param=names[0])
     firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
     inputs, pairs = build_pair_inputs(body, firsts, seconds, names, model)
@@ -82,7 +82,7 @@ def build_pair_inputs(
         _refuse_instruction(body)
         return _embedding_inputs(body, firsts, seconds, names, model)
     if len(pooling.labels) != 1:
-        raise InvalidRequest(f"the model tells {len(pooling.labels)} labels apart and gives no score", param="model")
+        raise InvalidRequest(f"the model classifies {len(pooling.labels)} labels and gives no score", param="model")
     if pooling.classifier_tokens is not None:
         return _generative_reranker_inputs(body, firsts, seconds, names, model)
     _refuse_instruction(body)
@@ -105,7 +105,7 @@ def _check_can_score(body: TextPairBody, model: ServedModel) -> None:
     """Raises ModelNotFound, InvalidRequest."""
     if model.tasks == ("generate",):
         name = model.resolve_model_name(body.model)
-        what = f"The model `{name}` writes text and gives no scores of pairs of texts"
+        what = f"The model `{name}` generates text and cannot score pairs of texts"
         served = "serve a reranker or an embedding model (`quire models` lists some)"
         raise InvalidRequest(f"{what}: {served}, or this one with --pooling-type last", param="model")
     check_pooling_task(body, "classify" if "classify" in model.tasks else "embed", model)

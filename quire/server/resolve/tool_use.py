@@ -146,7 +146,7 @@ def resolve_request_tools(body: ChatRequest, format: ToolFormat | None, *, close
         return RequestTools()
     if format is None:
         raise InvalidRequest(
-            "tool calls are switched off here by --tool-call-parser none; the operator can set --tool-call-parser auto",
+            "tool calls are disabled here (--tool-call-parser none); the operator can set --tool-call-parser auto",
             param="tools",
         )
     must_call: Sequence[Tool] = ()
@@ -192,7 +192,7 @@ def _check_and_complete_parameters(schema: dict[str, Any] | None, index: int) ->
         return ANY_OBJECT if schema is None else {**ANY_OBJECT, **schema}
     place = PARAMETERS_FIELD.format(index)
     if schema.get("type", "object") != "object":
-        raise InvalidRequest(f"{place}: arguments are an object, so its type must be object", param="tools")
+        raise InvalidRequest(f"{place}: arguments are an object, so the schema's type must be object", param="tools")
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, dict) or not all(isinstance(one, dict | bool) for one in properties.values()):
         raise InvalidRequest(f"{place}.properties must map names to JSON schemas", param="tools")

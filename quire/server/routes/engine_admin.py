@@ -177,7 +177,7 @@ async def collective_rpc(request: Request) -> Response:
     """Call a method of all ranks between two steps. Needs --dev-endpoints."""
     runtime = get_runtime(request)
     if not runtime.config.dev_endpoints:
-        raise InvalidRequest("Ranks take no calls from here: start the server with --dev-endpoints")
+        raise InvalidRequest("Calls to the ranks are disabled: start the server with --dev-endpoints")
     body = await parse_request_body(request, CallRequest)
     try:
         async with asyncio.timeout(body.timeout):
@@ -187,7 +187,7 @@ async def collective_rpc(request: Request) -> Response:
     except TimeoutError:
         raise Timeout(f"not all ranks answered in {body.timeout:g} s") from None
     if encoded_results is None:
-        raise Overloaded("the engine sleeps, or is being replaced")
+        raise Overloaded("the engine is asleep or being replaced")
     results = json.dumps({"results": decode_results(encoded_results)}, default=repr)
     return Response(results, media_type="application/json")
 
@@ -195,7 +195,7 @@ async def collective_rpc(request: Request) -> Response:
 def _parse_weights_update(body: bytes, model: ServedModel, config: ServerConfig) -> UpdateWeightsRequest:
     update = parse_body(body, UpdateWeightsRequest)
     if (update.path is None) == (update.tensors is None):
-        raise InvalidRequest(f"path or tensors must be given, and not both{update.misspelling_hint()}", param="path")
+        raise InvalidRequest(f"either path or tensors must be given, not both{update.misspelling_hint()}", param="path")
     return update
 
 

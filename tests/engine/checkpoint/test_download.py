@@ -144,9 +144,9 @@ def test_a_folder_that_cannot_be_written_is_named(number: int, hub: Hub, monkeyp
     ("name", "token", "says"),
     [
         ("own/gated", None, "own/gated is gated: accept its terms at {url}/own/gated, and set HF_TOKEN"),
-        ("own/gated", "stranger", "the account of HF_TOKEN may not read it: ask for that at {url}/own/gated"),
-        ("own/private", None, "nor found on the hub; if it is private, HF_TOKEN opens it"),
-        ("own/private", "stranger", "nor found on the hub, or HF_TOKEN may not see it"),
+        ("own/gated", "stranger", "the account of HF_TOKEN has no access to it: request access at {url}/own/gated"),
+        ("own/private", None, "nor found on the hub; if it is private, set HF_TOKEN"),
+        ("own/private", "stranger", "nor found on the hub, or HF_TOKEN has no access to it"),
         ("own/gguf", "expired", "HF_TOKEN: the hub refuses this token for own/gguf (status 401)"),
         ("own/gguv", None, "did you mean own/gguf?"),
         ("own/gguf:Q9_K", None, "has no GGUF file Q9_K; it has Q6_K, F16, Q4_K_M, Q8_0"),
@@ -187,7 +187,7 @@ def test_a_plan_needs_headers_alone(hub: Hub) -> None:
     assert file.stat().st_blocks * 512 < 9 * 2**20, "the rest is a hole"
     assert [each.rpartition(" ")[2] for each in hub.downloads("m-F32.gguf")] == [f"bytes=0-{8 * 2**20 - 1}"]
     hub.without_ranges = True
-    with pytest.raises(ModelError, match="gives no parts of files"):
+    with pytest.raises(ModelError, match="serves no byte ranges"):
         read_raw_config("own/real")
     raw, folder = read_raw_config("own/both")
     assert (raw["hidden_size"], folder) == (8, None)

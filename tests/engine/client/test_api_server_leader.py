@@ -167,7 +167,7 @@ async def test_nobody_waits_for_a_hub_that_stands_still(tmp_path: Path) -> None:
         asked = asyncio.create_task(tokens_of(client, request("a")))
         changed = asyncio.create_task(client.engine_core.wake_up())
         for task in (asked, changed):
-            with pytest.raises(Overloaded, match="no sign of life"):
+            with pytest.raises(Overloaded, match="no heartbeat"):
                 await asyncio.wait_for(task, 30)
         assert not client.healthy
         assert client.alive
@@ -240,7 +240,7 @@ async def test_a_question_that_cannot_be_answered_ends_nothing_else(tmp_path: Pa
             raise ValueError
 
         Peers(two.engine_core, None).register_handler("name", fail)
-        with pytest.raises(AssertionError, match="in two ways"):
+        with pytest.raises(AssertionError, match="two handlers"):
             Peers(two.engine_core, None).register_handler("name", fail)
         server.engine.snapshot = fail  # type: ignore[method-assign, assignment]
         stays = [asyncio.create_task(tokens_of(client, request(str(client), tokens=30))) for client in server.clients]

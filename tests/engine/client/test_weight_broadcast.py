@@ -168,7 +168,7 @@ async def test_a_receiver_that_is_killed_is_replaced(folders: tuple[Path, Path])
             assert group._process is not None
             group._process.kill()
             await group._process.wait_for_exit()
-            with pytest.raises(EngineError, match="the group is gone"):
+            with pytest.raises(EngineError, match="the process group is gone"):
                 await group.receive(tensors[4:])
         assert await answer(client) == before
         async with trainer(group, folders[1]):

@@ -91,7 +91,7 @@ def test_a_file_and_a_class_give_the_same_tokens(family: str, overrides: dict[st
 
 
 def test_a_family_without_a_file_is_refused_where_one_is_asked_for(laguna: str) -> None:
-    with pytest.raises(ModelError, match="model_impl: no file of Quire serves a laguna; it has apertus"):
+    with pytest.raises(ModelError, match="model_impl: Quire has no implementation of a laguna; it has apertus"):
         engine_of(laguna, model_impl="quire")
 
 
@@ -223,7 +223,7 @@ def test_chunks_are_served_as_far_as_the_first(tmp_path: Path) -> None:
     save_tiny_class(tmp_path, "llama4_text")
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"attention_chunk_size": 64}))
-    with pytest.raises(ModelError, match="neither causal nor a window"):
+    with pytest.raises(ModelError, match="neither causal nor a sliding window"):
         engine_of(tmp_path, model_impl="transformers")
     by_class = engine_of(tmp_path, model_impl="transformers", max_model_len=64)
     assert run(by_class, requests(max_tokens=3))["1"].ids
@@ -251,7 +251,7 @@ def test_an_encoder_decoder_is_refused_though_its_decoder_has_a_class(tmp_path: 
 def test_unknown_families_are_refused_and_their_code_is_not_run(tmp_path: Path) -> None:
     config = {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Own"}, "vocab_size": 9, "hidden_size": 8}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"neither a file of Quire nor a class of transformers .* its own code is not"):
+    with pytest.raises(ModelError, match=r"neither Quire nor a class of transformers .* its own code is not"):
         read_model_config(tmp_path)
     with pytest.raises(ModelError, match="'own' is known neither to Quire nor to the transformers installed here"):
         engine_of(tmp_path, model_impl="transformers")
@@ -324,5 +324,5 @@ def test_masks_are_read_as_windows_or_refused() -> None:
     ids=["chunks", "both", "hole"],
 )
 def test_other_masks_are_refused(mask: MaskFunction) -> None:
-    with pytest.raises(ModelError, match="neither causal nor a window"):
+    with pytest.raises(ModelError, match="neither causal nor a sliding window"):
         window_from_mask(mask, 512)

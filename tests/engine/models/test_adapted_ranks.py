@@ -83,7 +83,7 @@ def test_few_bits_and_adapters(options: dict[str, Any], tmp_path: Path) -> None:
         ("persimmon", 2, "PersimmonForCausalLM has no plan of tensor parallelism"),
         ("laguna", 3, "3 ranks do not divide 64 numbers"),
         ("laguna", 4, "LagunaForCausalLM"),
-        ("longcat_flash", 2, "its plan of tensor parallelism"),
+        ("longcat_flash", 2, "its tensor-parallel plan"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_with_the_reason(kind: str, ranks: int, said: str, tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def test_what_of_vllms_is_not_there_is_answered_with_what_is(llm: LLM) -> None:
     with pytest.raises(AttributeError, match=r"LLM has no apply_model: LLM\.collective_rpc"):
         _ = llm.apply_model  # type: ignore[attr-defined]
     assert not hasattr(llm, "nothing")
-    with pytest.raises(InvalidRequest, match="not embed; with pooling_type='last' it makes vectors"):
+    with pytest.raises(InvalidRequest, match="not embed; with pooling_type='last' it computes embeddings"):
         llm.encode("Once")
     with pytest.raises(ImportError, match="use StructuredOutputsParams"):
         from quire.sampling_params import GuidedDecodingParams  # type: ignore[attr-defined]  # noqa: F401

@@ -40,7 +40,7 @@ def test_what_the_engine_can_be_asked_programs_can_ask() -> None:
             "has no guided_decoding: use structured_outputs=StructuredOutputsParams(json=SCHEMA)",
         ),
         ({"zzz": 1}, "SamplingParams has no zzz: known are n, temperature, "),
-        ({"logits_processors": [print]}, "logits_processors are not supported: an answer depends on what can be sent"),
+        ({"logits_processors": [print]}, "logits_processors are not supported: functions cannot be sent"),
         ({"bad_words": "the"}, "bad_words must be a list of strings, got 'the'"),
         ({"bad_words": [5]}, "bad_words must be a list of strings"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be -1 or at least 1"),

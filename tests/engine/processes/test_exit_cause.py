@@ -17,7 +17,7 @@ from quire.engine.processes.procfs import RunnableClock, Standstill, is_stopped,
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-LESS = "--quantization int4, --kv-cache-memory and a smaller --max-model-len take less"
+LESS = "--quantization int4, --kv-cache-memory and a smaller --max-model-len need less memory"
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ LESS = "--quantization int4, --kv-cache-memory and a smaller --max-model-len tak
         (1, None, 0, "exited with code 1", False),
         (0, None, None, "exited with code 0", False),
         (-signal.SIGKILL, None, 0, "was killed by SIGKILL", True),
-        (-signal.SIGKILL, None, 1, f"was killed by SIGKILL for want of memory; {LESS}", False),
+        (-signal.SIGKILL, None, 1, f"was killed by SIGKILL because memory ran out; {LESS}", False),
         (-signal.SIGKILL, None, None, "was killed by SIGKILL (out of memory?)", False),
         (-signal.SIGSEGV, None, 0, "was killed by SIGSEGV", False),
         (-signal.SIGSEGV, 7, 0, "was killed by SIGSEGV, sent by process 7", True),

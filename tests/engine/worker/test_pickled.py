@@ -124,7 +124,7 @@ def test_a_file_that_would_run_something_does_not(old: bool, tmp_path: Path) -> 
     torch.save(
         {"w": torch.ones(2), "x": _Runs(tmp_path / "ran")}, tmp_path / OTHER, _use_new_zipfile_serialization=not old
     )
-    with pytest.raises(ModelError, match="calls 'posix mkdir', which tensors need not"):
+    with pytest.raises(ModelError, match="calls 'posix mkdir', which tensors do not need"):
         read_checkpoint_size(tmp_path)
     with pytest.raises(ModelError, match=r"pytorch_model\.bin cannot be read"):
         list(checkpoint_stream(tmp_path))

@@ -351,9 +351,9 @@ def test_a_temporary_folder_that_cannot_hold_sockets(tmp_path: Path, monkeypatch
     deep = tmp_path / ("x" * 90)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    with pytest.raises(EngineError, match="TMPDIR: a socket in it has a path of"):
+    with pytest.raises(EngineError, match="TMPDIR: a socket's path in it has"):
         SocketFolder()
     assert not list(deep.iterdir())
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-    with pytest.raises(EngineError, match="TMPDIR: no folder for sockets can be made: No such file"):
+    with pytest.raises(EngineError, match="TMPDIR: no folder for sockets can be created: No such file"):
         SocketFolder()

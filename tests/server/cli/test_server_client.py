@@ -110,9 +110,7 @@ def test_a_file_that_is_no_certificate_is_named(tmp_path: Path) -> None:
 
 
 def test_a_certificate_without_its_key_is_said_so(paths: dict[str, Path]) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^ssl_certfile: .*cert.pem holds no private key; name it with --ssl-keyfile$"
-    ):
+    with pytest.raises(ConfigError, match=r"^ssl_certfile: .*cert.pem has no private key; give it with --ssl-keyfile$"):
         tls_context(ServerConfig(ssl_certfile=paths["cert"]))
     paths["key"].write_text("not a PEM")
     with pytest.raises(ConfigError, match="cannot be used with its key"):

@@ -159,7 +159,7 @@ def test_guesses_that_nobody_makes_are_told_to_programs_too(caplog: pytest.LogCa
     ).speculative_config
     assert found is not None
     assert found.method == "none"
-    assert "nothing guesses as dflash does" in caplog.text
+    assert "there is no draft method dflash" in caplog.text
 
 
 def test_a_quantization_of_vllm_s_is_left_to_the_checkpoint(caplog: pytest.LogCaptureFixture) -> None:

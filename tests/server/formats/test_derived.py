@@ -231,7 +231,7 @@ def _some_calls() -> list[Call]:
 
 
 def test_a_template_without_calls_says_why_nothing_was_found() -> None:
-    with pytest.raises(TemplateInferenceError, match="does not show calls"):
+    with pytest.raises(TemplateInferenceError, match="does not render calls"):
         infer_call_form(ChatRenderer({"default": CHATML}, SPECIAL))
 
 

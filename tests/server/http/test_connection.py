@@ -285,7 +285,7 @@ async def test_what_waits_for_a_reader_is_bounded(caplog: pytest.LogCaptureFixtu
         with await leave_unread(port, {"max_tokens": 10**9 - 10, "logprobs": 200}) as sock:
             await idle(engine)
             assert await metric(port.url, "quire:slow_readers_total") == 1
-            assert "wait for a reader" in caplog.text
+            assert "wait to be read" in caplog.text
             sock.setblocking(True)
             last = await asyncio.to_thread(read_all, sock)
             assert b'"code": "slow_reader"' in last

@@ -129,7 +129,7 @@ async def test_a_text_and_an_image_are_refused_together(served: Served) -> None:
     for messages in (talk("See", 1), talk(1, 2), [*talk("a"), *talk("b")]):
         answer = await served.http.post("/v1/embeddings", json={"messages": messages})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
-        assert "one text or of one image" in answer.json()["error"]["message"]
+        assert "one text or one image" in answer.json()["error"]["message"]
     answer = await served.http.post("/v1/embeddings", json={"input": "long " * 20})
     assert answer.status_code == 400
     (card,) = (await served.http.get("/v1/models")).json()["data"]

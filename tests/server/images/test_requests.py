@@ -154,7 +154,7 @@ async def test_addresses_are_not_asked_by_default(path: Path) -> None:
         multimodal_prompt_builder=make_multimodal_prompt_builder(path, tokenizer),
     )
     body = json.dumps({"messages": asking("https://example.com/a.png")}).encode()
-    with pytest.raises(InvalidRequest, match="not fetched from addresses here: send a data: URL"):
+    with pytest.raises(InvalidRequest, match="does not download images: send a data: URL"):
         resolve_chat(body, source.build_served_model(expendable=True), ServerConfig())
 
 
@@ -276,7 +276,7 @@ async def test_every_api_names_its_own_field(api: Api, endpoint: str, body: dict
     by_address = json.loads(json.dumps(body).replace(f"data:;base64,{BROKEN}", "http://127.0.0.1/a.png"))
     if endpoint == "/v1/responses":
         error = (await api.post(endpoint, by_address, 400))["error"]
-        assert error["message"].startswith(f"{field}: images are not fetched from 127.0.0.1")
+        assert error["message"].startswith(f"{field}: this server does not download images from 127.0.0.1")
         assert error["param"] == "input"
 
 
@@ -403,7 +403,7 @@ async def test_what_does_not_fit_is_refused(api: Api) -> None:
     assert "text may not hold it" in error["message"]
     turn = {"role": "assistant", "content": asking(url)[0]["content"]}
     error = (await api.post(CHAT, {"messages": [*asking(url), turn, *asking(url)]}, 400))["error"]
-    assert "messages of the user and in results of tools" in error["message"]
+    assert "user messages and in tool results" in error["message"]
 
 
 async def test_formats_turned_and_transparent_images(api: Api, path: Path) -> None:

@@ -71,7 +71,7 @@ async def test_what_is_no_image_names_its_field(api: Api) -> None:
     assert "messages[0].content[1].image_url.url: is not" in answer.json()["error"]["message"]
     answer = await api.http.post("/v1/embeddings", json={"input": [{"image": "x"}]})
     assert answer.status_code == 400
-    assert "they come in `messages`" in answer.json()["error"]["message"]
+    assert "send them in `messages`" in answer.json()["error"]["message"]
 
 
 async def test_a_conversation_is_read_where_no_input_is_given(api: Api) -> None:

@@ -134,7 +134,7 @@ async def test_a_table_with_a_model_of_its_own_has_them_too(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('[a]\nmodel = "small"\ndtype = "float32"\n', "a: dtype is the engine's, which is that of small"),
+        ('[a]\nmodel = "small"\ndtype = "float32"\n', "a: dtype is an engine setting: set it in the table of small"),
         ('[a]\nmodel = "b"\n[b]\nmodel = "small"\n', "a: model: b is a name too"),
         ('[a]\nmodel = "small"\nsystem = 3\n', "a: system: must be a text"),
         ('[a]\nmodel = "small"\nparameters = 3\n', "a: parameters: must be a table"),

@@ -90,7 +90,8 @@ def test_a_line_of_throughput() -> None:
         accepted_drafts=[4, 2],
     )
     said = (
-        "100 prompt and 2 generated tokens/s; 0 running, 0 waiting; KV cache 0 %, prefix hits 25 %, drafts taken 75 %"
+        "100 prompt and 2 generated tokens/s; 0 running, 0 waiting; KV cache 0 %, prefix hits 25 %, "
+        "drafts accepted 75 %"
     )
     assert format_throughput(before, now, 10) == said
 

@@ -228,7 +228,7 @@ async def test_what_is_cancelled_keeps_its_results(tmp_path: Path) -> None:
                 now.request_counts.completed < 3
             ):
                 await asyncio.sleep(0.01)
-        with pytest.raises(openai.BadRequestError, match="cancel that first"):
+        with pytest.raises(openai.BadRequestError, match="cancel the batch first"):
             await api.openai.files.delete(batch.input_file_id)
         assert (await api.openai.batches.cancel(batch.id)).status == "cancelling"
         async with asyncio.timeout(30):
@@ -322,7 +322,7 @@ async def test_files(tmp_path: Path) -> None:
         assert stored.stat().st_mode & 0o077 == 0, "others may not read it"
         stored.rename(tmp_path / "away")
         lost = await api.http.get(f"/v1/files/{first.id}/content")
-        assert (lost.status_code, "not on the disk" in lost.text) == (404, True)
+        assert (lost.status_code, "no longer on disk" in lost.text) == (404, True)
         (tmp_path / "away").rename(stored)
         assert (await api.openai.files.delete(first.id)).deleted
         assert not stored.exists()

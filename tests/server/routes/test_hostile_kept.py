@@ -64,7 +64,7 @@ async def test_who_cancels_twice_and_deletes_what_is_read(tmp_path: Path) -> Non
     async with keeping(tmp_path, step_seconds=0.05, max_num_seqs=1) as api:
         batch = await begin(api, jsonl(*(request(f"r{number}", max_tokens=40) for number in range(20))))
         for _ in range(2):
-            with pytest.raises(openai.BadRequestError, match="cancel that first"):
+            with pytest.raises(openai.BadRequestError, match="cancel the batch first"):
                 await api.openai.files.delete(batch.input_file_id)
         told = [(await api.http.post(f"/v1/batches/{batch.id}/cancel")) for _ in range(3)]
         assert {each.status_code for each in told} <= {200, 400}

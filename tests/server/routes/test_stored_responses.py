@@ -401,4 +401,4 @@ async def test_a_chain_is_bounded_in_bytes(tmp_path: Path) -> None:
         with sqlite3.Connection(tmp_path / DATABASE_FILE) as database:
             database.execute("update objects set size = ?", (history.MAX_HISTORY_BYTES + 1,))
         error = (await api.post(PATH, body("Two", previous_response_id=answer["id"]), 400))["error"]
-        assert (error["param"], "bytes come before" in error["message"]) == ("previous_response_id", True)
+        assert (error["param"], "bytes precede it" in error["message"]) == ("previous_response_id", True)

@@ -240,7 +240,7 @@ async def test_what_a_model_does_not_do_is_refused(encoder: Api) -> None:
 async def test_images_are_refused_in_a_sentence(encoder: Api, body: dict[str, Any], param: str) -> None:
     error = (await encoder.post(EMBEDDINGS, body, 400))["error"]
     assert error["param"] == param
-    assert error["message"].endswith("where the model reads images, they come in `messages` of /v1/embeddings")
+    assert error["message"].endswith("for a model that accepts images, send them in `messages` of /v1/embeddings")
 
 
 async def test_unknown_fields_are_named_and_ids_chosen(encoder: Api) -> None:
@@ -490,4 +490,4 @@ async def test_scores_of_a_model_that_writes_text_are_refused_with_what_to_serve
             told = refused.json()
             message = told.get("message") or told["error"]["message"]
             assert refused.status_code == 400, route
-            assert "The model `tiny` writes text and gives no scores of pairs of texts: serve a reranker" in message
+            assert "The model `tiny` generates text and cannot score pairs of texts: serve a reranker" in message

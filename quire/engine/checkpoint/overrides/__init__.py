@@ -113,7 +113,7 @@ def _read_folder_defaults(folder: Path) -> dict[str, float]:
         content = read_json_if_present(folder / _GENERATION_CONFIG_FILE)
         if content is None:
             raise ModelError(
-                f"there is no {_GENERATION_CONFIG_FILE} in {str(folder)!r}; auto is the model's, and vllm none"
+                f"there is no {_GENERATION_CONFIG_FILE} in {str(folder)!r}; auto uses the model's, vllm none"
             )
         return read_generation_defaults(folder) | _max_tokens_default(content, _GENERATION_CONFIG_FILE)
     except ModelError as error:
@@ -143,7 +143,7 @@ def _make_linked_folder(path: Path, content: bytes) -> Path:
     except OSError as error:
         raise ConfigError(
             f"hf_overrides: cannot write {target_dir.parent.parent}: {error.strerror}; "
-            "XDG_CACHE_HOME names another place",
+            "XDG_CACHE_HOME selects another place",
             param="hf_overrides",
         ) from None
     (temp_dir / path.name).mkdir()

@@ -116,7 +116,7 @@ def _interpret_file(file: IO[bytes]) -> Any:
         with zipfile.ZipFile(file) as archive:
             info = next((each for each in archive.infolist() if each.filename.endswith("/data.pkl")), None)
             if info is None or info.file_size > _MAX_PICKLE_BYTES or info.compress_type != zipfile.ZIP_STORED:
-                raise ValueError("its archive has no data.pkl of a known form")
+                raise ValueError("its archive has no data.pkl in a known format")
             return _interpret_pickle(pickletools.genops(BytesIO(archive.read(info))))
     file.seek(0)
     for _ in range(3):  # magic number, version, integer sizes
@@ -210,7 +210,7 @@ def _evaluate_opcode(name: str, argument: Any, stack: _PickleStack) -> Any:
     if name == "REDUCE":
         function, arguments = stack.pop_last(2)
         return _call_global(function, arguments)
-    raise ValueError(f"its pickle has the instruction {name}, which tensors need not")
+    raise ValueError(f"its pickle has the instruction {name}, which tensors do not need")
 
 
 def _require_string(value: Any) -> str:
@@ -230,7 +230,7 @@ def _parse_storage(persistent_id: Any) -> _StorageRef:
 
 def _rebuild_tensor(storage: Any, storage_offset: Any, shape: Any) -> _RebuiltTensor:
     if not (isinstance(storage, _StorageRef) and isinstance(storage_offset, int) and isinstance(shape, tuple)):
-        raise ValueError("it has a tensor without a storage, a place in it, or a shape")
+        raise ValueError("it has a tensor without a storage, an offset in it, or a shape")
     return _RebuiltTensor(storage, storage_offset, shape)
 
 
@@ -247,4 +247,4 @@ def _call_global(function: Any, arguments: Any) -> Any:
         case _GlobalName("collections OrderedDict") if not arguments:
             return {}
     name = function.dotted_name if isinstance(function, _GlobalName) else type(function).__name__
-    raise ValueError(f"its pickle calls {name[:60]!r}, which tensors need not")
+    raise ValueError(f"its pickle calls {name[:60]!r}, which tensors do not need")

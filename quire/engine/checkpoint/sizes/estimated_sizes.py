@@ -30,7 +30,7 @@ def estimate_decoder_sizes(raw: Mapping[str, Any], text_fields: Mapping[str, Any
     )
     windows = unserved_layer_windows(text_fields, layers)
     if not windows:
-        raise ModelError("model: no layer of it has keys and values to cache, so there is nothing to plan")
+        raise ModelError("model: no layer has keys and values to cache, so there is nothing to plan")
     caches_latents = _caches_latents(raw, text_fields)
     attention, kv, formula, width = _count_attention(text_fields, hidden, caches_latents=caches_latents)
     dense, expert, router, shared, sparse = _count_mlp(text_fields, hidden, layers)
@@ -71,7 +71,7 @@ def unknown_state_notes(text_fields: Mapping[str, Any]) -> list[str]:
     others = layers - len(unserved_layer_windows(text_fields, layers))
     notes = [f"{others} layers keep a state instead of keys; it is not counted"] if others > 0 else []
     if any(key.startswith("mamba_") for key in text_fields):
-        notes.append("state-space layers are not known here: their parameters are a guess")
+        notes.append("these state-space layers are unknown here: their parameter count is an estimate")
     return notes
 
 

@@ -148,7 +148,7 @@ def _read_plannable_text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Raises ModelError for an incomplete configuration, or one of another kind of model."""
     family = explain_unsupported_family(raw) if raw.get("model_type") else None
     if raw.get("is_encoder_decoder"):
-        raise ModelError(f"model: {family or 'this is an encoder-decoder'}: only decoders have a plan here")
+        raise ModelError(f"model: {family or 'this is an encoder-decoder'}: only decoders can be planned here")
     text_fields = extract_text_config(raw)
     if family is not None and not read_optional_size(text_fields, "num_attention_heads"):
         raise ModelError(f"model: {family}, and its config.json gives no num_attention_heads to plan with")
@@ -177,7 +177,7 @@ def _describe_uncounted(raw: Mapping[str, Any], text_fields: Mapping[str, Any], 
             "transformers' class computes it, with Quire's KV cache: slower, and without LoRA, ranks and CUDA graphs"
         )
     if tower:
-        notes.append(f"its tower for images, {tower / 1e6:,.0f} M parameters, is counted where images are read")
+        notes.append(f"its vision tower, {tower / 1e6:,.0f} M parameters, is counted where images are processed")
     elif str(text_fields.get("model_type", "")) != raw.get("model_type", ""):
         notes.append("only the text part is counted, no image or audio tower")
     return notes

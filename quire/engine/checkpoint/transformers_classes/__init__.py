@@ -69,7 +69,7 @@ def class_rejection_reason(raw: Mapping[str, Any]) -> str | None:
     if model_type not in rejection_reasons_by_model_type():
         custom_code_note = "; its own code is not run" if raw.get("auto_map") else ""
         version = transformers_version_tested()
-        return f"neither a file of Quire nor a class of transformers {version} computes them{custom_code_note}"
+        return f"neither Quire nor a class of transformers {version} computes them{custom_code_note}"
     return (
         f"{rejection_reasons_by_model_type()[model_type]}; `transformers serve` may run it"
         if rejection_reasons_by_model_type()[model_type]

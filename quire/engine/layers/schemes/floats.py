@@ -52,7 +52,9 @@ class Float8Format(LinearFormat):
                 raise ModelError(f"model: {where} has shape {list(scales.shape)}, for blocks of {list(block)}")
         elif strategy == "group":
             if inner % self.weight_format.group_size:
-                raise ModelError(f"model: {where}: {inner} inputs are not groups of {self.weight_format.group_size}")
+                raise ModelError(
+                    f"model: {where}: {inner} inputs are not a multiple of groups of {self.weight_format.group_size}"
+                )
             block = (1, self.weight_format.group_size)
             scales = broadcast_to_groups(scales, codes.shape, self.weight_format.group_size, where).contiguous()
         elif scales.numel() == 1:
@@ -85,7 +87,7 @@ class Float4Format(LinearFormat):
         divisor = tensors.get("weight_global_scale")
         if codes.shape[1] * 2 != scales.shape[1] * self.weight_format.group_size:
             raise ModelError(
-                f"model: {linear}: {codes.shape[1] * 2} inputs are not groups of {self.weight_format.group_size}"
+                f"model: {linear}: {codes.shape[1] * 2} inputs are not a multiple of {self.weight_format.group_size}"
             )
         scales = decode_halved_e8m0_scales(scales) if divisor is None else scales.float() / divisor / 2
         return GroupedWeight(codes, scales, None, DOUBLED_E2M1_VALUES)

@@ -86,5 +86,5 @@ class Eagle3Head(EagleHead):
         tokens = offsets + torch.arange(len(offsets), device=offsets.device)
         vocab = self._decoder.spec.vocab_size
         if not bool(((tokens >= 0) & (tokens < vocab)).all()):
-            raise ModelError(f"model: d2t: has a token that is none of the served model's {vocab}")
+            raise ModelError(f"model: d2t: has a token outside the served model's {vocab}")
         self._token_ids = tokens

@@ -43,7 +43,7 @@ class PagedAttentionFunction:
     def finish_step(self) -> None:
         if self._num_calls != len(self._layers):
             raise ModelError(
-                f"model: its class attended {self._num_calls} times in a step, not {len(self._layers)} times"
+                f"model: its class called attention {self._num_calls} times in a step, not {len(self._layers)} times"
             )
         self._metadata, self._kv_cache = None, ()
 

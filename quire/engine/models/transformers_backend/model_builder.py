@@ -27,7 +27,7 @@ def build_model(config_fields: Mapping[str, Any], dtype: torch.dtype) -> PreTrai
     try:
         config = CONFIG_MAPPING[kind].from_dict({**config_fields})
     except Exception as error:  # a hostile file may raise anything
-        raise ModelError(f"model: config.json: transformers reads none of it: {describe_exception(error)}") from error
+        raise ModelError(f"model: config.json: transformers cannot read it: {describe_exception(error)}") from error
     if model_class.config_class is config.sub_configs.get("text_config"):
         config = config.get_text_config()
     try:

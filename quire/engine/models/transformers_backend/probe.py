@@ -81,7 +81,7 @@ class _TransformersAttention(PagedKVSublayer):
     def forward(
         self, ops: Operations, x: Tensor, residual: Tensor | None, step: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        raise ModelError("model: transformers' class computes it, which does not go here")
+        raise ModelError("model: transformers' class computes it, which is not possible here")
 
 
 @build_sublayer.register(TransformersAttentionSpec)
@@ -105,7 +105,7 @@ class AttentionProbe:
             or key.shape[2] != _PROBE_TOKENS
             or value.shape[2] != _PROBE_TOKENS
         ):
-            raise ModelError(f"{location} attends to other things than the tokens of a sequence")
+            raise ModelError(f"{location} attends to something other than the tokens of a sequence")
         for name, value_of in kwargs.items():
             if value_of is not None and value_of is not False and name not in _KNOWN_KWARGS | _IGNORED_KWARGS:
                 raise ModelError(f"{location} changes attention by {name}, which paged attention does not compute")
@@ -138,13 +138,15 @@ class AttentionProbe:
         if mask is None:
             causal = kwargs.get("is_causal")
             if not (getattr(module, "is_causal", False) if causal is None else causal):
-                raise ModelError(f"{location} does not attend causally: it is of an encoder, or to an encoder's states")
+                raise ModelError(
+                    f"{location} does not attend causally: it belongs to an encoder or attends to an encoder's states"
+                )
             return None if named_window is None else int(named_window)
         if (allowed := mask_function_of(mask)) is None:
             raise ModelError(f"{location} changes its mask (biases by position, or a mask of its own)")
         window = window_from_mask(allowed, self.max_len)
         if named_window is not None and window is not None and int(named_window) != window:
-            raise ModelError(f"{location} names a window of {named_window} tokens, its mask has one of {window}")
+            raise ModelError(f"{location} says a window of {named_window} tokens, its mask has one of {window}")
         return window
 
 
@@ -158,7 +160,9 @@ def window_from_mask(allowed: MaskFunction, max_len: int) -> int | None:
             visible = allowed(0, 0, torch.full_like(positions, position), positions)
         return torch.as_tensor(visible).expand(max_len)
 
-    mask_error = ModelError("a mask of it is neither causal nor a window (chunks, blocks, or both directions)")
+    mask_error = ModelError(
+        "one of its masks is neither causal nor a sliding window (chunks, blocks, or bidirectional)"
+    )
     try:
         window = int(visible_keys(max_len - 1).sum())
         for position in {0, 1, max_len // 3, window - 1, window, window + 1, max_len - 1}:

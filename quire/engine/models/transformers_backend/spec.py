@@ -47,7 +47,7 @@ class TransformersSpec(DecoderSpec):
         return probe_sharded_attention(self.config_fields, self.max_len, shard)
 
     def context_parallel_error(self) -> str | None:
-        return "a model by transformers' classes keeps its own keys and values; see --model-impl"
+        return "a model run by transformers' class keeps keys and values in its own type; see --model-impl"
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
         try:

@@ -65,7 +65,7 @@ def make_tensor_parallel_plan(model: PreTrainedModel, ranks: int) -> TensorParal
         return ModelError(f"{class_name}: {name}: {why}")
 
     def unsupported_plan_error(name: str, kinds: str) -> ModelError:
-        return plan_error(name, f"its plan of tensor parallelism ({kinds}) is not served")
+        return plan_error(name, f"its tensor-parallel plan ({kinds}) is not served")
 
     def check_expert_kinds(name: str, module: nn.Module, kinds: set[str | None]) -> None:
         if not kinds <= _EXPERT_KINDS:
@@ -101,7 +101,7 @@ def make_tensor_parallel_plan(model: PreTrainedModel, ranks: int) -> TensorParal
                 raise unsupported_plan_error(full, kind)
             heads.add(full)
     if not linears:
-        raise ModelError(f"{class_name} has no plan of tensor parallelism, so ranks cannot divide it")
+        raise ModelError(f"{class_name} has no tensor-parallel plan, so ranks cannot divide it")
     return TensorParallelPlan(linears, frozenset(experts), frozenset(heads))
 
 

@@ -142,7 +142,7 @@ def _read_tensor(name: str, stored: GGUFTensor) -> Tensor:
         with file:
             read = _read_available_into(file.fileno(), content, stored.offset)
     if read < len(content):
-        raise ModelError(f"model: {stored.file.name}: {name}: the file ends before it does")
+        raise ModelError(f"model: {stored.file.name}: {name}: the file ends in the middle of it")
     if stored.type.name in _FLOATS:
         return torch.frombuffer(content, dtype=_FLOATS[stored.type.name]).view(stored.shape)
     return torch.frombuffer(content, dtype=torch.uint8).view(*stored.shape[:-1], -1)

@@ -64,7 +64,7 @@ def _make_disk_offloader(config: EngineConfig, folder: Path, chosen: DevicePlan)
         kind = filesystem_type(folder)
         refuse_setting_if(
             DISK_PARAM,
-            kind in MEMORY_FILESYSTEMS and f"{folder} is in memory itself ({kind}); name a folder on a disk",
+            kind in MEMORY_FILESYSTEMS and f"{folder} is on an in-memory file system ({kind}); give a folder on a disk",
         )
         if chosen.spec.sublayers_of_kind(MoELayerSpec):
             offload = make_disk_experts(chosen.backend, folder, int((memory or 0) * GIB) // processes)

@@ -31,12 +31,12 @@ def start_ranks(
     weights_are_tensors: bool,
 ) -> RankGroup:
     """Raises ConfigError."""
-    refuse_setting_if("node_rank", config.node_rank > 0 and "machines but the first run nothing but `quire serve`")
+    refuse_setting_if("node_rank", config.node_rank > 0 and "machines other than the first can only run `quire serve`")
     refuse_setting_if(
         "one_shot_sums",
         config.one_shot_sums
         and (config.tensor_parallel_size == 1 or chosen.device.type != "cuda")
-        and "several GPUs (tensor_parallel_size) have sums to be made otherwise, and nothing else; leave it out",
+        and "it only affects several GPUs (tensor_parallel_size); leave it out",
         config.one_shot_sums and find_spec("triton") is None and "needs Triton (pip install triton)",
     )
     if config.world_size == 1:
@@ -98,7 +98,7 @@ def missing_gpus_reason(ranks: int, device: torch.device) -> str | None:
     if num_visible < ranks:
         return f"{ranks} ranks need {ranks} GPUs, and {num_visible} can be seen here (nvidia-smi, CUDA_VISIBLE_DEVICES)"
     if not torch.distributed.is_nccl_available():
-        return f"this PyTorch ({torch.__version__}) was built without NCCL, by which GPUs reach each other"
+        return f"this PyTorch ({torch.__version__}) was built without NCCL, which several GPUs need"
     return None
 
 

@@ -177,7 +177,9 @@ class RequestFileRunner:
             try:
                 if number in self._duplicates:
                     duplicate_id, name = name, f"line-{number}"
-                    raise InvalidRequest(f"the custom_id {duplicate_id!r} is an earlier line's", param="custom_id")
+                    raise InvalidRequest(
+                        f"the custom_id {duplicate_id!r} was used by an earlier line", param="custom_id"
+                    )
                 response = await self._post_with_retry(parse_line(line))
             except InvalidRequest as error:
                 self._write_and_count_result(

@@ -66,7 +66,7 @@ def find_arguments_region(prober: TemplateProber) -> ArgumentsRegion:
     before = common_prefix_by_atoms(empty, full)
     after = common_suffix_by_atoms(empty[len(before) :], full[len(before) :])
     if any(one not in full[len(before) : len(full) - len(after)] for one in (*PROBE_KEYS, *PROBE_VALUES)):
-        raise TemplateInferenceError("it does not show the arguments of calls")
+        raise TemplateInferenceError("it does not render the arguments of calls")
     return ArgumentsRegion(before, after)
 
 
@@ -80,7 +80,7 @@ def infer_arguments_form(prober: TemplateProber, region: ArgumentsRegion) -> Arg
     keys, values = [PROBE_KEYS[one] for one in order], [PROBE_VALUES[one] for one in order]
     before_key, infix, middle, after = _texts_around_two_entries(full, keys[0], values[0], keys[1], values[1])
     if not middle.startswith(after) or not middle.endswith(before_key) or len(middle) < len(after + before_key):
-        raise TemplateInferenceError("it does not show where a value ends and the next key begins")
+        raise TemplateInferenceError("it does not render where a value ends and the next key begins")
     separator = middle[len(after) : len(middle) - len(before_key)]
     infixes = {"string": infix}
     ends = {"string": after}
@@ -96,7 +96,7 @@ def infer_arguments_form(prober: TemplateProber, region: ArgumentsRegion) -> Arg
         except (TemplateInferenceError, ValueError):
             continue
     if "number" not in infixes:
-        raise TemplateInferenceError("it does not show numbers in arguments")
+        raise TemplateInferenceError("it does not render numbers in arguments")
     layout = EntryLayout(before_key, infixes, ends, separator, _infer_literal_spelling(written), sort)
     quote = _infer_quote(infixes, ends)
     if quote is not None:
@@ -137,7 +137,7 @@ def _split_entry_after_key(
         return next((each for each in splits if each[2] == after), splits[0])
     if rest.startswith(string_infix) and rest.endswith(after):
         return string_infix, rest[len(string_infix) : len(rest) - len(after)], after
-    raise TemplateInferenceError(f"it does not show a {kind}")
+    raise TemplateInferenceError(f"it does not render a {kind}")
 
 
 def _find_occurrences(text: str, part: str) -> list[int]:

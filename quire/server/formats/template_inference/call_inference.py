@@ -55,7 +55,7 @@ def infer_call_form(renderer: ChatRenderer, turn: AssistantTurnForm | None = Non
     prober.learn_generation_prompt()
     turn = turn or infer_turn_form(prober)
     if not renderer.capabilities.shows_calls:
-        raise TemplateInferenceError("it does not show calls in an assistant's turn")
+        raise TemplateInferenceError("it does not render calls in an assistant's turn")
     form = _infer_unverified_form(prober, turn)
     verify_form(form, prober, turn)
     return form
@@ -64,7 +64,7 @@ def infer_call_form(renderer: ChatRenderer, turn: AssistantTurnForm | None = Non
 def _infer_unverified_form(prober: TemplateProber, turn: AssistantTurnForm) -> CallForm:
     one_turn = prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], FULL_ARGUMENTS)])
     if PROBE_NAMES[0] not in one_turn and ID_SLOT not in one_turn:
-        raise TemplateInferenceError("it does not show calls in an assistant's turn")
+        raise TemplateInferenceError("it does not render calls in an assistant's turn")
     named_ids = PROBE_NAMES[0] not in one_turn
     arguments_text, arguments = _find_arguments_and_form(prober, one_turn)
     try:

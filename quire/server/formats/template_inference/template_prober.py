@@ -76,7 +76,7 @@ class TemplateProber:
             message["tool_calls"] = [self._build_tool_call(call, index) for index, call in enumerate(calls)]
         whole = self._render_probe([{"role": "user", "content": USER_TEXT}, message], False)
         if USER_TEXT not in whole or USER_TEXT not in self.prompt_before:
-            raise TemplateInferenceError("it does not show the user's message")
+            raise TemplateInferenceError("it does not render the user's message")
         start = common_prefix_by_atoms(self.prompt_before, whole)
         rest, after = whole[len(start) :], self.prompt_before[len(start) :]
         rest = rest.removesuffix(common_suffix_by_atoms(rest, after))

@@ -52,7 +52,7 @@ def infer_turn_form(prober: TemplateProber) -> AssistantTurnForm:
     """Raises TemplateInferenceError if content is not shown."""
     content_only_turn = prober.render_assistant_turn(content=CONTENT_TEXT)
     if CONTENT_TEXT not in content_only_turn:
-        raise TemplateInferenceError("it does not show the content of an assistant's turn")
+        raise TemplateInferenceError("it does not render the content of an assistant's turn")
     begin, end, repeats = infer_reasoning_markers(prober, content_only_turn)
     form_without_content = AssistantTurnForm(
         prober.generation_prompt, reasoning_begin=begin.strip(), reasoning_end=end, content_only_turn=content_only_turn

@@ -51,7 +51,7 @@ def infer_wrapping(lead: str, one: str, two: str | None, end_without_calls: str)
         else:
             head = start
     if not head.strip():
-        raise TemplateInferenceError("it does not show where a second call begins")
+        raise TemplateInferenceError("it does not render where a second call begins")
     begin = "" if prompt_head else start[: len(start) - len(head)]
     between = rest[: len(rest) - len(head)]
     end, turn_end = split_turn_end(last[len(tail) :], end_without_calls)

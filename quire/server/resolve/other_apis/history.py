@@ -61,16 +61,16 @@ def response_history(folder: Path, owner: str, response_id: str) -> list[Any]:
         while next_id is not None:
             known = stored.read_summary(owner, "response", next_id)
             if known is None:
-                raise _history_error(f"the response `{next_id}` is not stored here, or not any more")
+                raise _history_error(f"the response `{next_id}` is not stored here, or it has expired")
             if known.about["status"] not in ENDED_STATUSES:
                 raise _history_error(f"the response `{next_id}` is {known.about['status']}")
             size += known.size
             if size > MAX_HISTORY_BYTES:
-                raise _history_error(f"more than {MAX_HISTORY_BYTES} bytes come before")
+                raise _history_error(f"more than {MAX_HISTORY_BYTES} bytes precede it")
             item_groups.append([*stored.read_items(owner, next_id), *_response_output(stored, owner, next_id)])
             count += len(item_groups[-1])
             if count > MAX_MESSAGES:
-                raise _history_error(f"more than {MAX_MESSAGES} items come before")
+                raise _history_error(f"more than {MAX_MESSAGES} items precede it")
             next_id = known.about["previous"]
     return [item for items in reversed(item_groups) for item in items]
 
@@ -108,7 +108,7 @@ def load_referenced_items(folder: Path, owner: str, ids: Sequence[str], nearby_i
                     raise InvalidRequest(f"input: refers to more than {MAX_HISTORY_BYTES} bytes", param="input")
                 known |= {item["id"]: item for item in _response_output(stored, owner, response_id)}
             if id not in known:
-                raise InvalidRequest(f"input: the item `{id}` is not stored here, or not any more", param="input")
+                raise InvalidRequest(f"input: the item `{id}` is not stored here, or it has expired", param="input")
     return known
 
 

@@ -41,7 +41,7 @@ def resolve_label_scores(body: LabelScoreRequest, model: ServedModel, config: Se
         elif isinstance(item, list) and isinstance(body.query, list):
             prompts.append([*item, *body.query] if body.item_first else [*body.query, *item])
         else:
-            raise InvalidRequest("items must be texts where the query is one, and else token ids", param="items")
+            raise InvalidRequest("items must be texts if the query is a text, otherwise token ids", param="items")
     fields = {"prompt": prompts, "logprob_token_ids": body.label_token_ids, "logprobs": 0}
     fields |= {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
     question = OptionQuestion("shares" if body.apply_softmax else "labels", None, (), body.label_token_ids)

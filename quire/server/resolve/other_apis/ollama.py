@@ -76,7 +76,7 @@ def resolve_ollama_generate(
     body = parse_body(body_bytes, OllamaGenerateRequest)
     name = model.resolve_model_name(model_name_without_latest_tag(body.model, model))
     if body.images and (body.raw or body.suffix):
-        raise InvalidRequest("images: not with raw or suffix, which are read without the template", param="images")
+        raise InvalidRequest("images: not available with raw or suffix, which do not use the template", param="images")
     if not body.prompt and not body.images:
         return JsonReply(model_loaded_body(name, "response"), {})
     if not body.raw and not body.suffix:

@@ -87,7 +87,9 @@ class DecisionApiVariant:
             ]
             prompts = [build_non_thinking_prompt(chats[0], model)]
             if len(prompts[0].ids) * len(chats) > MAX_PROMPT_ENTRIES:
-                raise InvalidRequest("questions: too many about so long an input: ask fewer at once", param="questions")
+                raise InvalidRequest(
+                    "questions: too many for an input of this length: ask fewer at once", param="questions"
+                )
             prompts += [build_non_thinking_prompt(chat, model) for chat in chats[1:]]
             params = SamplingParams(
                 max_tokens=1, temperature=0.0, logprobs=0, logprob_token_ids=ids, allowed_token_ids=ids, ignore_eos=True
@@ -110,7 +112,7 @@ def single_token_labels(tokenizer: Tokenizer, count: int) -> dict[str, int]:
     labels = dict(islice(_iterate_single_token_labels(tokenizer), count))
     if len(labels) < count:
         raise InvalidRequest(
-            f"questions: this model's vocabulary can tell {len(labels)} options apart, got {count}", param="questions"
+            f"questions: this model's vocabulary can distinguish {len(labels)} options, got {count}", param="questions"
         )
     return labels
 

@@ -115,7 +115,7 @@ class _UploadSpaceReserver:
     async def _reserve_largest_fitting_size(self, *sizes: int) -> None:
         """Reserve the largest of these sizes that fits; the first one is required."""
         if sizes[0] > MAX_FILE_BYTES:
-            raise HTTPException(413, f"A file may have {MAX_FILE_BYTES} bytes")
+            raise HTTPException(413, f"A file may have at most {MAX_FILE_BYTES} bytes")
         for size in sorted(sizes, reverse=True):
             if await asyncio.to_thread(self._files.try_reserve_bytes, self._owner, self.id, size, self._process):
                 self._reserved_bytes = size
@@ -169,7 +169,7 @@ async def retrieve_content(file_id: str, request: Request) -> Response:
     """The content of a file, or the range that the header Range names."""
     file = await _find_file(request, file_id)
     if not await asyncio.to_thread(require_batch_runner(request).contents.content_path(file.id).exists):
-        raise RequestNotFound(f"The content of `{file_id}` is not on the disk any more", param="file_id")
+        raise RequestNotFound(f"The content of `{file_id}` is no longer on disk", param="file_id")
     media = "application/jsonl" if file.name.endswith(".jsonl") else "application/octet-stream"
     return FileResponse(
         require_batch_runner(request).contents.content_path(file.id), media_type=media, filename=file.name
@@ -180,7 +180,7 @@ async def retrieve_content(file_id: str, request: Request) -> Response:
 async def delete_file(file_id: str, request: Request) -> dict[str, Any]:
     runner, owner = require_batch_runner(request), owner_of(request)
     if await asyncio.to_thread(runner.is_file_in_use, file_id, owner):
-        raise InvalidRequest("file_id: a batch that has not ended reads it: cancel that first", param="file_id")
+        raise InvalidRequest("file_id: an unfinished batch reads it: cancel the batch first", param="file_id")
     await find_or_raise(request, runner.files.delete, file_id, not_found=file_not_found(file_id, "file_id"))
     return {"id": file_id, "object": "file", "deleted": True}
 
@@ -207,7 +207,7 @@ async def _receive_form(
                     yield part
             decoder.check_complete()
         except BodyTooLarge:
-            raise HTTPException(413, f"A file may have {MAX_FILE_BYTES} bytes") from None
+            raise HTTPException(413, f"A file may have at most {MAX_FILE_BYTES} bytes") from None
 
     headers = _sanitize_content_type_header(request.headers.get("content-type", ""))
     parser = MultiPartParser(headers, decoded_stream(), max_files=1, max_fields=len(_FORM_FIELDS), max_part_size=256)
@@ -221,7 +221,7 @@ async def _receive_form(
     except ClientDisconnect:
         raise HTTPException(CLIENT_CLOSED_REQUEST) from None
     except TimeoutError:
-        raise HTTPException(408, f"The file did not come within {_MAX_UPLOAD_SECONDS:g} s") from None
+        raise HTTPException(408, f"The file did not arrive within {_MAX_UPLOAD_SECONDS:g} s") from None
     try:
         content, purpose = form.get("file"), form.get("purpose")
         if not isinstance(content, UploadFile):
@@ -250,7 +250,7 @@ def _sanitize_content_type_header(content_type: str) -> Headers:
         raise InvalidRequest("A file comes as multipart/form-data, with the fields file and purpose")
     boundary = options.get(b"boundary", b"")
     if not re.fullmatch(rb"[\x20-\x7e]{1,200}", boundary) or b'"' in boundary or b"\\" in boundary:
-        raise InvalidRequest("The form cannot be read: its type names no boundary, or none that clients may choose")
+        raise InvalidRequest("The form cannot be read: its Content-Type has no valid boundary")
     return Headers(raw=[(b"content-type", b'multipart/form-data; boundary="%s"' % boundary)])
 
 
@@ -301,7 +301,7 @@ def require_batch_runner(request: Request) -> BatchRunner:
     """Raises RequestNotFound without --data-dir."""
     runner = get_server_context(request).batch_runner
     if runner is None:
-        raise RequestNotFound("This server keeps no files and batches: see --data-dir")
+        raise RequestNotFound("This server stores no files or batches: see --data-dir")
     return runner
 
 

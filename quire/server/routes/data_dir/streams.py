@@ -21,7 +21,7 @@ async def resume_stream(stream_id: str, request: Request) -> Response:
     """
     streams, owner = get_server_context(request).resumable_calls, owner_of(request)
     if streams is None:
-        raise RequestNotFound("This server keeps no streams: see --data-dir")
+        raise RequestNotFound("This server stores no streams: see --data-dir")
     seen_events: tuple[int, ...] = ()
     if (last_event_id := request.headers.get(LAST_EVENT_ID)) is not None:
         parsed_id = parse_event_id(last_event_id)
@@ -33,6 +33,6 @@ async def resume_stream(stream_id: str, request: Request) -> Response:
         raise RequestNotFound(f"No stream `{stream_id}` is stored here, or it has expired", param="stream_id")
     if call.pins.background:
         alternative = f"GET /v1/responses/{stream_id}, with stream=true and starting_after"
-        raise InvalidRequest(f"The response goes on in the background: {alternative}", param="stream_id")
+        raise InvalidRequest(f"The response continues in the background: {alternative}", param="stream_id")
     claims: list[Claim] = []
     return ReplayedRouteResponse(await streams.prepare_resume(owner, call, seen_events, claims), claims)

@@ -26,7 +26,7 @@ GENERATION_ENDPOINTS = (
     Endpoint(
         "/v1/messages/count_tokens",
         "count_message_tokens",
-        "The number of tokens that a conversation has as a prompt.",
+        "Number of prompt tokens of a conversation.",
         count_message_tokens,
         (CountTokensRequest,),
         RateLimitedRoute,

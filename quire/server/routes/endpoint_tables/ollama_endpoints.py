@@ -21,14 +21,14 @@ OLLAMA_ENDPOINTS = (
     Endpoint(
         "/api/embed",
         "embed",
-        "A vector of each input, of length 1.",
+        "An embedding of each input, normalized to length 1.",
         ollama.resolve_ollama_embed,
         (OllamaEmbedRequest,),
     ),
     Endpoint(
         "/api/embeddings",
         "embeddings",
-        "A vector of one prompt.",
+        "An embedding of one prompt.",
         ollama.resolve_ollama_embeddings,
         (OllamaEmbeddingsRequest,),
     ),

@@ -22,14 +22,14 @@ VECTOR_ENDPOINTS = (
     Endpoint(
         "/v1/embeddings",
         "create_embeddings",
-        "A vector of each input, or of a conversation, which may show images.",
+        "An embedding of each input, or of a conversation, which may have images.",
         resolve_embedding,
         (EmbeddingRequest, ConversationEmbeddingRequest),
     ),
     Endpoint(
         "/pooling",
         "pool",
-        "What the model makes of each input: an embedding, or the scores of its labels.",
+        "The model's output for each input: an embedding, or the scores of its labels.",
         resolve_pooling,
         (PoolingRequest,),
     ),
@@ -51,14 +51,14 @@ VECTOR_ENDPOINTS = (
     Endpoint(
         "/v2/embed",
         "cohere_embed",
-        "Embeddings as Cohere's API has them.",
+        "Embeddings in the form of Cohere's API.",
         resolve_cohere_embedding,
         (CohereEmbedRequest,),
     ),
     Endpoint(
         "/v1/rerank",
         "rerank",
-        "Documents by how well they fit a query, as Jina's API has it.",
+        "Documents ranked by relevance to a query, in the form of Jina's API.",
         resolve_rerank,
         (RerankRequest,),
     ),
@@ -66,7 +66,7 @@ VECTOR_ENDPOINTS = (
     Endpoint(
         "/v2/rerank",
         "cohere_rerank",
-        "The same as Cohere's API has it.",
+        "The same in the form of Cohere's API.",
         partial(resolve_rerank, cohere=True),
         (RerankRequest,),
     ),

@@ -25,7 +25,7 @@ def check_offload(config: EngineConfig, model_config: ModelConfig, chosen: Devic
     if config.cpu_offload_gb:
         refuse_setting_if(
             GPU_PARAM,
-            device == "cpu" and "a CPU's weights are in the host's memory; weights_on_disk leaves them on a disk",
+            device == "cpu" and "it is only for GPUs; for CPUs use weights_on_disk",
             is_other_device(chosen.device) and f"layers are streamed only to CUDA GPUs so far, not to {device}",
             by_class,
             shared_weights,
@@ -37,10 +37,10 @@ def check_offload(config: EngineConfig, model_config: ModelConfig, chosen: Devic
         return
     refuse_setting_if(
         DISK_PARAM,
-        device != "cpu" and "it is for CPUs; cpu_offload_gb leaves a GPU's layers in the host's memory",
+        device != "cpu" and "it is only for CPUs; for GPUs use cpu_offload_gb",
         by_class,
         not experts and shared_weights,
-        not hasattr(os, "posix_fallocate") and "this system cannot set a file's bytes aside; it is for Linux",
+        not hasattr(os, "posix_fallocate") and "this system cannot reserve disk space for a file; it needs Linux",
     )
 
 
